@@ -1,4 +1,4 @@
-//! Compiles the vendored kubelet protocols; protox stands in for `protoc`.
+//! Compiles the vendored kubelet protocols; protox replaces `protoc`.
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -8,7 +8,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("cargo::rerun-if-changed={root}/api.proto");
         let files = protox::compile(["api.proto"], [&root])?;
         tonic_prost_build::configure()
-            // Ordered maps: equal answers are equal bytes.
+            // Ordered maps: equal messages have equal bytes.
             .btree_map(".")
             .compile_fds(files)?;
     }

@@ -122,8 +122,8 @@ type placement struct {
 
 const placementAnnotation = cleaveGroup + "/placement"
 
-// noted returns the GPU of a node in a pod's annotation, or -1 without one.
-func noted(annotation string, node string, index int) (int, error) {
+// reservedGPU returns the GPU of a node in a pod's annotation, or -1 without one.
+func reservedGPU(annotation string, node string, index int) (int, error) {
 	if annotation == "" {
 		return -1, nil
 	}
@@ -176,7 +176,7 @@ func (a *agents) bound(pod, node, annotation string, shares int) {
 		return
 	}
 	m := &a.nodes[index]
-	gpu, err := noted(annotation, node, index)
+	gpu, err := reservedGPU(annotation, node, index)
 	switch {
 	case err != nil:
 		a.malformed = append(a.malformed, fmt.Errorf("%s: %w", pod, err))

@@ -1,4 +1,4 @@
-//! Allocates slices for any front end.
+//! Allocates slices for a front end such as the device plugin.
 //!
 //! Requests are answered from memory: one lock protects the [`AllocationTable`]. It is held
 //! briefly, never across an await, and never during file I/O. When a container starts, the

@@ -24,7 +24,8 @@
 //! - [`args`], [`metrics`], [`cdi`]: the command line, metrics, and the CDI specification.
 //! - [`container_edits`], [`allocator`]: what a container gets, and the service that allocates it.
 //! - [`device_plugin`]: the front end for extended resources. It translates the kubelet's calls for
-//!   the allocator. No module before it knows which front end made a request.
+//!   the allocator. No module before it depends on it, but [`allocation`] and [`node`] assume that
+//!   the kubelet allocates extended resources and lists them in PodResources.
 //! - `run`: the tasks.
 //!
 //! Front ends answer from [`allocation::table::AllocationTable`], under a lock that is never held

@@ -212,7 +212,8 @@ fn requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits
         })
         .collect();
     let asks = ledger::asks(&containers);
-    // Match reservations by resource and order: the annotation has one for each whole device.
+    // Reservations are matched by resource and order: the annotation lists those for whole devices
+    // one by one.
     let device_of = |ask: usize| {
         let resource = asks.get(ask)?.resource.as_str();
         let nth = asks[..ask].iter().filter(|before| before.resource == resource).count();

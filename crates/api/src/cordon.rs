@@ -1,8 +1,8 @@
-//! Annotations of a `GpuNode` by which an administrator cordons and clears single GPUs. The command
-//! line writes them and the operator reads them.
+//! Annotations of a `GpuNode` with which an administrator cordons and clears individual GPUs. The
+//! command line writes them and the operator reads them.
 //!
-//! GPUs are named by UUID, because indices can change. Invalid entries are ignored: people can
-//! write annotations by hand, and one bad entry must not hide the others.
+//! GPUs are named by UUID, because indices can change. Invalid entries are ignored: administrators
+//! can write annotations by hand, and one bad entry must not hide the others.
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -92,7 +92,7 @@ impl fmt::Display for Cleared {
     }
 }
 
-/// Cuts a time to whole seconds, which is how the API server stores it.
+/// Truncates a time to whole seconds, because the API server stores it so.
 pub fn whole_seconds(time: Timestamp) -> Time {
     Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
 }

@@ -26,11 +26,11 @@ pub const ALLOW_LABEL: &str = "cleave.dev/allow";
 pub const ALLOW_PLACEMENT: &str = "placement";
 /// Word of [`ALLOW_LABEL`]: containers with shares get no `preStop` hook.
 pub const ALLOW_PRE_STOP: &str = "pre-stop";
-/// Annotation by which a pod declines a `preStop` hook. Its value is [`PRE_STOP_NONE`].
+/// Annotation with which a pod declines a `preStop` hook. Its value is [`PRE_STOP_NONE`].
 pub const PRE_STOP: &str = "cleave.dev/pre-stop";
 /// Value of [`PRE_STOP`].
 pub const PRE_STOP_NONE: &str = "none";
-/// The only word of [`ALLOW_LABEL`]: no admission rule applies.
+/// Word of [`ALLOW_LABEL`] that must be its only word: no admission rule applies.
 pub const ALLOW_ALL: &str = "all";
 
 /// Field manager of the operator, for `GpuNode.spec` and `SharingPolicy.status`.
@@ -51,8 +51,8 @@ pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
 /// Taint of nodes that cannot serve any pod, if the operator is configured to set it.
 pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
-/// Health class of a GPU that becomes healthy after a time without further faults and an answer
-/// from NVML; see [`crate::gpunode::Health::class`].
+/// Health class of a GPU that becomes healthy when NVML answers and no further fault occurs for
+/// some time; see [`crate::gpunode::Health::class`].
 pub const HEALTH_SUSPECT: &str = "Suspect";
 /// Health class of a GPU that must be reset.
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
@@ -91,12 +91,12 @@ pub const WITHIN_SHARE: &str = "WithinShare";
 pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
 /// Annotation of a pod that the operator released although no GPU of the cluster can hold it.
 pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
-/// Prefix of node labels with the number of units of a resource that the node's largest GPU has:
-/// `largest.cleave.dev/gpu-mps`. A pod that no GPU of the cluster can hold is released with a
-/// requirement on this label. So an autoscaler adds only nodes that can hold the pod.
+/// Prefix of node labels such as `largest.cleave.dev/gpu-mps`. The value is the number of units of
+/// this resource on the node's largest GPU. A pod that no GPU of the cluster can hold is released
+/// with a requirement on this label. So an autoscaler adds only nodes that can hold the pod.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
-/// Ways in which a tenant leaves its limits: kinds of [`crate::gpunode::FindingStatus`].
+/// Ways in which a tenant exceeds its limits: kinds of [`crate::gpunode::FindingStatus`].
 pub mod finding {
     /// A container's processes use more of a GPU's memory than its shares allow.
     pub const MEMORY_EXCEEDED: &str = "MemoryExceeded";
@@ -116,7 +116,7 @@ pub const CONDITION_ACCEPTED: &str = "Accepted";
 /// Condition of a `SharingPolicy`: a more specific or older policy overrides it on some GPUs.
 pub const CONDITION_CONFLICT: &str = "Conflict";
 
-/// Whether Cleave can serve a resource, by its name.
+/// Whether Cleave can serve the resource with this name.
 pub fn is_served(resource: &str) -> bool {
     resource == RESOURCE_GPU
         || resource == RESOURCE_SHARED
@@ -124,13 +124,13 @@ pub fn is_served(resource: &str) -> bool {
         || resource.starts_with(RESOURCE_MIG_PREFIX)
 }
 
-/// Whether pods share GPUs by a resource, by its name: everything that Cleave serves except whole
-/// GPUs. The chart's admission policies use the same rule.
+/// Whether pods that request the resource with this name share GPUs. True for every resource that
+/// Cleave serves, except whole GPUs. The chart's admission policies use the same rule.
 pub fn is_shared(resource: &str) -> bool {
     is_served(resource) && resource != RESOURCE_GPU
 }
 
-/// Whether a resource can be MPS shares, by its name. A policy can use some of these names for
+/// Whether the resource with this name can be MPS shares. A policy can use some of these names for
 /// time-slicing. The chart's admission policies use the same rule.
 pub fn is_mps(resource: &str) -> bool {
     let of_instance = resource.starts_with(RESOURCE_MIG_PREFIX) && resource.ends_with(SHARED_SUFFIX);
@@ -163,7 +163,7 @@ pub mod reason {
     pub const NO_GPU: &str = "NoGpu";
     /// The selected nodes have GPUs, but the policy selects none of them.
     pub const NO_GPU_MATCHES: &str = "NoGpuMatches";
-    /// No GPU of the selected nodes is of the model.
+    /// No GPU of the selected nodes has this model.
     pub const UNKNOWN_MODEL: &str = "UnknownModel";
     /// No selected node has the GPU.
     pub const UNKNOWN_GPU: &str = "UnknownGpu";

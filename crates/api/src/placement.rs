@@ -1,9 +1,9 @@
-//! The annotation that the operator writes on a pod when it releases it: which units are reserved
-//! for the pod, and where.
+//! The annotation that the operator writes on a pod when it releases the pod. It records which
+//! units are reserved for the pod, and where.
 //!
-//! The same patch removes the placement gate, so no pod is ever released without a note. The
-//! annotation is the only record of the ledger, and the node's agent follows it when the kubelet
-//! asks.
+//! The same patch removes the placement gate, so no pod is ever released without the annotation.
+//! The annotation is the only persistent record of a reservation. The node's agent follows it when
+//! the kubelet allocates devices.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,8 @@ pub const ANNOTATION: &str = "cleave.dev/placement";
 /// Units that are reserved for a pod until it has been allocated units.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
-    /// When the reservation expires if the pod is not bound, in seconds since the Unix epoch.
+    /// Time at which the reservation expires if the pod is not bound, in seconds since the Unix
+    /// epoch.
     pub until: u64,
     /// The reservation on each node that the pod may go to. It has one entry for each part of the
     /// request that must be on one device, in the order of `cleave_plan::ledger::asks`.
@@ -45,7 +46,7 @@ impl Placement {
     /// The annotation's text.
     ///
     /// # Errors
-    /// None for values of this type.
+    /// Never for values of this type.
     pub fn text(&self) -> Result<String, serde_json::Error> {
         serde_json::to_string(self)
     }

@@ -163,7 +163,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("Malformed", "The object does not match its definition.", "Check that the CRDs and the agent match."),
 ];
 
-/// Reasons of conditions of pods.
+/// Reasons of a pod's conditions.
 pub const POD_CONDITIONS: &[Reason] = &[
     reason("MemoryExceeded", "`cleave.dev/WithinShare` is False.", "Use less memory, or request more shares."),
     reason("OutsideMps", "`cleave.dev/WithinShare` is False.", "Leave `CUDA_MPS_PIPE_DIRECTORY` as it is."),

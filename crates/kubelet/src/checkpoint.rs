@@ -1,10 +1,10 @@
-//! The checkpoint of the kubelet's device manager: the devices that a restarted kubelet takes for
+//! The checkpoint of the kubelet's device manager: the devices that a restarted kubelet considers
 //! allocated.
 //!
 //! The kubelet drops devices of deleted pods from memory when it lists devices or is about to
 //! allocate some. It writes the file only after an allocation, and for each list of devices that a
-//! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device: it
-//! does not allocate a device that only the file names. The layout is that of
+//! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device. So
+//! it does not allocate a device that is listed only in the file. The layout is that of
 //! `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 /// Name of the file in the device plugin directory.
-const FILE: &str = "kubelet_internal_checkpoint";
+const CHECKPOINT_FILE: &str = "kubelet_internal_checkpoint";
 
 /// Maximum size of the file in bytes. It has a few hundred bytes for each container with devices.
 const MAX_FILE: u64 = 16 << 20;
@@ -49,8 +49,7 @@ struct Entry {
 /// Reads the devices of a checkpoint.
 ///
 /// # Errors
-/// The text is not a checkpoint. The error has the position and none of the text, which can be
-/// long.
+/// The text is not a checkpoint. The error has the position but not the text, which can be long.
 pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
@@ -81,10 +80,10 @@ pub struct KubeletCheckpoint {
 impl KubeletCheckpoint {
     /// The checkpoint in this directory. The file need not exist.
     pub fn of(directory: &Path) -> Self {
-        Self { path: directory.join(FILE), read: None, devices: None }
+        Self { path: directory.join(CHECKPOINT_FILE), read: None, devices: None }
     }
 
-    /// The devices that a kubelet would take for allocated if it restarted now. `None` if there is
+    /// The devices that a kubelet would consider allocated if it restarted now. `None` if there is
     /// no file. The file is read only if it has changed.
     ///
     /// # Errors
@@ -114,7 +113,7 @@ mod tests {
     use super::*;
 
     /// A checkpoint written by a kubelet 1.36.
-    const WRITTEN: &str = r#"{"Data":{"PodDeviceEntries":[
+    const SAMPLE_CHECKPOINT: &str = r#"{"Data":{"PodDeviceEntries":[
         {"PodUID":"2f9a","ContainerName":"main","ResourceName":"nvidia.com/gpu-mps","DeviceIDs":{"-1":["GPU-a::1"],"0":["GPU-a::0"]},"AllocResp":"CgA="},
         {"PodUID":"77c1","ContainerName":"main","ResourceName":"example.com/nic","DeviceIDs":{"0":["eth1"]},"AllocResp":"CgA="}],
         "RegisteredDevices":{"nvidia.com/gpu-mps":["GPU-a::0","GPU-a::1","GPU-a::2"]}},"Checksum":2049411213}"#;
@@ -130,7 +129,7 @@ mod tests {
             ("nvidia.com/gpu-mps", "GPU-a::1"),
             ("example.com/nic", "eth1"),
         ]);
-        assert_eq!(allocated(WRITTEN.as_bytes()).unwrap(), expected);
+        assert_eq!(allocated(SAMPLE_CHECKPOINT.as_bytes()).unwrap(), expected);
         let empty = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
         assert_eq!(allocated(empty.as_bytes()).unwrap(), devices(&[]));
         for wrong in ["", "[]", "{}", r#"{"Data":{"PodDeviceEntries":[{"DeviceIDs":7}]}}"#] {
@@ -145,16 +144,16 @@ mod tests {
         assert_eq!(checkpoint.devices().await.unwrap(), None, "there is none");
         let write = |text: &str| {
             std::fs::write(folder.path().join("new"), text).unwrap();
-            std::fs::rename(folder.path().join("new"), folder.path().join(FILE)).unwrap();
+            std::fs::rename(folder.path().join("new"), folder.path().join(CHECKPOINT_FILE)).unwrap();
         };
-        write(WRITTEN);
+        write(SAMPLE_CHECKPOINT);
         let first = checkpoint.devices().await.unwrap().unwrap();
         assert_eq!(first.len(), 3);
         assert!(Arc::ptr_eq(&first, &checkpoint.devices().await.unwrap().unwrap()), "not read again");
         write("{");
         assert!(checkpoint.devices().await.is_err());
         assert_eq!(checkpoint.devices().await.unwrap(), None);
-        write(WRITTEN);
+        write(SAMPLE_CHECKPOINT);
         assert_eq!(checkpoint.devices().await.unwrap(), Some(first));
     }
 }

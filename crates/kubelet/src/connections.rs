@@ -1,4 +1,4 @@
-//! Connections to unix sockets: limited in number, counted, and ended together.
+//! Connections to unix sockets: limited in number, counted, and closed together.
 
 use std::future::Future;
 use std::io;
@@ -16,14 +16,14 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tonic::transport::server::Connected;
 
-/// Maximum number of connections of one resource. The kubelet has one. The others are for people
-/// with a gRPC client, and the limit bounds the number of open files.
+/// Maximum number of connections of one resource. The kubelet has one. The others are for
+/// administrators with a gRPC client. The limit bounds the number of open files.
 const MAX_CONNECTIONS: usize = 64;
 
 /// Delay after an error such as "too many open files".
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
-/// The connections of one server. Dropping this ends them.
+/// The connections of one server. Dropping this closes them.
 pub(crate) struct Connections {
     accepted: mpsc::Sender<io::Result<Connection>>,
     slots: Arc<Semaphore>,
@@ -76,21 +76,21 @@ impl Connections {
         }))
     }
 
-    /// Waits until the peers disconnect, and disconnects after `patience`.
-    pub(crate) async fn end(self, patience: Duration) {
+    /// Waits until the peers disconnect, and disconnects them after `grace`.
+    pub(crate) async fn end(self, grace: Duration) {
         self.tracker.close();
-        if tokio::time::timeout(patience, self.tracker.wait()).await.is_ok() {
+        if tokio::time::timeout(grace, self.tracker.wait()).await.is_ok() {
             return;
         }
         tracing::debug!(connections = self.tracker.len(), "peers did not disconnect");
         self.cut.cancel();
-        if tokio::time::timeout(patience, self.tracker.wait()).await.is_err() {
+        if tokio::time::timeout(grace, self.tracker.wait()).await.is_err() {
             tracing::warn!(connections = self.tracker.len(), "connections did not end");
         }
     }
 }
 
-/// A counted connection. It reads as ended after it was cut.
+/// A counted connection. Reads and writes end when the server disconnects it.
 pub(crate) struct Connection {
     io: UnixStream,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,

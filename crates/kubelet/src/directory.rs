@@ -1,5 +1,5 @@
 //! The kubelet's device plugin directory: our sockets in it, the identity of `kubelet.sock`, the
-//! lock of the serving process, and changes.
+//! lock of the serving process, and notification of changes.
 
 use std::fs::File;
 use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
@@ -22,15 +22,15 @@ pub const DEVICE_PLUGINS: &str = "/var/lib/kubelet/device-plugins";
 pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
 
 /// Prefix of our sockets. All other files belong to other programs.
-const PREFIX: &str = "cleave-";
-const SUFFIX: &str = ".sock";
+const SOCKET_PREFIX: &str = "cleave-";
+const SOCKET_SUFFIX: &str = ".sock";
 
 /// `sockaddr_un.sun_path` has 108 bytes and ends with a zero byte.
 const MAX_SOCKET_PATH: usize = 107;
 
-/// How long a process at a socket of an earlier start may take to answer. A socket without an
+/// Maximum time to wait for an answer on a socket of an earlier start. A socket that does not
 /// answer by then counts as in use.
-const PROBE: Duration = Duration::from_millis(200);
+const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -80,7 +80,7 @@ impl Directory {
             return Err(DirectoryError::Path(path.to_owned()));
         }
         // All names that `socket_name` returns have the same length.
-        let longest = path.join(format!("{PREFIX}{:08x}-{:08x}{SUFFIX}", 0, 0));
+        let longest = path.join(format!("{SOCKET_PREFIX}{:08x}-{:08x}{SOCKET_SUFFIX}", 0, 0));
         let length = longest.as_os_str().as_bytes().len();
         if length > MAX_SOCKET_PATH {
             return Err(DirectoryError::TooLong { directory: path.to_owned(), length });
@@ -114,7 +114,7 @@ impl Directory {
         }
     }
 
-    /// Removes sockets of earlier starts to which no process listens. The caller must have the
+    /// Removes sockets of earlier starts on which no process listens. The caller must have the
     /// lock.
     pub(crate) async fn remove_stale(&self) {
         let entries = match std::fs::read_dir(&self.path) {
@@ -130,7 +130,7 @@ impl Directory {
                 continue;
             }
             let path = entry.path();
-            let probe = tokio::time::timeout(PROBE, tokio::net::UnixStream::connect(&path)).await;
+            let probe = tokio::time::timeout(PROBE_TIMEOUT, tokio::net::UnixStream::connect(&path)).await;
             // Any error except a refusal can mean that a process listens: its queue is full, or we
             // lack the permission.
             if matches!(&probe, Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused) {
@@ -148,7 +148,7 @@ impl Directory {
 /// The lock of the directory.
 #[derive(Debug)]
 pub(crate) struct Lock {
-    /// Device and inode of the locked directory. The path can name another one by now.
+    /// Device and inode of the locked directory. The path can refer to another directory by now.
     id: (u64, u64),
     _file: File,
 }
@@ -190,13 +190,13 @@ pub(crate) fn socket_name(resource: &ResourceName) -> String {
     let resource = hasher.finish() >> 32;
     // The system seeds this number, so it differs between starts. Process ids repeat in containers.
     let nonce = RandomState::new().build_hasher().finish() >> 32;
-    format!("{PREFIX}{resource:08x}-{nonce:08x}{SUFFIX}")
+    format!("{SOCKET_PREFIX}{resource:08x}-{nonce:08x}{SOCKET_SUFFIX}")
 }
 
 fn is_ours(name: &str) -> bool {
     let hex = |part: &str| part.len() == 8 && part.bytes().all(|b| b.is_ascii_hexdigit());
-    name.strip_prefix(PREFIX)
-        .and_then(|rest| rest.strip_suffix(SUFFIX))
+    name.strip_prefix(SOCKET_PREFIX)
+        .and_then(|rest| rest.strip_suffix(SOCKET_SUFFIX))
         .and_then(|rest| rest.split_once('-'))
         .is_some_and(|(resource, nonce)| hex(resource) && hex(nonce))
 }
@@ -260,8 +260,8 @@ impl Watch {
                     if event.mask.contains(EventMask::Q_OVERFLOW) {
                         return Change::Sockets;
                     }
-                    // The kubelet writes its checkpoint into this directory for each pod. It is not
-                    // relevant here.
+                    // The kubelet writes its checkpoint into this directory for each pod. Such
+                    // changes are not relevant here.
                     let ours = |name: &std::ffi::OsStr| name == KUBELET_SOCKET || name.to_str().is_some_and(is_ours);
                     if event.name.as_deref().is_some_and(ours) {
                         return Change::Sockets;

@@ -1,8 +1,8 @@
 //! A fake kubelet on real unix sockets, for tests and benchmarks.
 //!
 //! It behaves on the wire like `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36, including its
-//! race: clients are keyed by resource name alone, so a stream that ends removes any client that
-//! has the name by then.
+//! race: clients are keyed by resource name alone, so the end of a stream removes the client that
+//! has the name at that time.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -29,7 +29,7 @@ use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_server::{Registration, RegistrationServer};
 
 /// Deadline for connecting to a plugin after its registration.
-const DIAL_BACK: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A device plugin directory with a kubelet that can be restarted, can refuse registrations, and
 /// can call its plugins.
@@ -140,7 +140,8 @@ impl FakeKubelet {
         Ok(kubelet)
     }
 
-    /// Starts the kubelet after [`stop`](Self::stop). Returns when its socket was created.
+    /// Starts the kubelet after [`stop`](Self::stop). Returns the time at which its socket was
+    /// created.
     pub fn run(&mut self) -> io::Result<Instant> {
         self.clean()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
@@ -149,8 +150,8 @@ impl FakeKubelet {
         Ok(at)
     }
 
-    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening, like a slow
-    /// machine.
+    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening, as on a
+    /// slow machine.
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
         self.clean()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
@@ -360,7 +361,7 @@ impl Shared {
                 client.get_device_plugin_options(wire::Empty {}).await.map_err(|status| status.to_string())?;
             Ok::<_, String>((client, options.into_inner()))
         };
-        let (client, options) = tokio::time::timeout(DIAL_BACK, dial)
+        let (client, options) = tokio::time::timeout(CONNECT_TIMEOUT, dial)
             .await
             .map_err(|_| Status::unknown("failed to dial device plugin: context deadline exceeded"))?
             .map_err(|error| Status::unknown(format!("failed to dial device plugin: {error}")))?;

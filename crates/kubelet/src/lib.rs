@@ -16,7 +16,7 @@
 //!  Plugins::state ◀─watch── all tasks
 //! ```
 //!
-//! A resource's task decides by the state of the directory and never by counting events, because
+//! A resource's task decides from the state of the directory. It never counts events, because
 //! events can be lost or repeated.
 
 mod checkpoint;

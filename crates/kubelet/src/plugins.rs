@@ -56,29 +56,29 @@ impl Backoff {
 /// Delays and deadlines.
 #[derive(Clone, Copy, Debug)]
 pub struct Timings {
-    /// Between attempts to connect to a `kubelet.sock` without a listener. The kubelet listens
-    /// about 100 µs after it binds, so the first delay is short.
+    /// Delay between attempts to connect to a `kubelet.sock` without a listener. The kubelet
+    /// listens about 100 µs after it binds, so the first delay is short.
     pub dial: Backoff,
-    /// Between registrations that the kubelet refused, and between failures to serve. Less than 2
-    /// s, because pods wait.
+    /// Delay after a registration that the kubelet refused, and after a failure to serve. Less than
+    /// 2 s, because pods wait.
     pub register: Backoff,
     /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
     /// connecting to the plugin.
     pub register_deadline: Duration,
-    /// Before a registered plugin without a stream registers again; doubles while that does not
-    /// help.
+    /// Delay before a registered plugin without a stream registers again. It doubles while no
+    /// stream is opened.
     pub stream: Backoff,
-    /// How long the kubelet may take to disconnect after its stream ended.
+    /// Maximum time for the kubelet to disconnect after its stream ended.
     pub hang_up: Duration,
-    /// Between the kubelet's disconnection and the next registration with the same kubelet. Up to
-    /// Kubernetes 1.36, a kubelet marks the resource's devices unhealthy after it disconnects, even
-    /// if a new client serves them by then.
+    /// Delay between the kubelet's disconnection and the next registration with the same kubelet.
+    /// Up to Kubernetes 1.36, a kubelet marks the resource's devices unhealthy after it
+    /// disconnects, even if a new client serves them by then.
     pub settle: Duration,
-    /// Between attempts to lock the directory.
+    /// Delay between attempts to lock the directory.
     pub lock: Duration,
-    /// Between checks of a directory that inotify watches, in case an event was lost.
+    /// Interval between checks of a directory that inotify watches, in case an event was lost.
     pub poll_watched: Duration,
-    /// Between checks of a directory without inotify.
+    /// Interval between checks of a directory without inotify.
     pub poll_unwatched: Duration,
 }
 
@@ -108,7 +108,7 @@ pub struct PluginsState {
 }
 
 impl PluginsState {
-    /// Whether this process has the directory, and the kubelet has an open stream of every
+    /// Whether this process has locked the directory, and the kubelet has an open stream of every
     /// resource.
     pub fn is_ready(&self) -> bool {
         let has_it = |resource: &ResourceState| matches!(resource.phase, Phase::Streaming | Phase::Ending);
@@ -126,7 +126,7 @@ pub enum DirectoryState {
     HeldByAnother,
     /// This process.
     Held,
-    /// No process can. The error and its causes.
+    /// No process can serve. The value is the error and its causes.
     Failed(String),
 }
 
@@ -143,7 +143,7 @@ pub struct ResourceState {
     pub registrations: u64,
     /// Number of failed registrations.
     pub failures: u64,
-    /// Number of registrations because the kubelet opened no stream, or ended it without
+    /// Number of registrations made because the kubelet opened no stream, or ended it without
     /// restarting.
     pub streamless: u64,
     /// The last error and its causes, until the next success.
@@ -187,8 +187,8 @@ enum Run {
 impl Plugins {
     /// Starts without resources. Must be called within a tokio runtime with I/O and time.
     ///
-    /// Temporary problems are retried and shown in the state: another process serves, or the
-    /// directory does not exist yet. Only an invalid path is an error.
+    /// Temporary problems are retried and shown in the state, for example if another process serves
+    /// or the directory does not exist yet. Only an invalid path is an error.
     pub fn start(config: &Config) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(Wanted::new());
@@ -364,7 +364,7 @@ struct Tasks {
     running: BTreeMap<ResourceName, Running>,
 }
 
-/// The task of one resource, from the manager's side.
+/// The manager's handle to the task of one resource.
 struct Running {
     resource: watch::Sender<Arc<dyn Resource>>,
     run: watch::Sender<Run>,
@@ -379,7 +379,8 @@ impl Tasks {
         }
         for (name, resource) in wanted {
             if let Some(task) = self.running.get(name) {
-                // A removed resource that is still ending is started again after its end.
+                // A removed resource whose task is still ending is started again after the task has
+                // ended.
                 task.resource.send_if_modified(|served| {
                     let replaced = !Arc::ptr_eq(served, resource);
                     *served = Arc::clone(resource);
@@ -497,7 +498,7 @@ impl Plugin {
                     self.failed("failed to serve a device plugin", &error);
                     let delay = self.timings.register.after(failures);
                     failures += 1;
-                    self.pause(delay).await;
+                    self.wait(delay).await;
                     continue;
                 }
             };
@@ -537,8 +538,8 @@ impl Plugin {
         }
     }
 
-    /// Waits, unless the task must end.
-    async fn pause(&mut self, delay: Duration) {
+    /// Waits for this delay, or until the task must end.
+    async fn wait(&mut self, delay: Duration) {
         tokio::select! {
             () = stopped(&mut self.run) => {}
             () = tokio::time::sleep(delay) => {}
@@ -552,8 +553,8 @@ impl Plugin {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
         while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
-            // The socket of a killed kubelet stays until the next kubelet removes it, which it does
-            // after it removed ours.
+            // The socket of a killed kubelet stays until the next kubelet removes it. That kubelet
+            // removes ours first.
             tokio::select! {
                 () = stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
@@ -566,7 +567,7 @@ impl Plugin {
     async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
         if let Err(error) = self_dial(session.path()).await {
             self.failed("our own device plugin socket does not answer", &error);
-            self.pause(self.timings.register.cap).await;
+            self.wait(self.timings.register.cap).await;
             return SessionEnd::Restart;
         }
         let socket = session.path().file_name().map(|name| name.to_string_lossy().into_owned());
@@ -615,7 +616,7 @@ impl Plugin {
             let delay = if let RegisterError::Unanswered(_) = error {
                 let delay = self.timings.dial.after(dials);
                 dials += 1;
-                // At first the kubelet may just not listen yet. That is not worth a log message.
+                // At first, the kubelet may not listen yet. Do not log that.
                 if delay >= self.timings.register.first {
                     self.failed("cannot reach the kubelet", &error);
                 }

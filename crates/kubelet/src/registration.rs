@@ -12,8 +12,8 @@ use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_client::RegistrationClient;
 use crate::resource::{Options, ResourceName};
 
-/// Deadline for our own answer. The kubelet gives a plugin 10 s.
-const SELF_DIAL: Duration = Duration::from_secs(5);
+/// Deadline for the answer from our own socket. The kubelet gives a plugin 10 s.
+const SELF_DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Creates an endpoint for a unix socket. `None` if the path is not valid.
 pub(crate) fn unix(path: &str) -> Option<Endpoint> {
@@ -29,7 +29,7 @@ pub(crate) enum RegisterError {
     /// kubelet leaves its socket behind.
     #[error("no process answers at kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
-    /// The kubelet refused, or ended during the call.
+    /// The kubelet refused, or stopped during the call.
     #[error("the kubelet refused: {}", .0.message())]
     Refused(#[source] Box<tonic::Status>),
     /// The kubelet did not answer in time.
@@ -40,7 +40,7 @@ pub(crate) enum RegisterError {
     Path(std::path::PathBuf),
 }
 
-/// Asks the kubelet to connect to our socket. The kubelet connects and reads the options before it
+/// Requests a registration. The kubelet connects to our socket and reads the options before it
 /// answers.
 pub(crate) async fn register(
     directory: &Directory,
@@ -90,7 +90,10 @@ pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
         let asked = DevicePluginClient::new(channel).get_device_plugin_options(wire::Empty {}).await;
         asked.map_err(|status| SelfDialError::Call(Box::new(status)))
     };
-    tokio::time::timeout(SELF_DIAL, call).await.map_err(|_| SelfDialError::Deadline(SELF_DIAL))?.map(drop)
+    tokio::time::timeout(SELF_DIAL_TIMEOUT, call)
+        .await
+        .map_err(|_| SelfDialError::Deadline(SELF_DIAL_TIMEOUT))?
+        .map(drop)
 }
 
 /// The observed state of a registered plugin.
@@ -134,13 +137,13 @@ pub(crate) enum Cause {
     OptionsChanged,
 }
 
-/// Decides by the observed state and not by events. Events can be lost, late or repeated: the
+/// Decides from the observed state, not from events. Events can be lost, late or repeated: the
 /// creation of `kubelet.sock` can be reported after the registration with that very socket.
 pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
         Some(kubelet) if kubelet != seen.registered_with => return Step::Register(Cause::KubeletRestarted),
-        // Without a kubelet there is nothing to do. Its return changes the directory.
+        // Without a kubelet there is nothing to do. When a kubelet starts, the directory changes.
         None if !streaming => return Step::Keep,
         _ => {}
     }
@@ -211,7 +214,7 @@ mod tests {
         assert_eq!(decide(&after(Duration::from_millis(500)), GRACE), Step::CheckAgain(Duration::from_millis(1500)));
         assert_eq!(decide(&after(GRACE), GRACE), Step::Register(Cause::NoStream));
         let gone = Observation { kubelet: None, ..after(GRACE * 10) };
-        assert_eq!(decide(&gone, GRACE), Step::Keep, "there is nobody to register with");
+        assert_eq!(decide(&gone, GRACE), Step::Keep, "there is no kubelet to register with");
     }
 
     #[test]

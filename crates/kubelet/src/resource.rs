@@ -29,14 +29,14 @@ pub trait Resource: Send + Sync + 'static {
     /// registration. A replacement with other options is registered again.
     fn options(&self) -> Options;
 
-    /// What [`preferred`](Resource::preferred) must wait for before it can answer this request, if
-    /// anything. Keep the wait short and bounded: no pod is admitted meanwhile.
+    /// A future to await before [`preferred`](Resource::preferred) can answer this request. `None`
+    /// if no wait is needed. Keep the wait short and bounded: no pod is admitted meanwhile.
     fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None
     }
 
-    /// The devices to allocate, of those that are available. This is a hint: the kubelet may
+    /// The devices to allocate, chosen from the available ones. This is a hint: the kubelet may
     /// allocate others.
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
 
@@ -82,7 +82,7 @@ impl ResourceName {
     const MAX_DOMAIN: usize = 253 - "requests.".len();
     const MAX_NAME: usize = 63;
 
-    /// Accepts what the kubelet's `IsExtendedResourceName` accepts.
+    /// Accepts the names that the kubelet's `IsExtendedResourceName` accepts.
     pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
         let refuse = |why| Err(InvalidResourceName { name: beginning(name), why });
         let Some((domain, short)) = name.split_once('/') else {
@@ -225,7 +225,7 @@ pub struct PreferredRequest<'a> {
 impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredRequest<'a> {
     type Error = Refusal;
 
-    /// Refuses numbers that cannot be right. The resource checks the ids.
+    /// Refuses inconsistent numbers. The resource checks the ids.
     fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
         let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
         let Ok(size) = usize::try_from(wire.allocation_size) else {
@@ -244,7 +244,7 @@ impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredReq
     }
 }
 
-/// What a container gets with its devices.
+/// Settings for a container to which devices are allocated.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContainerResponse {
     /// Environment variables.
@@ -314,8 +314,8 @@ pub enum Refusal {
     /// The request can never be granted: unknown or repeated ids, or shares of two GPUs.
     #[error("{0}")]
     Invalid(String),
-    /// The request is valid, but what it needs is not ready yet. The kubelet retries the start of a
-    /// container.
+    /// The request is valid, but the resource is not ready for it yet. The kubelet retries the
+    /// start of a container.
     #[error("{0}")]
     NotReady(String),
 }

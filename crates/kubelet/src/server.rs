@@ -23,8 +23,8 @@ use crate::resource::{DeviceList, Options, PreferredRequest, Refusal, Resource, 
 /// `GetPreferredAllocation` with every free id: 1 MiB holds 20,000 of them.
 const MAX_REQUEST: usize = 1 << 20;
 
-/// How long to wait for calls on connections without a stream.
-const IDLE_PATIENCE: Duration = Duration::from_millis(50);
+/// Maximum time to wait for calls on connections without a stream.
+const IDLE_GRACE: Duration = Duration::from_millis(50);
 
 /// The current resource. It is replaced in place when the agent passes another one with the same
 /// name.
@@ -103,12 +103,12 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the streams, waits until the kubelet disconnects, and removes the socket. After
-    /// `patience` it disconnects itself.
+    /// Ends the streams, waits until the kubelet disconnects, and removes the socket. If the
+    /// kubelet is still connected after `grace`, the server disconnects it.
     ///
     /// The wait is necessary: up to Kubernetes 1.36, a stream that ends after the next registration
-    /// also ends the new client.
-    pub(crate) async fn end(self, streams: Streams, patience: Duration) {
+    /// also disconnects the new client.
+    pub(crate) async fn end(self, streams: Streams, grace: Duration) {
         self.listener.abort();
         if self.is_reachable() {
             let _ = std::fs::remove_file(&self.path);
@@ -116,8 +116,8 @@ impl Session {
         self.orders.send_replace(streams);
         // Without a stream, the kubelet has no reason to disconnect. Wait only for calls in
         // progress.
-        let patience = if *self.open.borrow() > 0 { patience } else { patience.min(IDLE_PATIENCE) };
-        self.connections.end(patience).await;
+        let grace = if *self.open.borrow() > 0 { grace } else { grace.min(IDLE_GRACE) };
+        self.connections.end(grace).await;
     }
 }
 

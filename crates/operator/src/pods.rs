@@ -34,7 +34,7 @@ pub struct PodObject {
     /// Whether the pod has annotations. [`PodObject::trim`] sets it and drops them.
     #[serde(skip)]
     pub annotated: bool,
-    /// The reservation noted on the pod when it was released.
+    /// The reservation with which the pod was annotated when it was released.
     #[serde(skip)]
     pub placement: Option<Placement>,
     /// Whether it was released as unschedulable.

@@ -2,8 +2,9 @@
 //!
 //! The node selector terms of a pod are OR-ed, so the requirement must be added to each of them.
 //! While a pod is gated, the API server accepts only additions: requirements appended to existing
-//! terms, or a whole affinity if there was none. It accepts no further term and no change. So the
-//! result is a list of JSON Patch additions (RFC 6902) that repeat nothing of the pod.
+//! terms, or a whole affinity if there was none. It rejects further terms and changes to existing
+//! ones. So the result is a list of JSON Patch additions (RFC 6902) that contain only what the pod
+//! does not have.
 //!
 //! Send the patch with a `test` of `/metadata/resourceVersion`, because it refers to terms by their
 //! index.
@@ -13,11 +14,12 @@ use serde::Serialize;
 
 use crate::snapshot::{NodeSelectorTerm, Operator, Requirement};
 
-/// The label by which pods are narrowed to nodes. The field `metadata.name` takes only one value in
-/// each term.
+/// The label used to narrow pods to nodes. The field `metadata.name` is not used, because it takes
+/// only one value in each term.
 pub const HOSTNAME: &str = "kubernetes.io/hostname";
 
-/// How much of an affinity a pod has. A field that is present counts, even if its value is `{}`.
+/// The parts of an affinity that a pod has. A field that is present counts, even if its value is
+/// `{}`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Present<'a> {
     /// The pod has no `affinity`.
@@ -93,8 +95,8 @@ pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Require
     (!values.is_empty()).then(|| Requirement { key: HOSTNAME.to_owned(), operator: Operator::In, values })
 }
 
-/// Additions by which the pod can go only to nodes that its affinity allows and that match the
-/// requirement. Empty if the pod has the requirement already.
+/// Additions that restrict the pod to the nodes that match both its affinity and the requirement.
+/// Empty if the pod has the requirement already.
 pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNothing> {
     let required = || Terms { node_selector_terms: vec![term(requirement)] };
     let terms = match present {
@@ -261,9 +263,9 @@ mod tests {
     }
 
     proptest! {
-        /// A narrowed pod can go to the nodes that it could go to before and that match the
-        /// requirement. The patch and the whole list agree, and nothing of the pod is changed or
-        /// moved.
+        /// A narrowed pod can go to exactly those of its former nodes that match the requirement.
+        /// The patch and the whole list give the same result. No existing part of the pod is
+        /// changed or moved.
         #[test]
         fn a_narrowed_pod_goes_only_to_allowed_and_required_nodes(
             terms in terms(),

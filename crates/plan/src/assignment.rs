@@ -1,5 +1,5 @@
-//! The pending pods' nodes and GPUs while a plan is made: the cost of placing a pod on a node,
-//! placing it, and removing it.
+//! The nodes and GPUs that are assigned to pending pods while a plan is made. Computes the cost of
+//! placing a pod on a node, places pods, and removes them.
 use std::collections::BTreeMap;
 
 use crate::model::Model;
@@ -30,7 +30,7 @@ pub(crate) enum Rule {
     Stay,
     /// Use existing slices, and GPUs that the plan repartitions anyway.
     NoFurther,
-    /// Repartition GPUs, but as few as possible, and keep most of their slices.
+    /// Repartition as few GPUs as possible, and keep as many of their slices as possible.
     Any,
     /// Repartition GPUs, and leave the most room for future pods.
     Pack,
@@ -68,8 +68,7 @@ const MAX_SPREAD_STEPS: u32 = 500;
 impl Assignment {
     /// The assignment without any pending pod.
     pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
-        // A class that cannot be packed without demands does not exist: that is its current
-        // partition.
+        // Every class can be packed without demands: the result is its current partition.
         let gpus = model.gpus.iter().map(|gpu| states.base(gpu.class).unwrap_or(StateId::MAX)).collect();
         Self {
             gpus,
@@ -244,7 +243,7 @@ pub(crate) fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> O
     allowed.then_some(Cost(numbers))
 }
 
-/// The cheapest GPU for one unit. Of equal ones, the first.
+/// The cheapest GPU for one unit. If several are equal, the first of them.
 fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;

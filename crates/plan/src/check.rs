@@ -1,4 +1,4 @@
-//! Verifies plans, without sharing arithmetic with the planner: it uses only the snapshot and the
+//! Verifies plans. It shares no arithmetic with the planner, and uses only the snapshot and the
 //! plan.
 //!
 //! It runs in tests on every plan, and before a plan is applied. A plan with a violation must not
@@ -36,8 +36,8 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     checker.found
 }
 
-/// Whether each of the wanted sizes fits into one of the bins. Returns true if the steps run out,
-/// because the answer is not known then.
+/// Whether the bins can hold all wanted sizes at the same time, each size in one bin. Returns true
+/// if the steps run out, because the result is then unknown.
 fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     for at in 0..free.len() {
@@ -59,7 +59,7 @@ fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
 
 struct Checker {
     found: Vec<Violation>,
-    /// GPUs that were given to a pod whole.
+    /// GPUs of which one pod takes the whole.
     taken_whole: BTreeSet<(String, String)>,
 }
 
@@ -292,8 +292,8 @@ impl Checker {
         }
     }
 
-    /// Checks that a pod's shares of MIG instances can be of one instance. The plan does not name
-    /// the instance, so one must exist.
+    /// Checks that a pod's shares of MIG instances can belong to one instance. The plan does not
+    /// name the instance, so one must exist.
     fn shares_of_instances(&mut self, plan: &Plan) {
         let mut taken: BTreeMap<ResourceKey<'_>, Vec<u64>> = BTreeMap::new();
         for placement in &plan.placements {
@@ -347,7 +347,8 @@ impl Checker {
                 Some((Some(rest), left)) => *left = rest,
                 _ => self.report(&pod.name, format!("GPU {gpu} has too few free {resource}")),
             }
-            // Anything that is not a slice by itself is shares, which must be of one GPU.
+            // Resources other than whole GPUs, sized slices and MIG instances are shares. All
+            // shares that a pod requests of one resource must be on one GPU.
             let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
             let shares = !slice && resource != device::WHOLE && device::sized(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {

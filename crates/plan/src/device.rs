@@ -103,7 +103,7 @@ pub fn mig_resource(profile: &str) -> String {
     format!("{MIG_PREFIX}{}", profile.replace('+', "."))
 }
 
-/// The G of `nvidia.com/gpu-<G>gb`, a slice of G GiB. It is at least 1.
+/// The number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. It is at least 1.
 pub fn sized(resource: &str) -> Option<u64> {
     let digits = resource.strip_prefix("nvidia.com/gpu-")?.strip_suffix("gb")?;
     // `010` would be a second name of the same slice.

@@ -1,5 +1,5 @@
-//! Places any number of pods, one after the other, and moves pods that were placed before if that
-//! makes room.
+//! Places any number of pods, one after the other, and moves already placed pods if that makes
+//! room.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Cost, Costs, Location, Rule, group, step};
@@ -11,20 +11,19 @@ pub(crate) struct Greedy<'g, 'a> {
     model: &'g Model<'a>,
     pub(crate) states: &'g mut States,
     pub(crate) assignment: Assignment,
-    /// Value of `states.work` from which no more pods are moved: for all pods, and for the current
-    /// group.
+    /// Values of `states.work` at which moving pods stops: for all pods, and for the current group.
     work_limit: u64,
     group_limit: u64,
     /// Counts lasting changes of the assignment. Cached alternatives of an older epoch can be
     /// wrong.
     epoch: u64,
-    /// For each group, some nodes with room for one of its pods, and the epoch and rule that this
-    /// holds for.
+    /// For each group, some nodes with room for one of its pods, and the epoch and rule for which
+    /// they were found.
     alternatives: BTreeMap<u32, (u64, Rule, Vec<u32>)>,
     costs: &'g mut Costs,
 }
 
-/// Strategy for placing pods one after the other. None is best for every cluster.
+/// Strategy for placing pods one after the other. No strategy is best for every cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Style {
     /// Like `FewestChanges`, after placing pods on the nodes of the previous plan.
@@ -40,9 +39,9 @@ pub(crate) enum Style {
 }
 
 /// Number of alternative nodes that are cached for each group.
-const ALTERNATIVES: usize = 4;
+const ALTERNATIVES_PER_GROUP: usize = 4;
 /// Each group may use this fraction of the remaining work for moving pods.
-const GROUP_PART: u64 = 8;
+const GROUP_WORK_DIVISOR: u64 = 8;
 /// Maximum number of pods moved in a chain, each to make room for the one before.
 const MAX_CHAIN: u32 = 2;
 
@@ -125,7 +124,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         }
         let mut moving = true;
         // A group for which there is no room must not use up the work that other groups need.
-        self.group_limit = self.states.work + self.work_limit.saturating_sub(self.states.work) / GROUP_PART;
+        self.group_limit = self.states.work + self.work_limit.saturating_sub(self.states.work) / GROUP_WORK_DIVISOR;
         for &pod in &of.pods {
             if self.assignment.locations.get(pod as usize).is_some_and(Option::is_some) {
                 continue;
@@ -280,11 +279,11 @@ impl<'g, 'a> Greedy<'g, 'a> {
     }
 
     /// Whether removing `other` from the node could make room for a pod of group `id`. False only
-    /// if it certainly does not.
+    /// if it certainly cannot.
     fn may_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
-        // The node may lack CPU or memory and not a GPU.
+        // The node may lack CPU or memory rather than a GPU.
         if !self.assignment.has_room(&of.needs, node) {
             return true;
         }
@@ -301,8 +300,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         self.states.with(less, unit).is_some_and(|then| step(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved from `from`: on a node with room for it, or on what is left of
-    /// `from`.
+    /// Places a pod that was moved from `from`: on a node with room for it, or in the remaining
+    /// room of `from`.
     fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
         let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {
@@ -335,7 +334,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             if self.assignment.cost(self.model, self.states, self.costs, id, node, rule).is_some() {
                 alternatives.push(node);
             }
-            if alternatives.len() == ALTERNATIVES {
+            if alternatives.len() == ALTERNATIVES_PER_GROUP {
                 break;
             }
         }

@@ -1,8 +1,7 @@
 //! MIG profiles, and the search for placements on one GPU.
 //!
 //! The memory slices of a GPU are bits of a mask, and NVML reports at which of them a profile can
-//! start. No rule here says how many instances of which profiles fit together: it follows from the
-//! placements.
+//! start. Which instances fit together is not hard-coded: it follows from the placements.
 use serde::{Deserialize, Serialize};
 
 use crate::device::mig_resource;
@@ -99,7 +98,7 @@ pub struct Table {
 pub(crate) struct Arrangement {
     /// The wanted instances.
     pub(crate) placed: Vec<Instance>,
-    /// Instances that were free before and can stay, although they are not wanted.
+    /// Free instances that can stay, although they are not wanted.
     pub(crate) kept: Vec<Instance>,
 }
 
@@ -216,14 +215,14 @@ impl Table {
         extra + all <= 1 && (all == 0 || plain == 0)
     }
 
-    /// Estimates what can still be created beside `mask`: for each shape, the number of slices that
-    /// its instances alone could cover. More is better. Placing an instance where no larger one
+    /// Estimates the room beside `mask`: the sum, over all shapes, of the slices that instances of
+    /// that shape alone could cover. Higher is better. Placing an instance where no larger one
     /// could start costs little.
     pub(crate) fn room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * most(*size, starts, mask)).sum()
     }
 
-    /// The mask of instances that exist at the same time. `None` if they cannot.
+    /// The mask of all these instances. `None` if they cannot exist at the same time.
     pub(crate) fn together(&self, instances: &[Instance]) -> Option<Mask> {
         let mut mask = 0;
         for &instance in instances {
@@ -269,8 +268,8 @@ impl Table {
     }
 }
 
-/// Instances destroyed and created, lost room, and the placements themselves, so that no two costs
-/// are equal. Less is better.
+/// Cost of an arrangement, lower is better: the number of instances destroyed and created, the lost
+/// room, and the placements. The placements make every cost unique.
 type Cost = (usize, u32, Vec<Instance>);
 
 struct Search<'a> {
@@ -601,7 +600,7 @@ mod tests {
         assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = Table::new(&[]).expect("nothing is valid");
         assert_eq!((none.slices, none.room(0)), (0, 0));
-        // 16 of 31 placements each: many more ways than the search may try.
+        // 16 instances with 31 placements each: many more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = Table::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
         assert!(wide.arrange(&[], &[], &[0; 16]).is_some());

@@ -1,5 +1,5 @@
-//! Prepares a snapshot for planning: names become indices, equal pods and GPUs become one, and
-//! invalid parts are left out.
+//! Prepares a snapshot for planning: names become indices, equal pods and equal GPUs are grouped,
+//! and invalid parts are left out.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -18,11 +18,12 @@ use crate::states::{ClassId, DemandId};
 /// requests a million must not slow planning down.
 const MAX_SLICES: u64 = 1024;
 
-/// Maximum number of equal slices of one GPU. No mode has that many, and a plan lists each slice.
+/// Maximum number of equal slices of one GPU. No mode allows that many, and a plan lists each
+/// slice.
 const MAX_EQUAL_SLICES: u32 = 4096;
 
 /// Resources that a node does not limit unless it lists them.
-const UNLIMITED: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
+const UNLIMITED_BY_DEFAULT: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
 const PODS: &str = "pods";
 
 pub(crate) struct Model<'a> {
@@ -56,7 +57,7 @@ pub(crate) struct NodeModel<'a> {
 pub(crate) struct GpuModel<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) class: ClassId,
-    /// Why the GPU is not repartitioned, if no policy asks for that.
+    /// Why the GPU is not repartitioned. `None` if it can be, or if the policy forbids it.
     pub(crate) note: Option<String>,
 }
 
@@ -65,7 +66,7 @@ pub(crate) struct Group<'a> {
     pub(crate) priority: i32,
     /// Demands of one pod: one for each slice, or for each set of shares.
     pub(crate) units: Vec<DemandId>,
-    /// Number that groups with the same units have in common.
+    /// Number shared by all groups with the same units.
     pub(crate) shape: u32,
     /// Amounts by dimension, in thousandths.
     pub(crate) needs: Vec<(u16, u64)>,
@@ -100,7 +101,7 @@ impl<'a> Names<'a> {
         }
         all.extend(tables.iter().flat_map(|table| table.resources()));
         all.extend(snapshot.pods.iter().flat_map(|pod| pod.requests.keys().map(String::as_str)));
-        // A reserved name keeps its meaning, even if a policy calls its shares by it.
+        // A reserved name keeps its meaning, even if a policy uses it for shares.
         shares.retain(|name| kind_by_name(name).is_none());
         all.extend(&shares);
         let mut ids = BTreeMap::new();
@@ -200,8 +201,8 @@ impl<'a> Model<'a> {
 
     fn add_nodes(&mut self, snapshot: &'a Snapshot, policy: &Policy, names: &Names<'_>, tables: &Tables) {
         let mut order: Vec<usize> = (0..snapshot.nodes.len()).collect();
-        // Nodes are sorted by name. Two nodes with one name must not stay in the snapshot's order
-        // either.
+        // Nodes are sorted by name. The order of two nodes with the same name must not depend on
+        // the snapshot either.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
             a.name.cmp(&b.name).then_with(|| in_order(a).cmp(&in_order(b)))
@@ -255,7 +256,7 @@ impl<'a> Model<'a> {
         };
         let mut free = Vec::with_capacity(self.dimensions.len());
         for name in &self.dimensions {
-            let default = if UNLIMITED.contains(name) { u64::MAX } else { 0 };
+            let default = if UNLIMITED_BY_DEFAULT.contains(name) { u64::MAX } else { 0 };
             let all = amount("allocatable", &node.allocatable, name).unwrap_or(default);
             let used = amount("requested", &node.requested, name).unwrap_or(0);
             free.push(if all == u64::MAX { all } else { all.saturating_sub(used) });
@@ -520,7 +521,7 @@ impl<'b> ClassBuilder<'b> {
         }
         if gpu.mode.families().has(Family::TimeSlicing) {
             let replicas = number("replicas", gpu.replicas, self.policy.replicas, MAX_EQUAL_SLICES);
-            // If shares and replicas have one name, it means MPS shares.
+            // If shares and replicas have the same name, it means MPS shares.
             let other = |id: &ResourceId| class.shares.is_none_or(|(shares, _)| shares != *id);
             class.replicas = name(device::REPLICAS).filter(other).zip(replicas);
         }
@@ -534,8 +535,8 @@ impl<'b> ClassBuilder<'b> {
     /// Reads the slices of the GPU. Slices that are not valid stay, and the GPU is not
     /// repartitioned.
     fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
-        // Only one problem is reported. The smallest is chosen, so that the report does not depend
-        // on the order.
+        // Only one problem is reported: the first in alphabetical order, so that the report does
+        // not depend on the order of slices.
         let mut wrong: Option<String> = None;
         let mut reject = |reason: String| {
             wrong = Some(wrong.take().map_or(reason.clone(), |other| other.min(reason)));

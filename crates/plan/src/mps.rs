@@ -1,7 +1,7 @@
 //! The limits of k of n MPS shares of a GPU: thread percentage, SMs and memory.
 //!
 //! The results must match the figures measured on an H200 with driver 580
-//! (`docs/explanation/measurements.md`).
+//! (`docs/explanation/measurements-gpu.md`).
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Mebibytes, Percent, Sms};
@@ -9,11 +9,12 @@ use crate::units::{Mebibytes, Percent, Sms};
 /// Maximum number of client contexts of one MPS server. It refuses the 49th with CUDA error 808.
 pub const MAX_CLIENTS: u32 = 48;
 
-/// Memory kept for the MPS server's own context. It measured 66 MiB; the rest is a margin.
+/// Memory kept for the MPS server's own context. The context was measured at 66 MiB. The rest is a
+/// margin.
 pub const SERVER_RESERVE: Mebibytes = Mebibytes(128);
 
-/// Number of SMs below which MPS never limits a client.
-const LEAST_SMS: u32 = 8;
+/// Minimum number of SMs to which MPS limits a client.
+const MIN_SMS: u32 = 8;
 
 /// How strictly the SMs of a share are limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -29,9 +30,9 @@ pub enum Threads {
 /// Limits of one allocation of shares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// Active thread percentage. `None` is no limit.
+    /// Active thread percentage. `None` means unlimited.
     pub threads: Option<Percent>,
-    /// Memory that all processes of the allocation may use. `None` is no limit.
+    /// Memory that all processes of the allocation may use. `None` means unlimited.
     pub memory: Option<Mebibytes>,
 }
 
@@ -78,15 +79,15 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
     let Some(percent) = threads.filter(|&percent| percent != Percent::FULL) else { return total };
     let part = u64::from(total.0) * u64::from(percent.get()) / 100;
     let even = u32::try_from(part).unwrap_or(u32::MAX) & !1;
-    Sms(even.max(LEAST_SMS).min(total.0))
+    Sms(even.max(MIN_SMS).min(total.0))
 }
 
-/// Part of its memory limit that a client's CUDA context takes, if the client can use `sms` SMs.
-/// `None` if it was not measured.
+/// Memory that a client's CUDA context takes from the client's memory limit, if the client can use
+/// `sms` SMs. `None` if no measurement covers the GPU and driver.
 ///
 /// GPUs of compute capability 9.0 with driver 580 take 27.1 MiB and 3.69 MiB for each SM. The
 /// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,
-/// `docs/explanation/measurements.md`). A larger stack and the code of kernels take more.
+/// `docs/explanation/measurements-gpu.md`). A larger stack and the code of kernels take more.
 pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))

@@ -17,7 +17,7 @@ pub(crate) enum Kind {
     Mig,
     /// A slice of this many GiB.
     Sized(u64),
-    /// Shares or replicas. All that one pod requests are of one GPU or MIG instance.
+    /// Shares or replicas. All shares that one pod requests belong to one GPU or MIG instance.
     Shares,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct Demand {
 pub(crate) struct Cell {
     pub(crate) resource: ResourceId,
     pub(crate) kind: Kind,
-    /// The MIG instance that the slice is, or is a share of.
+    /// The MIG instance that the slice is or belongs to.
     pub(crate) instance: Option<Instance>,
     pub(crate) count: u32,
 }
@@ -44,8 +44,7 @@ pub(crate) struct Cell {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct InstanceSharing {
     pub(crate) units: u32,
-    /// Resource of the shares of every profile. `None` if the resource's name has the profile in
-    /// it.
+    /// Resource of the shares of all profiles. `None` if each profile has a resource of its own.
     pub(crate) resource: Option<ResourceId>,
 }
 
@@ -108,7 +107,7 @@ pub(crate) struct Packed {
     pub(crate) changed: bool,
     /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
-    /// Value of the free rest to future pods. The fuller the GPU, the lower.
+    /// Value of the remaining room to future pods. Lower for fuller GPUs.
     pub(crate) worth: i64,
     /// Memory and compute in use, in 65,536ths, rounded down.
     pub(crate) used: Usage,
@@ -188,7 +187,7 @@ impl Class {
         }
         let mut rest: Vec<(Cell, u32)> = self.free.iter().map(|cell| (*cell, cell.count)).collect();
         let mut sorted = demands.to_vec();
-        // Place the largest groups of shares first, each where it leaves the least.
+        // Place the largest groups of shares first, each where the fewest shares are left.
         sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
         sorted.iter().all(|demand| take(&mut rest, demand).is_some())
     }
@@ -407,8 +406,8 @@ impl Class {
         (i64::try_from(worth).unwrap_or(i64::MAX), used)
     }
 
-    /// Value left, the total value, and the parts in use. The value falls faster than the free
-    /// memory does.
+    /// The remaining value, the total value, and the parts in use. The value falls faster than the
+    /// free memory.
     fn measure_partition(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Usage) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
@@ -440,8 +439,8 @@ impl Class {
         (left.saturating_mul(left) / all.max(1), all, part(used, all))
     }
 
-    /// The memory slices that pods use or will use as a mask, and the parts of the GPU that they
-    /// are.
+    /// The mask of the memory slices that pods use or will use, and the parts of the GPU that they
+    /// take.
     fn taken_mig(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Usage) {
         let (in_use, _) = self.instances();
         let mut mask: Mask =
@@ -488,7 +487,8 @@ impl Class {
                 let replicas = self.replicas.map_or(1, |(_, replicas)| replicas);
                 Some(both((u128::from(demand.units) << 16).checked_div(u128::from(replicas)).unwrap_or(0)))
             }
-            // A share of an instance may take nothing more: the instance can exist for another pod.
+            // A share may take no additional memory: its instance can already exist for another
+            // pod.
             Some(Family::Mig) if demand.kind == Kind::Shares => Some(Usage::default()),
             Some(Family::Mig) => {
                 let (_, profile) = self.mig.iter().find(|(resource, _)| *resource == demand.resource)?;
@@ -499,8 +499,8 @@ impl Class {
     }
 }
 
-/// Takes a demand from the cell that it leaves the least of. Each cell comes with the number of
-/// slices left in it. Returns the cell's index.
+/// Takes a demand from the cell that then has the fewest slices left. Each cell in `rest` has its
+/// number of remaining slices. Returns the cell's index.
 fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     let fits = |(cell, left): &(Cell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));

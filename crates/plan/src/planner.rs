@@ -113,8 +113,8 @@ const SMALL_MOVING_WORK: u64 = 10_000;
 
 /// Plans the partition of each GPU and the place of each pending pod.
 ///
-/// The plan places the most pods of the highest priority, then the most of the next priority.
-/// Slices in use stay. A GPU is repartitioned only if a pod needs it.
+/// The plan places as many pods of the highest priority as possible, then as many of the next
+/// priority. Slices in use stay. A GPU is repartitioned only if a pod needs it.
 pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());
@@ -159,8 +159,8 @@ struct Budget {
     each: u32,
 }
 
-/// Finds for each group of pods the nodes that could take one if no other pod were pending. Finds
-/// also the smallest part of a GPU that one pod takes.
+/// Finds the candidate nodes of each group: those that could take one of its pods if no other pod
+/// were pending. Also finds the smallest part of a GPU that one of its pods takes.
 fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, empty: &Assignment) {
     let mut admitted: BTreeMap<_, Vec<u32>> = BTreeMap::new();
     let mut groups = std::mem::take(&mut model.groups);
@@ -294,7 +294,7 @@ fn solve(
     }
 }
 
-/// Gives the places of equal pods to those that arrived first.
+/// Assigns the places of equal pods in order of arrival.
 fn first_come_first_served(model: &Model<'_>, assignment: &mut Assignment) {
     for group in &model.groups {
         let mut locations: Vec<Location> = group

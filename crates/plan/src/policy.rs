@@ -1,13 +1,13 @@
-//! The values of planning that apply to every GPU.
+//! Planning settings that apply to every GPU.
 use serde::{Deserialize, Serialize};
 
 /// Defaults for all GPUs that do not set these values themselves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Policy {
-    /// MPS shares of a GPU. Without a number, GPUs get no shares.
+    /// Number of MPS shares of a GPU. `None` means no shares.
     pub units: Option<u32>,
-    /// Time-sliced replicas of a GPU. Without a number, GPUs get no replicas.
+    /// Number of time-sliced replicas of a GPU. `None` means no replicas.
     pub replicas: Option<u32>,
     /// Maximum number of steps of the exact search for each small part of the cluster. All parts
     /// together get sixteen times as many. The limit is a number of steps and not a time, so that

@@ -17,8 +17,8 @@ use crate::states::{StateId, States};
 pub struct Report {
     /// Pods in order of arrival.
     pub pods: Vec<PodReport>,
-    /// Nodes and GPUs that are left out of the plan or not repartitioned, although no policy asks
-    /// for that.
+    /// Nodes and GPUs that are left out of the plan or not repartitioned, although no policy
+    /// requires that.
     pub nodes: Vec<NodeReport>,
 }
 
@@ -40,14 +40,14 @@ pub struct PodReport {
 pub struct NodeReport {
     /// Name of the node.
     pub node: String,
-    /// UUID of the GPU. `None` if it is the whole node.
+    /// UUID of the GPU. `None` if the whole node is left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
     /// Why it is left out.
     pub reason: String,
 }
 
-/// Maximum number of reasons in one pod's explanation. Each covers some nodes.
+/// Maximum number of reasons in one pod's explanation. Each reason covers one or more nodes.
 const MAX_REASONS: usize = 6;
 
 /// A finished plan and its input.
@@ -138,7 +138,8 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
         let reason = obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
-    // The reason that holds for most nodes comes first. Of equal ones, the first node's.
+    // The reason that holds for most nodes comes first. If several are equal, that of the first
+    // node comes first.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
     let shown = reasons.len().min(MAX_REASONS);
@@ -215,7 +216,7 @@ fn obstacle(
     competitors(cluster, group, index)
 }
 
-/// Names the pods that took the room of a node which could otherwise take the pod.
+/// Names the pods that take the room of a node that could otherwise hold a pod of the group.
 fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();

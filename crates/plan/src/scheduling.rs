@@ -48,7 +48,7 @@ const PASSING_TAINTS: [&str; 11] = [
 ];
 
 impl Refused {
-    /// Whether the refusal can end although nobody changes the pod, or changes the node for good.
+    /// Whether the refusal can end without a change of the pod or a permanent change of the node.
     /// That holds for a cordon and for taints that controllers add and remove. Labels and other
     /// taints are permanent.
     pub fn may_pass(&self) -> bool {
@@ -77,7 +77,7 @@ impl std::fmt::Display for Refused {
 /// Whether a pod may run on a node, regardless of other pods.
 ///
 /// # Errors
-/// Why it may not.
+/// Why the pod may not run on the node.
 pub fn admit(pod: &Pod, node: &Node) -> Result<(), Refused> {
     Constraints::of(pod).admit(node)
 }

@@ -1,8 +1,9 @@
-//! Exact search for small parts of a cluster. It tries every assignment that can be better.
+//! Exact search for small parts of a cluster. It tries every assignment that can be better than the
+//! best known one.
 //!
-//! The search is depth first over the pods, highest priority first. It cuts a branch that cannot be
-//! better than the best known assignment, even if all remaining pods are placed. It also cuts a
-//! branch that leads to states of the GPUs that it has met before.
+//! The search is depth first over the pods, highest priority first. It skips a branch that cannot
+//! be better than the best known assignment, even if all remaining pods are placed. It also skips a
+//! branch that leads to GPU states that it has already visited.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Location, Rule, group, step};
@@ -18,7 +19,7 @@ pub(crate) struct Score {
     pub(crate) unchanged: u32,
 }
 
-/// A part of the cluster that shares no pod's candidate nodes with the rest.
+/// A part of the cluster. Every pod has all its candidate nodes in the same part.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Part {
     pub(crate) nodes: Vec<u32>,
@@ -95,7 +96,7 @@ struct Search<'s, 'a> {
     nodes: &'s [u32],
     pods: Vec<u32>,
     level_of: Vec<usize>,
-    /// Number for each node of the part. Nodes with one number are interchangeable.
+    /// Number for each node of the part. Nodes with the same number are interchangeable.
     alike: Vec<u32>,
     gpus: Vec<u32>,
     placed: Vec<u32>,
@@ -109,8 +110,8 @@ struct Search<'s, 'a> {
 /// Maximum number of ways to spread one pod's units over a node's GPUs.
 const MAX_SPREADS: usize = 24;
 
-/// Searches for an assignment better than `best`. None of the part's pods may be placed in
-/// `assignment`, and none is afterwards.
+/// Searches for an assignment better than `best`. `assignment` must not place any of the part's
+/// pods. It places none of them afterwards either.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
@@ -151,8 +152,8 @@ pub(crate) fn search(
     Found { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
-/// Gives equal nodes one number: same states of GPUs, same free resources, and candidates for the
-/// same pods.
+/// Gives the same number to interchangeable nodes: those with the same GPU states, the same free
+/// resources, and the same candidate pods.
 fn alike(model: &Model<'_>, assignment: &Assignment, part: &Part) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());
@@ -255,7 +256,8 @@ impl Search<'_, '_> {
             if most != best {
                 return most > best;
             }
-            // An assignment as good as the best known one takes at least this much at this level.
+            // An assignment as good as the best known one takes at least this much room at this
+            // level.
             room.0 = room.0.saturating_sub(weights.0.iter().take(more).sum());
             room.1 = room.1.saturating_sub(weights.1.iter().take(more).sum());
         }
@@ -280,7 +282,7 @@ impl Search<'_, '_> {
         key
     }
 
-    /// All places for a pod, cheapest first. Of interchangeable places, only one.
+    /// All places for a pod, cheapest first. Includes only one of several interchangeable places.
     fn options(&mut self, pod: u32) -> Vec<Location> {
         let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
         let model = self.model;
@@ -311,7 +313,8 @@ impl Search<'_, '_> {
         options.into_iter().map(|(_, location)| location).collect()
     }
 
-    /// All ways to spread units over a node's GPUs. Of interchangeable combinations, only one.
+    /// All ways to spread units over a node's GPUs. Includes only one of several interchangeable
+    /// combinations.
     fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
         let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
         let slots = self.assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
@@ -334,7 +337,8 @@ impl Search<'_, '_> {
                     next.push((states, chosen));
                 }
             }
-            // Ways that end in the same states are one, no matter which GPU has which state.
+            // Ways that result in the same states count as one, no matter which GPU has which
+            // state.
             let canonical = |states: &[StateId]| {
                 let mut states = states.to_vec();
                 states.sort_unstable();

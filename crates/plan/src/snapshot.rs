@@ -36,7 +36,7 @@ pub struct Node {
     #[serde(skip_serializing_if = "is_false")]
     pub unschedulable: bool,
     /// Allocatable amount of each resource. CPU, memory, ephemeral storage and pods are unlimited
-    /// if they are left out. The node has none of any other resource that is left out.
+    /// if they are left out. Any other resource that is left out counts as 0.
     pub allocatable: BTreeMap<String, Quantity>,
     /// Amounts that pods bound to the node request.
     pub requested: BTreeMap<String, Quantity>,
@@ -63,16 +63,16 @@ pub struct Gpu {
     pub mode: Mode,
     /// Current slices. An empty list is a whole GPU.
     pub slices: Vec<Slice>,
-    /// MIG profiles and placements as NVML reports them. If they are left out, those known for the
-    /// model are used.
+    /// MIG profiles and placements as NVML reports them. If they are left out, the built-in ones
+    /// for the model are used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profiles: Option<Vec<Profile>>,
     /// Number of MPS shares of the GPU, 1 to 48. If it is left out, [`Policy`](crate::Policy)
     /// decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub units: Option<u32>,
-    /// Whether sized slices (`nvidia.com/gpu-10gb`) are made when pods request them. True if it is
-    /// left out.
+    /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them. True if it
+    /// is left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sizes: Option<bool>,
     /// Number of time-sliced replicas of the GPU. If it is left out, [`Policy`](crate::Policy)
@@ -100,8 +100,8 @@ pub struct MigSharing {
     /// Number of MPS shares or time-sliced replicas of each instance, 1 to 48.
     pub units: u32,
     /// Resource of the shares or replicas. If it is left out, it is
-    /// `nvidia.com/mig-<profile>.shared`, and instances are made as pods request them. Any other
-    /// name does not name a profile, so no instance is made for it.
+    /// `nvidia.com/mig-<profile>.shared`, and instances are created as pods request them. Any other
+    /// name does not identify a profile, so no instance is created for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<String>,
 }
@@ -121,8 +121,8 @@ pub struct Slice {
     /// Number of slices.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub count: u32,
-    /// Profile of the MIG instance that the slices are shares of, if the resource's name does not
-    /// have it.
+    /// Profile of the MIG instance to which the shares belong, if the resource's name does not
+    /// contain it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
     /// The pod that uses the slices, for messages.

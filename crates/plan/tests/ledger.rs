@@ -12,25 +12,25 @@ const R: &str = "nvidia.com/gpu-mps";
 const NODES: [&str; 3] = ["n0", "n1", "n2"];
 const DEVICES: [&str; 3] = ["a", "b", "c"];
 const CAPACITY: u32 = 10;
-/// How long a claim lasts, in the ticks of `Event::Tick`.
-const LIFE: u64 = 5;
+/// Lifetime of a claim, in ticks of `Event::Tick`.
+const CLAIM_LIFETIME: u64 = 5;
 
-/// Numbers are taken modulo the number of choices at that moment.
+/// An event of the simulation. Its numbers are taken modulo the number of choices at that moment.
 #[derive(Debug, Clone)]
 enum Event {
     /// A pod with containers of these sizes is created and reserved on at most this many nodes.
-    Come { sizes: Vec<u32>, most: usize },
+    Create { sizes: Vec<u32>, most: usize },
     /// The scheduler binds a released pod.
     Bind { pod: usize, node: usize },
     /// The kubelet allocates the units of a bound pod. `device` chooses among equal reservations.
-    Serve { pod: usize, device: usize },
+    Allocate { pod: usize, device: usize },
     /// A pod is deleted in any state.
-    Go { pod: usize },
+    Delete { pod: usize },
     /// Time passes.
     Tick { by: u64 },
     /// The operator is killed and restarted.
     Crash,
-    /// From here on, events that break promises. The capacity of a device changes.
+    /// The capacity of a device changes. This event and those below break the ledger's assumptions.
     Resize { node: usize, device: usize, capacity: u32 },
     /// A pod takes units without a reservation.
     Bypass { node: usize, device: usize, units: u32 },
@@ -49,11 +49,11 @@ fn sizes() -> impl Strategy<Value = Vec<u32>> {
 
 fn orderly() -> impl Strategy<Value = Event> {
     prop_oneof![
-        6 => (sizes(), 1..=3_usize).prop_map(|(sizes, most)| Event::Come { sizes, most }),
+        6 => (sizes(), 1..=3_usize).prop_map(|(sizes, most)| Event::Create { sizes, most }),
         5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, node)| Event::Bind { pod, node }),
-        5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, device)| Event::Serve { pod, device }),
-        3 => any::<usize>().prop_map(|pod| Event::Go { pod }),
-        1 => (0..=LIFE).prop_map(|by| Event::Tick { by }),
+        5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, device)| Event::Allocate { pod, device }),
+        3 => any::<usize>().prop_map(|pod| Event::Delete { pod }),
+        1 => (0..=CLAIM_LIFETIME).prop_map(|by| Event::Tick { by }),
         1 => Just(Event::Crash),
     ]
 }
@@ -86,7 +86,7 @@ struct Pod {
     nodes: Vec<String>,
     bound: Option<String>,
     served: bool,
-    /// The note written when the pod was released. It never changes.
+    /// The annotation written when the pod was released. It never changes.
     noted: Noted,
 }
 
@@ -94,7 +94,7 @@ struct Pod {
 type Noted = BTreeMap<String, Vec<Reservation>>;
 
 /// The simulated cluster and its ledger.
-struct World {
+struct Simulation {
     pods: BTreeMap<String, Pod>,
     capacity: BTreeMap<(&'static str, &'static str), u32>,
     allocations: BTreeMap<&'static str, Vec<Allocation>>,
@@ -107,10 +107,10 @@ struct World {
     refused: Vec<String>,
 }
 
-impl World {
+impl Simulation {
     fn new() -> Self {
         let all = NODES.iter().flat_map(|node| DEVICES.iter().map(move |device| ((*node, *device), CAPACITY)));
-        let mut world = Self {
+        let mut simulation = Self {
             pods: BTreeMap::new(),
             capacity: all.collect(),
             allocations: BTreeMap::new(),
@@ -120,8 +120,8 @@ impl World {
             known: BTreeMap::new(),
             refused: Vec::new(),
         };
-        NODES.iter().for_each(|node| world.observe(node));
-        world
+        NODES.iter().for_each(|node| simulation.observe(node));
+        simulation
     }
 
     fn used(&self, node: &str, device: &str) -> u32 {
@@ -152,7 +152,7 @@ impl World {
 
     fn apply(&mut self, event: &Event) {
         match event {
-            Event::Come { sizes, most } => self.come(sizes, *most),
+            Event::Create { sizes, most } => self.create(sizes, *most),
             Event::Bind { pod, node } => {
                 let Some(name) = self.pick(*pod, |pod| pod.bound.is_none()) else { return };
                 let pod = self.pods.get_mut(&name).unwrap();
@@ -160,14 +160,14 @@ impl World {
                 pod.bound = Some(node.clone());
                 self.ledger.bind(&name, &node, &asks(&pod.sizes));
             }
-            Event::Serve { pod, device } => {
+            Event::Allocate { pod, device } => {
                 if let Some(name) = self.pick(*pod, |pod| pod.bound.is_some() && !pod.served) {
-                    self.serve(&name, *device);
+                    self.allocate(&name, *device);
                 }
             }
-            Event::Go { pod } => {
+            Event::Delete { pod } => {
                 if let Some(name) = self.pick(*pod, |_| true) {
-                    self.go(&name);
+                    self.delete(&name);
                 }
             }
             Event::Tick { by } => {
@@ -175,7 +175,7 @@ impl World {
                 for pod in self.ledger.overdue(Moment(self.now)) {
                     let claim = self.ledger.release(&pod).unwrap();
                     assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
-                    self.go(&pod);
+                    self.delete(&pod);
                 }
             }
             Event::Crash => self.ledger = self.rebuilt(|_, pod| pod.noted.clone()),
@@ -200,7 +200,7 @@ impl World {
         }
     }
 
-    fn come(&mut self, sizes: &[u32], most: usize) {
+    fn create(&mut self, sizes: &[u32], most: usize) {
         let name = format!("p{}", self.count);
         self.count += 1;
         let fits = self.ledger.fit(&asks(sizes), NODES, most, &Tightest);
@@ -217,7 +217,7 @@ impl World {
         };
         let nodes: Vec<String> = fits.iter().map(|fit| fit.node().to_owned()).collect();
         assert_eq!(nodes.len(), most.min(possible.len()), "{nodes:?} of {possible:?}");
-        self.ledger.reserve(&name, &fits, Moment(self.now + LIFE)).unwrap();
+        self.ledger.reserve(&name, &fits, Moment(self.now + CLAIM_LIFETIME)).unwrap();
         let noted = fits.iter().map(|fit| (fit.node().to_owned(), fit.takes().to_vec())).collect();
         self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
     }
@@ -241,7 +241,7 @@ impl World {
 
     /// Allocates like the agent: on one device, it prefers a reservation of exactly this size, and
     /// it counts its own allocations.
-    fn serve(&mut self, name: &str, number: usize) {
+    fn allocate(&mut self, name: &str, number: usize) {
         let pod = self.pods[name].clone();
         let node = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()).unwrap();
         let mut reservations = self.ledger.reservations(node);
@@ -254,7 +254,7 @@ impl World {
             let choice = if meant.is_empty() { &able } else { &meant };
             let Some(device) = choice.get(number % choice.len().max(1)).copied() else {
                 self.refused.push(name.to_owned());
-                return self.go(name);
+                return self.delete(name);
             };
             if let Some(index) = held(device) {
                 reservations.remove(index);
@@ -265,7 +265,7 @@ impl World {
         self.observe(node);
     }
 
-    fn go(&mut self, name: &str) {
+    fn delete(&mut self, name: &str) {
         let pod = self.pods.remove(name).unwrap();
         self.ledger.release(name);
         if let Some(node) = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()) {
@@ -274,7 +274,7 @@ impl World {
         }
     }
 
-    /// A ledger rebuilt from the nodes and the notes of the pods.
+    /// A ledger rebuilt from the nodes and the annotations of the pods.
     fn rebuilt(&self, noted: impl Fn(&str, &Pod) -> Noted) -> Ledger {
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(
@@ -303,7 +303,7 @@ impl World {
                 assert!(reserved <= free, "{reserved} reserved of {free} on {node} {}", facts.device);
             }
             assert!(known.is_some() || held.is_empty(), "{node} is not known: {held:?}");
-            // Every pod that may still come to the node has a reservation or is reported as short.
+            // Every pod that may still run on the node has a reservation or is reported as short.
             let waits = |pod: &&Pod| {
                 !pod.served && pod.bound.as_ref().map_or(pod.nodes.iter().any(|one| one == node), |bound| bound == node)
             };
@@ -319,7 +319,7 @@ impl World {
         let rebuilt = self.rebuilt(known);
         for node in NODES {
             let of = |ledger: &Ledger| (ledger.reservations(node), ledger.short(node).to_vec(), ledger.devices(node));
-            // If a pod is short, a rebuild finds a place for all if there is one.
+            // If a pod is short, a rebuild finds a place for all pods, if one exists.
             let found = !self.ledger.short(node).is_empty() && rebuilt.short(node).is_empty();
             assert!(found || of(&rebuilt) == of(&self.ledger), "{node}: {:?}, {:?}", of(&rebuilt), of(&self.ledger));
         }
@@ -341,10 +341,10 @@ proptest! {
     /// a pod is short.
     #[test]
     fn the_ledger_never_overcommits_and_keeps_every_claim(events in prop::collection::vec(hostile(), 0..80)) {
-        let mut world = World::new();
+        let mut simulation = Simulation::new();
         for event in &events {
-            world.apply(event);
-            world.check();
+            simulation.apply(event);
+            simulation.check();
         }
     }
 
@@ -353,12 +353,12 @@ proptest! {
     /// not matter.
     #[test]
     fn released_pods_are_always_allocated_their_units(events in prop::collection::vec(orderly(), 0..120)) {
-        let mut world = World::new();
+        let mut simulation = Simulation::new();
         for event in &events {
-            world.apply(event);
-            prop_assert!(world.refused.is_empty(), "{:?} after {:?}", world.refused, event);
-            prop_assert!(NODES.iter().all(|node| world.ledger.short(node).is_empty()), "short after {:?}", event);
+            simulation.apply(event);
+            prop_assert!(simulation.refused.is_empty(), "{:?} after {:?}", simulation.refused, event);
+            prop_assert!(NODES.iter().all(|node| simulation.ledger.short(node).is_empty()), "short after {:?}", event);
         }
-        world.check();
+        simulation.check();
     }
 }

@@ -70,8 +70,8 @@ fn names(pods: &[&str]) -> Vec<String> {
 
 #[test]
 fn victims_are_on_one_device() {
-    // By the node's sum, a1 and b1 would be enough and have the lowest priorities. But they free 5
-    // and 1 units on two devices.
+    // By the sum of the node's units, a1 and b1 would be enough and have the lowest priorities. But
+    // they free 5 and 1 units on two devices.
     let facts = node(&["a", "b"], &[("a1", "a", 4), ("a2", "a", 5), ("b1", "b", 3), ("b2", "b", 6)]);
     let known = [("a1", holder(1)), ("a2", holder(2)), ("b1", holder(1)), ("b2", holder(2))];
     assert_eq!(victims(facts.clone(), &[5], &known), Some(names(&["a1"])));
@@ -217,7 +217,7 @@ fn reserved_units_are_not_room() {
     ledger.reserve("low", &fits, Moment(9)).unwrap();
     assert_eq!(preempt(&ledger, &[7], &[("v", holder(1))]), None);
     assert_eq!(preempt(&ledger, &[6], &[("v", holder(1))]).unwrap().victims, ["v"]);
-    // More units are claimed than there are, so units that become free go to the claims first.
+    // More units are claimed than exist, so units that become free go to the claims first.
     ledger.bind("around", "n", &asks(&[3]));
     assert!(!ledger.short("n").is_empty());
     assert_eq!(preempt(&ledger, &[1], &[("v", holder(1))]), None);
@@ -297,7 +297,7 @@ const NODES: [&str; 2] = ["m", "n"];
 const DEVICES: [&str; 3] = ["a", "b", "c"];
 
 #[derive(Debug, Clone)]
-struct World {
+struct PreemptionCase {
     nodes: BTreeMap<&'static str, NodeFacts>,
     holders: BTreeMap<String, Holder>,
     reserved: Vec<u32>,
@@ -326,7 +326,7 @@ fn facts() -> impl Strategy<Value = NodeFacts> {
             facts.allocations.push(Allocation { pod: format!("h{pod}"), resource, device: device.to_owned(), units });
         }
         for ((resource, device), (capacity, others)) in capacity {
-            // Pods that the node does not report can have units too, even more than there are.
+            // Pods that the node does not report can have units too, even more than exist.
             let used = sum(&facts.allocations, &resource, device) + others;
             facts.devices.push(DeviceFacts { device: device.to_owned(), resource, capacity, used });
         }
@@ -339,7 +339,7 @@ fn sum(allocations: &[Allocation], resource: &str, device: &str) -> u32 {
     allocations.iter().filter(of).map(|held| held.units.get()).sum()
 }
 
-fn world() -> impl Strategy<Value = World> {
+fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
     let holder = (-1_i32..4, 0_u64..3, prop::bool::weighted(0.3), prop::bool::weighted(0.1)).prop_map(
         |(priority, started, protected, ending)| Holder { priority, started: Moment(started), protected, ending },
     );
@@ -363,14 +363,14 @@ fn world() -> impl Strategy<Value = World> {
                     holders.insert(format!("{pod}@{node}"), holder);
                 }
             }
-            World { nodes: BTreeMap::from([("m", m), ("n", n)]), holders, reserved, asks, priority }
+            PreemptionCase { nodes: BTreeMap::from([("m", m), ("n", n)]), holders, reserved, asks, priority }
         },
     )
 }
 
 type Rooms = BTreeMap<(String, String), i64>;
 
-impl World {
+impl PreemptionCase {
     fn ledger(&self) -> Ledger {
         let mut ledger = Ledger::default();
         for (name, facts) in &self.nodes {
@@ -471,67 +471,67 @@ proptest! {
     /// For each way, the victims equal the best set of all subsets, and the chosen way has the
     /// lowest cost. The victims make room, each of them is needed, and all have a lower priority.
     #[test]
-    fn victims_are_needed_and_no_other_choice_is_cheaper(world in world()) {
-        let ledger = world.ledger();
+    fn victims_are_needed_and_no_other_choice_is_cheaper(case in preemption_case()) {
+        let ledger = case.ledger();
         let mut least = None;
         let (mut needs_protected, mut lowest) = (true, None);
         for node in NODES {
-            if ledger.short(node).iter().any(|short| world.asks.iter().any(|ask| ask.resource == short.resource)) {
+            if ledger.short(node).iter().any(|short| case.asks.iter().any(|ask| ask.resource == short.resource)) {
                 continue;
             }
-            let lower = world.lower(node);
+            let lower = case.lower(node);
             let sets = subsets(&lower);
-            for way in world.ways(node) {
-                let helps = sets.iter().filter(|gone| world.has_room(&world.rooms(&ledger, node, &gone.iter().copied().collect()), &way));
+            for way in case.ways(node) {
+                let helps = sets.iter().filter(|gone| case.has_room(&case.rooms(&ledger, node, &gone.iter().copied().collect()), &way));
                 // Pods that come first stay if possible, regardless of those after them.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
-                    let cost = world.cost(gone);
+                    let cost = case.cost(gone);
                     least = Some(least.map_or(cost, |least| cost.min(least)));
                 }
             }
-            for gone in sets.iter().filter(|gone| world.fits(&world.rooms(&ledger, node, &gone.iter().copied().collect()), node)) {
-                if !gone.iter().any(|pod| world.holders[*pod].protected) {
+            for gone in sets.iter().filter(|gone| case.fits(&case.rooms(&ledger, node, &gone.iter().copied().collect()), node)) {
+                if !gone.iter().any(|pod| case.holders[*pod].protected) {
                     needs_protected = false;
-                    let highest = gone.iter().map(|pod| world.holders[*pod].priority).max();
+                    let highest = gone.iter().map(|pod| case.holders[*pod].priority).max();
                     lowest = Some(lowest.map_or(highest, |lowest: Option<i32>| lowest.min(highest)));
                 }
             }
         }
-        let found = world.preempt(&ledger);
+        let found = case.preempt(&ledger);
         prop_assert_eq!(found.is_some(), least.is_some(), "{:?}", found);
         let Some(found) = found else { return Ok(()) };
         let victims: Vec<&str> = found.victims.iter().map(String::as_str).collect();
-        prop_assert_eq!(Some(world.cost(&victims)), least);
-        let protected = victims.iter().any(|victim| world.holders[*victim].protected);
+        prop_assert_eq!(Some(case.cost(&victims)), least);
+        let protected = victims.iter().any(|victim| case.holders[*victim].protected);
         prop_assert_eq!(protected, needs_protected, "{:?}", &victims);
         if !protected {
-            prop_assert_eq!(Some(victims.iter().map(|victim| world.holders[*victim].priority).max()), lowest);
+            prop_assert_eq!(Some(victims.iter().map(|victim| case.holders[*victim].priority).max()), lowest);
         }
 
         let node = found.node.as_str();
-        let lower = world.lower(node);
+        let lower = case.lower(node);
         prop_assert!(victims.iter().all(|victim| lower.contains(victim)));
         let way: Vec<(String, String)> =
             found.takes.iter().map(|take| (take.resource.clone(), take.device.clone())).collect();
-        prop_assert!(found.takes.iter().zip(&world.asks).all(|(take, ask)| take.resource == ask.resource && take.units == ask.units));
-        prop_assert_eq!(found.takes.len(), world.asks.len());
+        prop_assert!(found.takes.iter().zip(&case.asks).all(|(take, ask)| take.resource == ask.resource && take.units == ask.units));
+        prop_assert_eq!(found.takes.len(), case.asks.len());
         let all: BTreeSet<&str> = victims.iter().copied().collect();
-        prop_assert!(world.has_room(&world.rooms(&ledger, node, &all), &way), "{:?}", found);
+        prop_assert!(case.has_room(&case.rooms(&ledger, node, &all), &way), "{:?}", found);
         for victim in &victims {
             let mut but_one = all.clone();
             but_one.remove(victim);
-            prop_assert!(!world.has_room(&world.rooms(&ledger, node, &but_one), &way), "{} need not go: {:?}", victim, found);
+            prop_assert!(!case.has_room(&case.rooms(&ledger, node, &but_one), &way), "{} need not go: {:?}", victim, found);
         }
     }
 
     /// The result does not depend on the order of the facts or of the nodes. When the victims are
-    /// terminating, asking again names no further victim, so callers need not remember them.
+    /// terminating, calling it again returns no further victim, so callers need not remember them.
     #[test]
-    fn the_result_does_not_depend_on_order(world in world(), turn in 0_usize..6) {
-        let ledger = world.ledger();
-        let found = world.preempt(&ledger);
-        let mut turned = world.clone();
+    fn the_result_does_not_depend_on_order(case in preemption_case(), turn in 0_usize..6) {
+        let ledger = case.ledger();
+        let found = case.preempt(&ledger);
+        let mut turned = case.clone();
         for facts in turned.nodes.values_mut() {
             facts.devices.reverse();
             let by = turn.min(facts.allocations.len());
@@ -541,7 +541,7 @@ proptest! {
         let nodes = ["n", "unknown", "m", "n"];
         prop_assert_eq!(&other.preempt(waiting("p", turned.priority, &turned.asks), nodes, &turned.holders), &found);
         let Some(found) = found else { return Ok(()) };
-        let mut updated = world.clone();
+        let mut updated = case.clone();
         for victim in &found.victims {
             updated.holders.get_mut(victim).unwrap().ending = true;
         }
@@ -549,18 +549,18 @@ proptest! {
         prop_assert!(again.as_ref().is_some_and(|again| again.victims.is_empty()), "{:?}, then {:?}", found, again);
     }
 
-    /// Whatever pods of the same or lower priority arrive while victims terminate one by one, the
-    /// preemptor gets the room.
+    /// The preemptor gets the room, whatever pods of the same or lower priority arrive while its
+    /// victims terminate one by one.
     #[test]
     fn nominated_room_goes_to_its_pod(
-        world in world(),
+        case in preemption_case(),
         newcomers in prop::collection::vec((-1_i32..5, prop::collection::vec((resource(), 1_u32..5), 1..3)), 0..8),
     ) {
-        let mut ledger = world.ledger();
-        let Some(found) = world.preempt(&ledger) else { return Ok(()) };
-        ledger.nominate("p", nomination(world.priority, &found)).unwrap();
-        let facts = &world.nodes[found.node.as_str()];
-        let leaves = |pod: &String| found.victims.contains(pod) || world.holders.get(pod).is_some_and(|holder| holder.ending);
+        let mut ledger = case.ledger();
+        let Some(found) = case.preempt(&ledger) else { return Ok(()) };
+        ledger.nominate("p", nomination(case.priority, &found)).unwrap();
+        let facts = &case.nodes[found.node.as_str()];
+        let leaves = |pod: &String| found.victims.contains(pod) || case.holders.get(pod).is_some_and(|holder| holder.ending);
         let mut leaving: BTreeSet<String> = facts.allocations.iter().map(|held| held.pod.clone()).filter(leaves).collect();
         let mut facts = facts.clone();
         let mut newcomers = newcomers.into_iter();
@@ -568,7 +568,7 @@ proptest! {
         loop {
             for (priority, wants) in newcomers.by_ref().take(2) {
                 let asks: Vec<Ask> = wants.into_iter().map(|(resource, size)| Ask { resource, units: units(size) }).collect();
-                let (name, priority) = (format!("new-{count}"), priority.min(world.priority));
+                let (name, priority) = (format!("new-{count}"), priority.min(case.priority));
                 count += 1;
                 if let Ok(fits) = ledger.fit_for(waiting(&name, priority, &asks), NODES, 2, &Tightest) {
                     ledger.reserve(&name, &fits, Moment(9)).unwrap();
@@ -582,7 +582,7 @@ proptest! {
             facts.allocations.retain(|held| held.pod != pod);
             ledger.observe(&found.node, facts.clone());
         }
-        let fits = ledger.fit_for(waiting("p", world.priority, &world.asks), [found.node.as_str()], 1, &Tightest);
+        let fits = ledger.fit_for(waiting("p", case.priority, &case.asks), [found.node.as_str()], 1, &Tightest);
         prop_assert!(fits.is_ok(), "{:?} is not there: {:?}", found, fits);
         prop_assert!(ledger.reserve("p", &fits.unwrap(), Moment(9)).is_ok());
     }

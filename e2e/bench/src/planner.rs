@@ -116,7 +116,7 @@ const H100: [Profile; 5] = [
     ("4g.40gb", 4, &[0]),
     ("7g.80gb", 8, &[0]),
 ];
-const SIZES: [u64; 4] = [5, 10, 20, 40];
+const SLICE_SIZES_GB: [u64; 4] = [5, 10, 20, 40];
 
 /// Generates a cluster.
 fn cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) -> Snapshot {
@@ -142,7 +142,7 @@ fn cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) ->
         let resource = match numbers.below(8) {
             0..3 => format!("nvidia.com/mig-{}", A100[numbers.below(5)].0),
             3..5 => format!("nvidia.com/mig-{}", H100[numbers.below(5)].0),
-            5..7 => format!("nvidia.com/gpu-{}gb", SIZES[numbers.below(4)]),
+            5..7 => format!("nvidia.com/gpu-{}gb", SLICE_SIZES_GB[numbers.below(4)]),
             _ => "nvidia.com/gpu".to_owned(),
         };
         let mut selector = BTreeMap::new();
@@ -176,7 +176,7 @@ fn gpu(numbers: &mut Numbers, kind: usize, node: u32, index: u32, in_use: u32) -
     for _ in 0..numbers.below(6) {
         let in_use = numbers.below(100) < in_use as usize;
         let (resource, placement) = if mode == Mode::Mps {
-            let size = SIZES[numbers.below(4)];
+            let size = SLICE_SIZES_GB[numbers.below(4)];
             if gibibytes + size > memory / 1024 {
                 continue;
             }

@@ -130,8 +130,8 @@ func (a *api) waitNodeReady(ctx context.Context, name string) error {
 	return nil
 }
 
-// prepareCluster waits for what a first pod needs, and creates the DNS service of the kubelets. The
-// service has no endpoints, so queries fail at once.
+// prepareCluster waits for the objects that a first pod needs, and creates the DNS service of the
+// kubelets. The service has no endpoints, so queries fail at once.
 func (a *api) prepareCluster(ctx context.Context) error {
 	err := poll(ctx, func() error {
 		_, err := a.do(ctx, http.MethodGet, "/api/v1/namespaces/default/serviceaccounts/default", nil)

@@ -98,8 +98,8 @@ func makeCgroupIn(all []hierarchy, path string) error {
 	for _, h := range all {
 		dir := h.mount
 		for depth, part := range strings.Split(strings.Trim(path, "/"), "/") {
-			// Not in the node's own cgroup (the second level): its first process must join it, and could
-			// not. The kubelet enables the controllers there.
+			// Do not enable them in the node's own cgroup (the second level): its first process could then
+			// not join it. The kubelet enables the controllers there.
 			if pureUnified(all) && depth < 2 {
 				if err := enableControllers(dir); err != nil {
 					return err

@@ -22,7 +22,6 @@ import (
 
 // The component that enforces IPv4 NetworkPolicies in the packet filter of each node. It polls
 // every second instead of watching, so a new pod may be open for a second.
-// open for that long when it is new.
 
 const (
 	policiesPort   = 10258
@@ -111,8 +110,8 @@ type policyPod struct {
 
 type policyNamespace struct{ Metadata objectMeta }
 
-// policyWorld contains all inputs of the rules.
-type policyWorld struct {
+// policyInputs contains all inputs of the rules.
+type policyInputs struct {
 	policies   []policy
 	pods       []policyPod
 	namespaces []policyNamespace
@@ -126,7 +125,7 @@ func (p policyPod) isAddressed() bool {
 }
 
 // networks returns the networks of the peers. Without peers it returns all networks.
-func (w policyWorld) networks(namespace string, peers []policyPeer) ([]string, error) {
+func (w policyInputs) networks(namespace string, peers []policyPeer) ([]string, error) {
 	if len(peers) == 0 {
 		return []string{"0.0.0.0/0"}, nil
 	}
@@ -148,7 +147,7 @@ func (w policyWorld) networks(namespace string, peers []policyPeer) ([]string, e
 	return networks, nil
 }
 
-func (w policyWorld) isPeer(namespace string, peer policyPeer, pod policyPod) bool {
+func (w policyInputs) isPeer(namespace string, peer policyPeer, pod policyPod) bool {
 	if peer.PodSelector != nil && !peer.PodSelector.selects(pod.Metadata.Labels) {
 		return false
 	}
@@ -197,7 +196,7 @@ func (r policyRule) ports(target *policyPod) ([]string, error) {
 }
 
 // chains returns the packet filter's chains for the pods of a node, by name.
-func (w policyWorld) chains(node string) (map[string][]string, error) {
+func (w policyInputs) chains(node string) (map[string][]string, error) {
 	// Established connections and their answers pass.
 	chains := map[string][]string{policiesChain: {"-m conntrack --ctstate ESTABLISHED,RELATED -j RETURN"}}
 	for _, pod := range w.pods {
@@ -278,9 +277,9 @@ func sortedKeys[V any](of map[string]V) []string {
 	return keys
 }
 
-// look reads the inputs of the rules.
-func (a *api) look(ctx context.Context) (policyWorld, error) {
-	var world policyWorld
+// readPolicyInputs reads the inputs of the rules.
+func (a *api) readPolicyInputs(ctx context.Context) (policyInputs, error) {
+	var world policyInputs
 	for path, items := range map[string]any{
 		"/apis/networking.k8s.io/v1/networkpolicies": &world.policies, "/api/v1/pods": &world.pods, "/api/v1/namespaces": &world.namespaces,
 	} {
@@ -323,7 +322,7 @@ func (c *cluster) enforce(ctx context.Context) error {
 	defer ticker.Stop()
 	for {
 		err := func() error {
-			world, err := api.look(ctx)
+			world, err := api.readPolicyInputs(ctx)
 			if err != nil {
 				return err
 			}

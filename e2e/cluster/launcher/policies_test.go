@@ -7,10 +7,10 @@ import (
 	"testing"
 )
 
-// world parses a policyWorld from JSON objects of the API.
-func world(t *testing.T, policies, pods, namespaces string) policyWorld {
+// world parses a policyInputs from JSON objects of the API.
+func world(t *testing.T, policies, pods, namespaces string) policyInputs {
 	t.Helper()
-	var w policyWorld
+	var w policyInputs
 	for text, into := range map[string]any{policies: &w.policies, pods: &w.pods, namespaces: &w.namespaces} {
 		if err := json.Unmarshal([]byte(text), into); err != nil {
 			t.Fatal(err)

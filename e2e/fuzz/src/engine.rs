@@ -10,7 +10,7 @@ use crate::mutate::mutated;
 use crate::{Seen, Target, guard};
 
 /// Maximum number of samples kept in addition to the initial ones.
-const KEPT: usize = 200;
+const MAX_KEPT_SAMPLES: usize = 200;
 
 /// When a run ends.
 #[derive(Debug, Clone, Copy)]
@@ -97,7 +97,7 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
         // Valid inputs become samples, so that mutations accumulate. Long inputs do not: they are
         // slow.
         if seen == Seen::Read && rng.u8(..8) == 0 && input.len() < 8192 {
-            if samples.len() < first + KEPT {
+            if samples.len() < first + MAX_KEPT_SAMPLES {
                 samples.push(input);
             } else {
                 let at = rng.usize(first..samples.len());

@@ -18,7 +18,7 @@ const MEMORY_LIMIT: u64 = 2 << 30;
 /// Interval between checks of both limits.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of bytes of an input that are printed. The file has the whole input.
-const PRINTED: usize = 512;
+const MAX_PRINTED_BYTES: usize = 512;
 
 /// The target and input that a thread runs.
 struct Running {
@@ -70,11 +70,11 @@ pub fn keep(folder: &Path, target: &str, input: &[u8]) -> io::Result<PathBuf> {
 
 /// Keeps a failing input, and returns a message with the command that repeats the failure.
 fn failure_message(target: &str, input: &[u8], why: &str) -> String {
-    let hex = input.iter().take(PRINTED).fold(String::new(), |mut hex, byte| {
+    let hex = input.iter().take(MAX_PRINTED_BYTES).fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
         hex
     });
-    let more = if input.len() > PRINTED { "…" } else { "" };
+    let more = if input.len() > MAX_PRINTED_BYTES { "…" } else { "" };
     let repeat = match keep(&folder(), target, input) {
         Ok(path) => format!("repeat with: cargo run -p cleave-fuzz -- {target} --input {}", path.display()),
         Err(error) => format!("failed to keep the input: {error}"),
@@ -110,8 +110,8 @@ fn watch() {
                     .collect()
             };
             if !failures.is_empty() {
-                // No print macro: a test captures their output until it ends, and this one does not
-                // end.
+                // Do not use a print macro: a test captures its output until the test ends, and
+                // this process exits before.
                 let _ = writeln!(io::stderr(), "{}", failures.join("\n"));
                 // Exit, because another thread cannot be stopped.
                 std::process::exit(101);

@@ -57,11 +57,12 @@ const NUMBERS: &[&str] = &[
     "5e-324",
 ];
 
-/// The largest of them, at which sums and products overflow.
-const LARGEST: &[&str] = &["4294967295", "9223372036854775807", "18446744073709551615", "9223372036854775806", "1e308"];
+/// The largest of [`NUMBERS`], at which sums and products overflow.
+const LARGEST_NUMBERS: &[&str] =
+    &["4294967295", "9223372036854775807", "18446744073709551615", "9223372036854775806", "1e308"];
 
 /// Texts that are special in many formats.
-const TEXTS: &[&str] = &[
+const SPECIAL_TEXTS: &[&str] = &[
     "", " ", "\0", "\n", ",", "=", ":", "::", "/", "../", ".", "-", "_", "+", "%", "\"", "\\", "{}", "[]", "[[[[[[[[",
     "\u{fffd}", "\u{202e}", "ä", "🦀", "NaN", "inf", "null", "true",
 ];
@@ -97,12 +98,12 @@ fn pick<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
 /// Returns a random text: mostly one of the words of the format.
 fn text(words: &[&str], rng: &mut Rng) -> String {
     let from = match rng.u8(..8) {
-        0 => TEXTS,
+        0 => SPECIAL_TEXTS,
         1 => NUMBERS,
         2 => return ["a", "9", "x::", "\u{fffd}", "-"][rng.usize(..5)].repeat(1 << rng.u32(..13)),
         _ => words,
     };
-    pick(from, rng).or_else(|| pick(TEXTS, rng)).map_or_else(String::new, |text| (*text).to_owned())
+    pick(from, rng).or_else(|| pick(SPECIAL_TEXTS, rng)).map_or_else(String::new, |text| (*text).to_owned())
 }
 
 /// Returns a random range of `length` bytes.
@@ -180,8 +181,8 @@ fn nth<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     }
 }
 
-/// Picks a value of a document. Either each value is equally likely, or it descends from the root
-/// at random, so that long lists do not dominate.
+/// Picks a value of a document. Either each value is equally likely, or the choice descends from
+/// the root at random, so that long lists do not dominate.
 fn somewhere<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
     if rng.bool() {
         let mut number = rng.usize(..count(tree));
@@ -214,7 +215,7 @@ fn any(tree: &Value, rng: &mut Rng) -> Value {
 
 /// Picks one of [`NUMBERS`], often a large one.
 fn digits_of_number(rng: &mut Rng) -> &'static str {
-    pick(if rng.u8(..3) == 0 { LARGEST } else { NUMBERS }, rng).copied().unwrap_or_default()
+    pick(if rng.u8(..3) == 0 { LARGEST_NUMBERS } else { NUMBERS }, rng).copied().unwrap_or_default()
 }
 
 /// The JSON number of [`digits_of_number`].
@@ -240,7 +241,7 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
         0 => *value = whole,
         1 => *value = scalar(words, rng),
         2 => {
-            // Up to deeper than a reader accepts.
+            // Includes depths that a reader rejects.
             let depth = [1, 2, 100, 200][rng.usize(..4)];
             for _ in 0..depth {
                 *value = Value::Array(vec![value.take()]);

@@ -17,8 +17,8 @@ use serde_json::{Value, json};
 pub const SYSTEM: &str = "cleave-system";
 /// Label of every object that a test creates. Cleanup finds the objects by it.
 pub const LABEL: &str = "cleave-e2e";
-/// Default limit of a wait. Generous, because the machine may have two loaded cores.
-pub const PATIENCE: Duration = Duration::from_secs(90);
+/// Default timeout of a wait. It is generous, because the machine may have two loaded cores.
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// A client of the API server.
 pub struct Cluster {
@@ -75,8 +75,8 @@ impl Cluster {
         Ok(Self { runtime, client })
     }
 
-    /// Requests a token of a service account. Bound to a pod, it equals the token that the kubelet
-    /// mounts into that pod, and names the pod's node.
+    /// Requests a token of a service account. A token bound to a pod names the pod's node, like the
+    /// token that the kubelet mounts into that pod.
     pub fn token(&self, namespace: &str, account: &str, pod: Option<&Value>) -> Result<String> {
         let mut spec = json!({"expirationSeconds": 3600});
         if let Some(pod) = pod {
@@ -187,18 +187,18 @@ pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Re
     }
 }
 
-/// Polls a condition until it holds, for at most [`PATIENCE`].
+/// Polls a condition until it holds, for at most [`WAIT_TIMEOUT`].
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
-    wait_for(what, PATIENCE, || Ok(condition()?.then_some(())))
+    wait_for(what, WAIT_TIMEOUT, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `done` returns true. Fails at once if `violation` reports one meanwhile.
+/// Waits until `done` returns true. Fails at once if `violation` reports a violation meanwhile.
 pub fn wait_without_violation(
     what: &str,
     mut done: impl FnMut() -> Result<bool>,
     mut violation: impl FnMut() -> Result<Option<String>>,
 ) -> Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
         if let Some(violation) = violation()? {
             bail!("violation while waiting for: {what}: {violation}");
@@ -206,7 +206,7 @@ pub fn wait_without_violation(
         if done()? {
             return Ok(());
         }
-        ensure!(Instant::now() < deadline, "timed out after {PATIENCE:?} waiting for: {what}");
+        ensure!(Instant::now() < deadline, "timed out after {WAIT_TIMEOUT:?} waiting for: {what}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -236,8 +236,8 @@ pub fn output(program: &str, args: &[&str]) -> Result<Output> {
 
 /// Runs the launcher of the local cluster.
 pub fn launcher(args: &[&str]) -> Result<String> {
-    // From `PATH`, which has the running cluster's program. e2e/cluster/cluster would first check
-    // whether that program is up to date.
+    // The running cluster's launcher is in `PATH`. e2e/cluster/cluster would first check whether it
+    // is up to date.
     run("cluster", args)
 }
 
@@ -262,8 +262,8 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
 
 /// Pid of one of Cleave's programs on a node. Fails unless exactly one such process runs.
 pub fn process(node: &str, program: &str) -> Result<String> {
-    // Compares the first argument only: other processes have the name among their later arguments,
-    // this search itself too.
+    // Compare only the first argument: other processes, including this search, have the name among
+    // their later arguments.
     let find = "for p in $(grep -azl \"^$0\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
         [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n 1)\" = \"$0\" ] && echo $p; done | cut -d/ -f3";
     let found = on_node(node, &["sh", "-c", find, &format!("/usr/bin/{program}")])?;
@@ -283,7 +283,7 @@ pub struct Faults<'a> {
 }
 
 impl<'a> Faults<'a> {
-    /// Injects no fault yet.
+    /// Creates the value without injecting a fault.
     pub fn on(node: &'a str) -> Self {
         Self { node }
     }
@@ -332,7 +332,7 @@ pub struct Scope<'a> {
 }
 
 impl<'a> Scope<'a> {
-    /// Creates the namespace, after it deletes what an earlier, killed run left.
+    /// Creates the namespace. First deletes what an earlier, killed run left.
     pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
         scope.sweep()?;
@@ -397,12 +397,12 @@ impl<'a> Scope<'a> {
         format!("/api/v1/namespaces/{}/pods/{name}", self.namespace)
     }
 
-    /// Creates the pod of [`pod`].
+    /// Creates a pod from [`pod`].
     pub fn pod(&self, name: &str, limits: &Value, script: &str) -> Result<Value> {
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &pod(name, limits, script))
     }
 
-    /// Creates the pod of [`pod`] with a node selector for this node.
+    /// Creates a pod from [`pod`] with a node selector for this node.
     pub fn pod_on(&self, node: &str, name: &str, limits: &Value, script: &str) -> Result<Value> {
         let mut object = pod(name, limits, script);
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
@@ -410,9 +410,9 @@ impl<'a> Scope<'a> {
     }
 
     /// Waits until a pod's container runs, and returns the pod. Fails at once if the pod fails.
-    pub fn running(&self, name: &str) -> Result<Value> {
+    pub fn wait_until_running(&self, name: &str) -> Result<Value> {
         let path = self.pod_path(name);
-        wait_for(&format!("{name} runs"), PATIENCE, || {
+        wait_for(&format!("{name} runs"), WAIT_TIMEOUT, || {
             let pod = self.cluster.get(&path)?;
             let ready = pod["status"]["containerStatuses"][0]["state"]["running"].is_object();
             match text(&pod["status"]["phase"]).as_str() {
@@ -423,23 +423,23 @@ impl<'a> Scope<'a> {
     }
 
     /// Waits until a pod has terminated, and returns its phase and log.
-    pub fn finished(&self, name: &str) -> Result<(String, String)> {
+    pub fn wait_until_finished(&self, name: &str) -> Result<(String, String)> {
         let path = self.pod_path(name);
-        let phase = wait_for(&format!("{name} has terminated"), PATIENCE, || {
+        let phase = wait_for(&format!("{name} has terminated"), WAIT_TIMEOUT, || {
             let phase = text(&self.cluster.get(&path)?["status"]["phase"]);
             Ok(matches!(phase.as_str(), "Succeeded" | "Failed").then_some(phase))
         })?;
         Ok((phase, self.log(name)?))
     }
 
-    /// Reads a pod's log up to now.
+    /// Reads a pod's current log.
     pub fn log(&self, name: &str) -> Result<String> {
         self.cluster.read(&format!("{}/log?container=main", self.pod_path(name)))
     }
 
-    /// Waits for the first JSON line in a pod's log: what `cleave-client` sees of its GPU.
+    /// Waits for the first JSON line in a pod's log: the GPU as `cleave-client` sees it.
     pub fn client_report(&self, name: &str) -> Result<Value> {
-        wait_for(&format!("{name} has a JSON line in its log"), PATIENCE, || {
+        wait_for(&format!("{name} has a JSON line in its log"), WAIT_TIMEOUT, || {
             let log = self.log(name)?;
             Ok(log.lines().find_map(|line| serde_json::from_str::<Value>(line).ok()))
         })

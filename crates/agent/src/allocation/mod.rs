@@ -1,6 +1,7 @@
 //! Allocations: which slices of which devices containers use, or will use. Pure.
 //!
-//! No code here knows which front end requested an allocation.
+//! No code here depends on the device plugin. But [`pending`] assumes requests that name a size and
+//! no pod, and [`usage`] that PodResources lists the slices of each allocation among its devices.
 pub mod allocate;
 pub mod pending;
 pub mod table;

@@ -2,8 +2,8 @@
 //! reservation. Pure: the time is an argument.
 //!
 //! Three sources are combined, because none of them is complete. The API server lists the pods that
-//! are bound to the node, with the reservations in the operator's annotation. `Allocate` calls name
-//! a size but no pod. The kubelet's list names the container of each slice, but later, and it omits
+//! are bound to the node, with the reservations in their annotations. `Allocate` calls name a
+//! size but no pod. The kubelet's list names the container of each slice, but later, and it omits
 //! init containers. A call is attributed to a pending container of the same size, preferably one
 //! with a reservation on the device that was allocated. If the kubelet then lists the slices for
 //! another container, the two containers have swapped reservations.

@@ -10,14 +10,14 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tonic::Code;
 
-use crate::{Bench, DEADLINE, MPS, Shares, dial, registrations, served};
+use crate::{Bench, DEADLINE, MPS, Shares, dial, registrations, wait_until_served};
 
 #[tokio::test]
 async fn calls_return_the_resources_answers() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0", "a::1"]))]);
-    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
 
     let response = kubelet.allocate(MPS, &["a::1", "a::0"]).await.expect("allocated");
     assert_eq!(response.envs["IDS"], "a::1,a::0");
@@ -47,7 +47,7 @@ async fn several_containers_in_one_request_are_answered_in_order() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0", "a::1"]))]);
-    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
     let mut client = kubelet.client(MPS).expect("a client");
     let container = |id: &str| wire::ContainerAllocateRequest { devices_ids: vec![id.to_owned()] };
     let request =
@@ -97,7 +97,7 @@ const RESET: u8 = 3;
 const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
 
-/// Reads frames until one of this stream other than a window update.
+/// Reads frames until one belongs to this stream and is not a window update.
 async fn next_of(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
     loop {
         let mut head = [0; 9];
@@ -119,7 +119,7 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0"]))]);
-    let socket = bench.path().join(served(&kubelet, MPS, &["a::0"]).await.socket);
+    let socket = bench.path().join(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket);
     let exchange = async {
         let mut connection = UnixStream::connect(&socket).await.expect("a connection");
         let start = [PREFACE.to_vec(), frame(SETTINGS, 0, 0, &[])].concat();
@@ -153,7 +153,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0"]))]);
-    let socket = bench.path().join(served(&kubelet, MPS, &["a::0"]).await.socket);
+    let socket = bench.path().join(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket);
     let settings = frame(SETTINGS, 0, 0, &[]);
     let call = frame(HEADERS, 4, 1, &headers("localhost"));
     let inputs: Vec<Vec<u8>> = vec![
@@ -177,7 +177,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
         // One connection that closes after the input, and one that stays open.
         for stays in [false, true] {
             let mut connection = UnixStream::connect(&socket).await.expect("a connection");
-            // The server can close it before everything is written.
+            // The server can close the connection before everything is written.
             let _ = connection.write_all(input).await;
             if stays {
                 open.push(connection);

@@ -21,7 +21,7 @@ use futures::future::BoxFuture;
 use tokio::sync::watch;
 use tonic::transport::Endpoint as Address;
 
-/// Deadline for every condition, much longer than it takes on a busy machine.
+/// Deadline for each condition. It is much longer than any condition takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(20);
 /// Longer than any test, for timers that must not fire.
 const NEVER: Duration = Duration::from_secs(3600);
@@ -141,7 +141,7 @@ impl Bench {
     }
 }
 
-async fn kubelet_sees(kubelet: &FakeKubelet, what: &str, condition: impl FnMut(&Seen) -> bool) -> Seen {
+async fn wait_for_kubelet(kubelet: &FakeKubelet, what: &str, condition: impl FnMut(&Seen) -> bool) -> Seen {
     match kubelet.once(DEADLINE, condition).await {
         Some(seen) => seen,
         None => panic!("the kubelet does not see {what}, but {:#?}", *kubelet.seen().borrow()),
@@ -149,25 +149,26 @@ async fn kubelet_sees(kubelet: &FakeKubelet, what: &str, condition: impl FnMut(&
 }
 
 /// Waits until the kubelet can allocate exactly these devices.
-async fn served(kubelet: &FakeKubelet, resource: &str, ids: &[&str]) -> Endpoint {
+async fn wait_until_served(kubelet: &FakeKubelet, resource: &str, ids: &[&str]) -> Endpoint {
     let has = |endpoint: &Endpoint| endpoint.connected && endpoint.healthy() == ids;
     let condition = |seen: &Seen| seen.endpoints.get(resource).is_some_and(has);
-    kubelet_sees(kubelet, &format!("{ids:?} of {resource}"), condition).await.endpoints[resource].clone()
+    wait_for_kubelet(kubelet, &format!("{ids:?} of {resource}"), condition).await.endpoints[resource].clone()
 }
 
-async fn state_is(plugins: &Plugins, what: &str, condition: impl FnMut(&PluginsState) -> bool) -> PluginsState {
+async fn wait_for_state(plugins: &Plugins, what: &str, condition: impl FnMut(&PluginsState) -> bool) -> PluginsState {
     let mut state = plugins.state();
     let found = tokio::time::timeout(DEADLINE, state.wait_for(condition)).await;
     let found = found.map(|state| state.expect("a manager").clone());
     found.unwrap_or_else(|_| panic!("never {what}: {:#?}", *plugins.state().borrow()))
 }
 
-async fn ready(plugins: &Plugins) -> PluginsState {
-    state_is(plugins, "ready", |state| state.is_ready() && !state.resources.is_empty()).await
+async fn wait_until_ready(plugins: &Plugins) -> PluginsState {
+    wait_for_state(plugins, "ready", |state| state.is_ready() && !state.resources.is_empty()).await
 }
 
-/// Polls a condition without a channel, such as the existence of a file.
-async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+/// Waits for a condition by polling, if no channel reports it. An example is the existence of a
+/// file.
+async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let poll = async {
         while !condition() {
             tokio::time::sleep(Duration::from_millis(2)).await;

@@ -12,8 +12,8 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::UnixStream;
 
 use crate::{
-    Bench, DEADLINE, MPS, NEVER, SLICE, Shares, devices, dial, kubelet_sees, ready, registrations, resources, served,
-    state_is, until,
+    Bench, DEADLINE, MPS, NEVER, SLICE, Shares, devices, dial, registrations, resources, wait_for_kubelet,
+    wait_for_state, wait_until, wait_until_ready, wait_until_served,
 };
 
 #[tokio::test]
@@ -22,9 +22,9 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0", "a::1"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    let endpoint = served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    let endpoint = wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
     assert!(endpoint.options.pre_start_required && endpoint.options.get_preferred_allocation_available);
-    let state = ready(&plugins).await;
+    let state = wait_until_ready(&plugins).await;
     let request = kubelet.seen().borrow().registrations[0].request.clone();
     assert_eq!((request.version.as_str(), request.resource_name.as_str()), ("v1beta1", MPS));
     assert_eq!(state.resources[MPS].socket.as_ref(), Some(&request.endpoint));
@@ -38,20 +38,20 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
     for _ in 0..100 {
         shares.devices.send_modify(|_| {});
         tokio::task::yield_now().await;
     }
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
-    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
     shares.devices.send_modify(|list| Arc::make_mut(list)[0].healthy = false);
-    let endpoint = served(&kubelet, MPS, &["a::1"]).await;
+    let endpoint = wait_until_served(&kubelet, MPS, &["a::1"]).await;
     assert_eq!(endpoint.devices.len(), 2, "an unhealthy device stays in the list");
     assert_eq!(endpoint.lists, 3);
     // An equal list that is published again, so that the kubelet writes its checkpoint.
     shares.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
-    kubelet_sees(&kubelet, "an equal list", |seen| seen.endpoints[MPS].lists == 4).await;
+    wait_for_kubelet(&kubelet, "an equal list", |seen| seen.endpoints[MPS].lists == 4).await;
     assert_eq!(registrations(&kubelet, MPS), 1);
 }
 
@@ -61,14 +61,14 @@ async fn two_streams_both_see_every_change() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    let endpoint = served(&kubelet, MPS, &["a::0"]).await;
+    let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let mut other = dial(&bench.path().join(endpoint.socket)).await.expect("a connection");
     let mut stream = other.list_and_watch(wire::Empty {}).await.expect("a stream").into_inner();
     let mut next = async || stream.message().await.expect("no error").expect("a list").devices.len();
     assert_eq!(next().await, 1);
-    state_is(&plugins, "two streams", |state| state.resources[MPS].streams == 2).await;
+    wait_for_state(&plugins, "two streams", |state| state.resources[MPS].streams == 2).await;
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
-    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
     assert_eq!(next().await, 2);
 }
 
@@ -78,18 +78,18 @@ async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
     let mut kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    let mut sockets = vec![served(&kubelet, MPS, &["a::0"]).await.socket];
+    let mut sockets = vec![wait_until_served(&kubelet, MPS, &["a::0"]).await.socket];
     for _ in 0..5 {
         kubelet.stop();
         kubelet.run_slowly(Duration::from_millis(20)).await.expect("a kubelet");
-        sockets.push(served(&kubelet, MPS, &["a::0"]).await.socket);
+        sockets.push(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket);
     }
     assert_eq!(bench.sockets(), [sockets[5].clone()]);
     sockets.sort();
     sockets.dedup();
     assert_eq!(sockets.len(), 6);
     assert_eq!(registrations(&kubelet, MPS), 6);
-    let state = ready(&plugins).await;
+    let state = wait_until_ready(&plugins).await;
     assert_eq!(state.resources[MPS].streamless, 0, "the new socket causes the registration, not the missing stream");
 }
 
@@ -99,9 +99,9 @@ async fn a_kubelet_that_starts_later_is_registered_with() {
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let waiting = |state: &PluginsState| state.resources.get(MPS).is_some_and(|r| r.phase == Phase::WaitingForKubelet);
-    assert!(!state_is(&plugins, "waiting", waiting).await.is_ready());
+    assert!(!wait_for_state(&plugins, "waiting", waiting).await.is_ready());
     let kubelet = bench.kubelet();
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -110,12 +110,12 @@ async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
     let mut kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    ready(&plugins).await;
+    wait_until_ready(&plugins).await;
     kubelet.stop();
-    state_is(&plugins, "without a stream", |state| !state.is_ready()).await;
+    wait_for_state(&plugins, "without a stream", |state| !state.is_ready()).await;
     kubelet.run().expect("a kubelet");
-    served(&kubelet, MPS, &["a::0"]).await;
-    ready(&plugins).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_ready(&plugins).await;
 }
 
 #[tokio::test]
@@ -124,13 +124,13 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
-    let endpoint = served(&kubelet, MPS, &["a::0"]).await;
+    let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let (socket, aside) = (bench.path().join("kubelet.sock"), bench.path().join("aside"));
     std::fs::rename(&socket, &aside).expect("rename");
     std::fs::rename(&aside, &socket).expect("rename");
     // The next decision is based on the same state of the directory, or a later one.
     std::fs::remove_file(bench.path().join(&endpoint.socket)).expect("our socket");
-    until("bound again", || bench.path().join(&endpoint.socket).exists()).await;
+    wait_until("bound again", || bench.path().join(&endpoint.socket).exists()).await;
     assert_eq!(registrations(&kubelet, MPS), 1);
     assert!(kubelet.seen().borrow().endpoints[MPS].connected);
 }
@@ -141,17 +141,17 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    let before = served(&kubelet, MPS, &["a::0"]).await;
+    let before = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     for _ in 0..3 {
         std::fs::remove_file(bench.path().join(&before.socket)).expect("our socket");
-        until("bound again", || bench.path().join(&before.socket).exists()).await;
+        wait_until("bound again", || bench.path().join(&before.socket).exists()).await;
         let mut client = dial(&bench.path().join(&before.socket)).await.expect("it answers there");
         client.get_device_plugin_options(wire::Empty {}).await.expect("options");
     }
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
-    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
     assert_eq!(registrations(&kubelet, MPS), 1);
-    assert_eq!(ready(&plugins).await.resources[MPS].streams, 1);
+    assert_eq!(wait_until_ready(&plugins).await.resources[MPS].streams, 1);
 }
 
 #[tokio::test]
@@ -162,27 +162,27 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let state =
-        state_is(&plugins, "registered", |s| s.resources.get(MPS).is_some_and(|r| r.phase == Phase::Registered));
+        wait_for_state(&plugins, "registered", |s| s.resources.get(MPS).is_some_and(|r| r.phase == Phase::Registered));
     let socket = state.await.resources[MPS].socket.clone().expect("a socket");
     std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
-    assert_ne!(served(&kubelet, MPS, &["a::0"]).await.socket, socket);
+    assert_ne!(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket, socket);
 }
 
 #[tokio::test]
 async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with_at_once() {
     let mut bench = Bench::new();
-    // The kubelet admits pods before that.
+    // The kubelet admits pods before this delay ends.
     bench.config.timings.settle = NEVER;
     let mut kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    let socket = served(&kubelet, MPS, &["a::0"]).await.socket;
+    let socket = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
     kubelet.stop();
-    state_is(&plugins, "without a stream", |s| s.resources[MPS].streams == 0).await;
+    wait_for_state(&plugins, "without a stream", |s| s.resources[MPS].streams == 0).await;
     std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
-    state_is(&plugins, "waiting", |s| s.resources[MPS].phase == Phase::WaitingForKubelet).await;
+    wait_for_state(&plugins, "waiting", |s| s.resources[MPS].phase == Phase::WaitingForKubelet).await;
     kubelet.run().expect("a kubelet");
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -193,8 +193,8 @@ async fn a_kubelet_that_opens_no_stream_is_registered_with_again() {
     kubelet.open_no_stream(3);
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    served(&kubelet, MPS, &["a::0"]).await;
-    let state = ready(&plugins).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let state = wait_until_ready(&plugins).await;
     assert_eq!((state.resources[MPS].streamless, registrations(&kubelet, MPS)), (3, 4));
 }
 
@@ -205,9 +205,9 @@ async fn a_stream_that_the_kubelet_drops_is_restored() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
-    let first = served(&kubelet, MPS, &["a::0"]).await.socket;
+    let first = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
     kubelet.drop_stream(MPS);
-    assert_ne!(served(&kubelet, MPS, &["a::0"]).await.socket, first);
+    assert_ne!(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket, first);
 }
 
 #[tokio::test]
@@ -221,9 +221,9 @@ async fn a_refused_registration_is_retried_and_reported() {
     let reported = |state: &PluginsState| {
         state.resources.get(MPS).and_then(|r| r.error.as_ref()).is_some_and(|e| e.contains("refused by the test"))
     };
-    state_is(&plugins, "reporting the error", reported).await;
-    served(&kubelet, MPS, &["a::0"]).await;
-    let state = ready(&plugins).await;
+    wait_for_state(&plugins, "reporting the error", reported).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let state = wait_until_ready(&plugins).await;
     assert_eq!((state.resources[MPS].failures, state.resources[MPS].registrations), (5, 1));
     assert_eq!(state.resources[MPS].error, None);
     assert_eq!(bench.sockets().len(), 1, "one session serves all attempts");
@@ -238,10 +238,10 @@ async fn a_kubelet_that_hangs_times_out() {
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let failed = |state: &PluginsState| state.resources.get(MPS).is_some_and(|r| r.failures >= 2);
-    let state = state_is(&plugins, "failed", failed).await;
+    let state = wait_for_state(&plugins, "failed", failed).await;
     assert!(state.resources[MPS].error.as_ref().is_some_and(|e| e.contains("did not answer within 50ms")));
     kubelet.hang(false);
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -251,11 +251,11 @@ async fn after_a_hanging_kubelet_dies_the_next_is_registered_with_at_once() {
     kubelet.hang(true);
     let shares = Shares::of(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
-    kubelet_sees(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
+    wait_for_kubelet(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
     kubelet.stop();
     kubelet.hang(false);
     kubelet.run().expect("a kubelet");
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -265,9 +265,9 @@ async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered
     hanging.hang(true);
     let shares = Shares::of(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
-    kubelet_sees(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
+    wait_for_kubelet(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
     let next = bench.kubelet();
-    served(&next, MPS, &["a::0"]).await;
+    wait_until_served(&next, MPS, &["a::0"]).await;
 }
 
 /// Up to Kubernetes 1.36, the end of an old stream disconnects any client that the resource has by
@@ -279,13 +279,13 @@ async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
     let kubelet = bench.kubelet();
     kubelet.disconnect_slowly(Duration::from_millis(200));
     let plugins = bench.plugins(&[(MPS, &Shares::with(&["a::0"], Options::default()))]);
-    let first = served(&kubelet, MPS, &["a::0"]).await.socket;
+    let first = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
     plugins.set(resources(&[(MPS, &Shares::with(&["a::0"], Options { pre_start: true, preferred: false }))]));
-    kubelet_sees(&kubelet, "another registration", |seen| seen.endpoints[MPS].socket != first).await;
+    wait_for_kubelet(&kubelet, "another registration", |seen| seen.endpoints[MPS].socket != first).await;
     let disconnected = |seen: &Seen| seen.endpoints[MPS].disconnected == 1;
-    let seen = kubelet_sees(&kubelet, "the end of the old stream", disconnected).await;
+    let seen = wait_for_kubelet(&kubelet, "the end of the old stream", disconnected).await;
     assert!(seen.endpoints[MPS].connected, "the old stream must not end the new client");
-    ready(&plugins).await;
+    wait_until_ready(&plugins).await;
 }
 
 #[tokio::test]
@@ -293,13 +293,13 @@ async fn only_changed_options_cause_a_registration() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let plugins = bench.plugins(&[(MPS, &Shares::with(&["a::0"], Options::default()))]);
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
     plugins.set(resources(&[(MPS, &Shares::with(&["b::0", "b::1"], Options::default()))]));
-    served(&kubelet, MPS, &["b::0", "b::1"]).await;
+    wait_until_served(&kubelet, MPS, &["b::0", "b::1"]).await;
     assert_eq!(registrations(&kubelet, MPS), 1, "replaced in the open stream");
     plugins.set(resources(&[(MPS, &Shares::of(&["c::0"]))]));
-    served(&kubelet, MPS, &["c::0"]).await;
-    kubelet_sees(&kubelet, "the new options", |seen| seen.endpoints[MPS].options.pre_start_required).await;
+    wait_until_served(&kubelet, MPS, &["c::0"]).await;
+    wait_for_kubelet(&kubelet, "the new options", |seen| seen.endpoints[MPS].options.pre_start_required).await;
     assert_eq!(registrations(&kubelet, MPS), 2);
 }
 
@@ -309,17 +309,17 @@ async fn changes_of_the_set_do_not_disturb_other_resources() {
     let kubelet = bench.kubelet();
     let (mps, slices) = (Shares::of(&["a::0"]), Shares::of(&["b::0", "b::1"]));
     let plugins = bench.plugins(&[(MPS, &mps)]);
-    let first = served(&kubelet, MPS, &["a::0"]).await;
+    let first = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     for round in 1..=3 {
         plugins.set(resources(&[(MPS, &mps), (SLICE, &slices)]));
-        served(&kubelet, SLICE, &["b::0", "b::1"]).await;
+        wait_until_served(&kubelet, SLICE, &["b::0", "b::1"]).await;
         plugins.set(resources(&[(MPS, &mps)]));
         let gone = |seen: &Seen| !seen.endpoints[SLICE].connected;
-        let seen = kubelet_sees(&kubelet, "the end of the stream", gone).await;
+        let seen = wait_for_kubelet(&kubelet, "the end of the stream", gone).await;
         assert!(seen.endpoints[SLICE].devices.is_empty(), "the capacity is 0 at once");
         assert_eq!(registrations(&kubelet, SLICE), round);
     }
-    state_is(&plugins, "one resource", |state| state.resources.len() == 1).await;
+    wait_for_state(&plugins, "one resource", |state| state.resources.len() == 1).await;
     let last = kubelet.seen().borrow().endpoints[MPS].clone();
     assert!(last.connected);
     assert_eq!((last.socket, last.lists, registrations(&kubelet, MPS)), (first.socket.clone(), 1, 1));
@@ -332,12 +332,12 @@ async fn a_resource_that_is_removed_and_added_at_once_is_served() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
     kubelet.disconnect_slowly(Duration::from_millis(50));
     plugins.set(resources(&[]));
-    state_is(&plugins, "ending", |state| state.resources.get(MPS).is_none_or(|r| r.phase == Phase::Ending)).await;
+    wait_for_state(&plugins, "ending", |state| state.resources.get(MPS).is_none_or(|r| r.phase == Phase::Ending)).await;
     plugins.set(resources(&[(MPS, &shares)]));
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -346,14 +346,14 @@ async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
     let kubelet = bench.kubelet();
     let (first, second) = (Shares::of(&["a::0"]), Shares::of(&["a::0", "a::1"]));
     let one = bench.plugins(&[(MPS, &first)]);
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let two = bench.plugins(&[(MPS, &second)]);
-    let state = state_is(&two, "waiting", |state| state.directory == DirectoryState::HeldByAnother).await;
+    let state = wait_for_state(&two, "waiting", |state| state.directory == DirectoryState::HeldByAnother).await;
     assert!(!state.is_ready());
-    ready(&one).await;
+    wait_until_ready(&one).await;
     drop(one);
-    served(&kubelet, MPS, &["a::0", "a::1"]).await;
-    ready(&two).await;
+    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_ready(&two).await;
 }
 
 #[tokio::test]
@@ -362,10 +362,10 @@ async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares), (SLICE, &shares)]);
-    served(&kubelet, MPS, &["a::0"]).await;
-    served(&kubelet, SLICE, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, SLICE, &["a::0"]).await;
     plugins.shutdown().await;
-    let seen = kubelet_sees(&kubelet, "the end", |seen| seen.endpoints.values().all(|e| !e.connected)).await;
+    let seen = wait_for_kubelet(&kubelet, "the end", |seen| seen.endpoints.values().all(|e| !e.connected)).await;
     assert_eq!(
         seen.endpoints[MPS].devices.len(),
         1,
@@ -373,7 +373,7 @@ async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
     );
     assert!(bench.sockets().is_empty());
     let _next = bench.plugins(&[(MPS, &shares)]);
-    served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -383,7 +383,7 @@ async fn a_peer_that_never_hangs_up_does_not_delay_the_shutdown() {
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
-    let endpoint = served(&kubelet, MPS, &["a::0"]).await;
+    let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let mut silent = UnixStream::connect(bench.path().join(endpoint.socket)).await.expect("a connection");
     tokio::time::timeout(DEADLINE, plugins.shutdown()).await.expect("an end");
     let mut rest = Vec::new();
@@ -404,7 +404,7 @@ async fn only_our_own_stale_sockets_are_removed() {
     std::fs::write(at(kept[2]), "{}").expect("a file");
     drop(UnixListener::bind(at(kept[3])).expect("bind"));
     let _plugins = bench.plugins(&[]);
-    until("removed", || stale.iter().all(|name| !at(name).exists())).await;
+    wait_until("removed", || stale.iter().all(|name| !at(name).exists())).await;
     assert!(kept.iter().all(|name| at(name).exists()), "{:?}", bench.sockets());
 }
 
@@ -419,14 +419,14 @@ async fn a_directory_that_is_created_later_is_served_from() {
     let failed =
         |state: &PluginsState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
     for _ in 0..2 {
-        state_is(&plugins, "failed", failed).await;
+        wait_for_state(&plugins, "failed", failed).await;
         std::fs::create_dir(&directory).expect("a directory");
         let kubelet = FakeKubelet::start(&directory).expect("a kubelet");
-        served(&kubelet, MPS, &["a::0"]).await;
+        wait_until_served(&kubelet, MPS, &["a::0"]).await;
         drop(kubelet);
         std::fs::remove_dir_all(&directory).expect("no directory");
     }
-    state_is(&plugins, "failed", failed).await;
+    wait_for_state(&plugins, "failed", failed).await;
 }
 
 #[tokio::test]
@@ -444,5 +444,5 @@ async fn the_longest_resource_name_is_served() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let _plugins = bench.plugins(&[(&name, &Shares::of(&["a::0"]))]);
-    served(&kubelet, &name, &["a::0"]).await;
+    wait_until_served(&kubelet, &name, &["a::0"]).await;
 }

@@ -44,7 +44,7 @@ pub struct Gatekeeper {
     tracker: PodTracker,
     claims: PodClaims,
     queue: Queue,
-    /// Pods that a disruption budget protects, and until when they count as protected.
+    /// Pods whose eviction a disruption budget refused, and until when they count as protected.
     protected: BTreeMap<String, Duration>,
     stranded: Stranded,
     /// The replacement of MPS hosts.

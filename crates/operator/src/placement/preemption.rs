@@ -17,7 +17,7 @@ const PREEMPTORS: usize = 8;
 pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> {
     /// Pods with allocations. Computed only if a pod waits.
     pub(super) holders: &'a LazyCell<BTreeMap<String, Holder>, F>,
-    /// Pods that a disruption budget protects.
+    /// Pods whose eviction a disruption budget refused, and until when they count as protected.
     pub(super) protected: &'a BTreeMap<String, Duration>,
     pub(super) claims: &'a PodClaims,
     /// How many preemptors were considered so far.
@@ -59,8 +59,8 @@ impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
     }
 }
 
-/// Whether no victim is protected by a disruption budget. Evicting only the others would free too
-/// little, and an exhausted budget must not be requested at each reconcile.
+/// Whether no victim counts as protected by a disruption budget. Evicting only the others would
+/// free too little, and a refused eviction must not be repeated at each reconcile.
 fn can_evict(preemption: &Preemption, protected: &BTreeMap<String, Duration>) -> bool {
     !preemption.victims.iter().any(|victim| protected.contains_key(victim))
 }

@@ -18,7 +18,8 @@ use sha2::{Digest, Sha256};
 use crate::policies::layout;
 use crate::policies::select::{self, by_rank, matching, selects_node};
 use crate::policies::validate::{
-    self, Demand, Gathering, InstanceShare, MpsShare, Policy, ReplicaRules, Share, ShareSize, shared_instance_resource,
+    self, Demand, Gathering, InstanceShare, MpsShare, Policy, ReplicaRules, ShareSize, SharingMode,
+    shared_instance_resource,
 };
 use crate::read::{Node, Observed};
 
@@ -142,7 +143,7 @@ pub fn plan(observed: &Observed) -> Plan {
                 match validate::validate(name, created, &object.spec) {
                     Err(error) => report.invalid = Some(Invalid::Refused(error)),
                     Ok(policy) => {
-                        if let Share::Demand(demand) = &policy.share {
+                        if let SharingMode::Demand(demand) = &policy.share {
                             report.demand = Some(demand.words);
                         }
                         policies.push(policy);
@@ -237,7 +238,7 @@ fn plan_gpu(
     let partition = match partition(winner, gpu) {
         Ok(Some(partition)) => partition,
         Ok(None) => {
-            if let Share::Demand(demand) = &winner.share {
+            if let SharingMode::Demand(demand) = &winner.share {
                 let by_demand =
                     ByDemand { policy: winner.name.clone(), demand: demand.clone(), gathering: winner.dynamic };
                 plan.demand.entry(name.to_owned()).or_default().insert(gpu.uuid.clone(), by_demand);
@@ -294,16 +295,18 @@ fn whole(uuid: &str) -> GpuSpec {
 /// Returns the partition that a policy gives a GPU; `None` if the GPU is shared by demand.
 fn partition(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Unsupported> {
     let partition = match &policy.share {
-        Share::Demand(_) => return Ok(None),
-        Share::Whole => Partition { whole: Some(Whole { resource: RESOURCE_GPU.to_owned() }), ..Partition::default() },
-        Share::Mps(share) => Partition {
+        SharingMode::Demand(_) => return Ok(None),
+        SharingMode::Whole => {
+            Partition { whole: Some(Whole { resource: RESOURCE_GPU.to_owned() }), ..Partition::default() }
+        }
+        SharingMode::Mps(share) => Partition {
             mps: Some(mps_partition(share, share.resource(), Mebibytes(gpu.memory_mib), share.rules.compute_mode)?),
             ..Partition::default()
         },
-        Share::TimeSlicing(slicing) => {
+        SharingMode::TimeSlicing(slicing) => {
             Partition { time_slicing: Some(time_sliced_partition(slicing, slicing.resource())), ..Partition::default() }
         }
-        Share::Mig { layout, each } => {
+        SharingMode::Mig { layout, each } => {
             Partition { mig: Some(mig_partition(layout, each, gpu)?), ..Partition::default() }
         }
     };

@@ -85,7 +85,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::policies::validate::{Gathering, Share};
+    use crate::policies::validate::{Gathering, SharingMode};
 
     fn policy(name: &str, created: i64, labels: usize, gpus: GpuSelector) -> Policy {
         Policy {
@@ -93,7 +93,7 @@ mod tests {
             created: Timestamp::from_second(created).ok(),
             nodes: (0..labels).map(|label| (format!("l{label}"), "v".to_owned())).collect(),
             gpus,
-            share: Share::Whole,
+            share: SharingMode::Whole,
             enforcement: cleave_api::sharingpolicy::Enforcement::Report,
             dynamic: Gathering::default(),
         }

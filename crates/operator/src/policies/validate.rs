@@ -12,7 +12,7 @@ use cleave_api::sharingpolicy::{
     Clients, ComputeMode, Dynamic, Enforcement, GpuSelector, Interval, MAX_REPLICAS, MemoryPolicy, Mig, Mode, Mps,
     SharingPolicySpec, Sizes, ThreadPolicy, TimeSlicing,
 };
-use cleave_plan::device::Mode as CutMode;
+use cleave_plan::device::Mode as PlannerMode;
 use cleave_plan::mps::{MAX_CLIENTS, Threads};
 use cleave_plan::units::Mebibytes;
 use jiff::{SignedDuration, Timestamp};
@@ -32,7 +32,7 @@ pub struct Policy {
     /// Which GPUs of the selected nodes it applies to.
     pub gpus: GpuSelector,
     /// How a GPU is shared.
-    pub share: Share,
+    pub share: SharingMode,
     /// What happens to a pod that uses a GPU outside its share.
     pub enforcement: Enforcement,
     /// How long to wait for further pods, and for a node.
@@ -41,7 +41,7 @@ pub struct Policy {
 
 /// How a policy shares a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Share {
+pub enum SharingMode {
     /// Not shared.
     Whole,
     /// MPS shares of the whole GPU.
@@ -65,7 +65,7 @@ pub struct Demand {
     /// The setting that selects sharing by demand, for messages.
     pub words: &'static str,
     /// The sharing modes that are allowed.
-    pub mode: CutMode,
+    pub mode: PlannerMode,
     /// Rules for all MPS slices.
     pub mps: MpsRules,
     /// The equal shares that a GPU can have; `None` if MPS slices are sized only.
@@ -240,19 +240,19 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
     }
     let resource = resource_name.as_deref();
     let share = match mode {
-        Mode::Whole => Share::Whole,
+        Mode::Whole => SharingMode::Whole,
         Mode::Mps => mps_share(mps.as_ref(), resource)?,
-        Mode::TimeSlicing => Share::TimeSlicing(replica_rules(
+        Mode::TimeSlicing => SharingMode::TimeSlicing(replica_rules(
             time_slicing.as_ref().ok_or(Error::Shape("mode TimeSlicing needs timeSlicing.replicas"))?,
             "timeSlicing.replicas",
             resource,
         )?),
         Mode::Mig => mig_share(mig.as_ref(), resource)?,
-        Mode::Auto => Share::Demand(auto(mps.as_ref(), time_slicing.as_ref(), mig.as_ref())?),
+        Mode::Auto => SharingMode::Demand(auto(mps.as_ref(), time_slicing.as_ref(), mig.as_ref())?),
     };
     check_resource(resource, &share)?;
     let gathering = dynamic.as_ref().map(gathering).transpose()?.unwrap_or_default();
-    if dynamic.is_some() && !matches!(share, Share::Demand(_)) {
+    if dynamic.is_some() && !matches!(share, SharingMode::Demand(_)) {
         return Err(Error::Shape("dynamic needs mode Auto, mode Mig without a layout, or mps.sizes: Dynamic"));
     }
     Ok(Policy {
@@ -301,13 +301,13 @@ fn is_gpu_uuid(text: &str) -> bool {
         && groups.iter().all(|group| group.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')))
 }
 
-fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<Share, Error> {
+fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<SharingMode, Error> {
     let mps = mps.ok_or(Error::Shape("mode Mps needs mps.units, mps.unitMemory or mps.sizes: Dynamic"))?;
     match equal_shares(mps, resource)? {
-        Some(share) => Ok(Share::Mps(share)),
-        None if mps.sizes == Sizes::Dynamic => Ok(Share::Demand(Demand {
+        Some(share) => Ok(SharingMode::Mps(share)),
+        None if mps.sizes == Sizes::Dynamic => Ok(SharingMode::Demand(Demand {
             words: "mps.sizes: Dynamic",
-            mode: CutMode::Mps,
+            mode: PlannerMode::Mps,
             mps: mps_rules(mps)?,
             shares: None,
             time_slicing: None,
@@ -367,11 +367,11 @@ fn replica_rules(slicing: &TimeSlicing, field: &'static str, resource: Option<&s
     })
 }
 
-fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<Share, Error> {
+fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<SharingMode, Error> {
     let demand = |each| {
-        Share::Demand(Demand {
+        SharingMode::Demand(Demand {
             words: "mode Mig without a layout",
-            mode: CutMode::Mig,
+            mode: PlannerMode::Mig,
             mps: MpsRules::default(),
             shares: None,
             time_slicing: None,
@@ -405,7 +405,7 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<Share, Error> 
             expected: "a MIG profile as nvidia-smi mig -lgip names it without MIG, for example 1g.10gb",
         });
     }
-    Ok(Share::Mig { layout: layout.clone(), each })
+    Ok(SharingMode::Mig { layout: layout.clone(), each })
 }
 
 /// Whether a text is a MIG profile, such as `1g.10gb` or `1g.10gb+me`.
@@ -440,12 +440,12 @@ fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
 /// because pods determine the instances.
 fn auto(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
-        Share::Mig { each, .. } | Share::Demand(Demand { each, .. }) => by_demand(each)?,
+        SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => by_demand(each)?,
         _ => InstanceShare::Whole,
     };
     Ok(Demand {
         words: "mode Auto",
-        mode: CutMode::Auto,
+        mode: PlannerMode::Auto,
         mps: mps.map(mps_rules).transpose()?.unwrap_or_default(),
         shares: mps.map(|mps| equal_shares(mps, None)).transpose()?.flatten().map(|share| share.size),
         time_slicing: slicing.map(|slicing| replica_rules(slicing, "timeSlicing.replicas", None)).transpose()?,
@@ -453,7 +453,7 @@ fn auto(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> 
     })
 }
 
-fn check_resource(resource: Option<&str>, share: &Share) -> Result<(), Error> {
+fn check_resource(resource: Option<&str>, share: &SharingMode) -> Result<(), Error> {
     let Some(resource) = resource else { return Ok(()) };
     let wrong = |expected| Err(Error::Text { field: "resourceName", value: resource.to_owned(), expected });
     let own = resource.strip_prefix(RESOURCE_SHARES_PREFIX).unwrap_or_default();
@@ -471,19 +471,21 @@ fn check_resource(resource: Option<&str>, share: &Share) -> Result<(), Error> {
         return wrong("another name: this one is reserved for sized slices");
     }
     match share {
-        Share::Mps(_) if matches!(resource, RESOURCE_TIMESLICE | RESOURCE_SHARED) => {
+        SharingMode::Mps(_) if matches!(resource, RESOURCE_TIMESLICE | RESOURCE_SHARED) => {
             wrong("another name: this one means time-sliced replicas")
         }
-        Share::TimeSlicing(_) if resource == RESOURCE_MPS => wrong("another name: this one means MPS shares"),
-        Share::Mig { .. } if matches!(resource, RESOURCE_MPS | RESOURCE_TIMESLICE | RESOURCE_SHARED) => {
+        SharingMode::TimeSlicing(_) if resource == RESOURCE_MPS => wrong("another name: this one means MPS shares"),
+        SharingMode::Mig { .. } if matches!(resource, RESOURCE_MPS | RESOURCE_TIMESLICE | RESOURCE_SHARED) => {
             wrong("another name: this one means shares of whole GPUs")
         }
-        Share::Mps(_)
-        | Share::TimeSlicing(_)
-        | Share::Mig { each: InstanceShare::Mps(_) | InstanceShare::TimeSlicing(_), .. } => Ok(()),
-        Share::Whole | Share::Demand(_) | Share::Mig { each: InstanceShare::Whole, .. } => Err(Error::Shape(
-            "resourceName needs equal shares or replicas: mode Mps with units or unitMemory, mode TimeSlicing, or mig.sharing",
-        )),
+        SharingMode::Mps(_)
+        | SharingMode::TimeSlicing(_)
+        | SharingMode::Mig { each: InstanceShare::Mps(_) | InstanceShare::TimeSlicing(_), .. } => Ok(()),
+        SharingMode::Whole | SharingMode::Demand(_) | SharingMode::Mig { each: InstanceShare::Whole, .. } => {
+            Err(Error::Shape(
+                "resourceName needs equal shares or replicas: mode Mps with units or unitMemory, mode TimeSlicing, or mig.sharing",
+            ))
+        }
     }
 }
 
@@ -564,7 +566,7 @@ mod tests {
             std::fs::read_to_string(format!("{}/../api/tests/fixtures/good/{name}.yaml", env!("CARGO_MANIFEST_DIR")))
                 .unwrap()
         };
-        let Share::Mps(share) = judge(&text("shares-by-memory")).unwrap().share else { panic!("not MPS") };
+        let SharingMode::Mps(share) = judge(&text("shares-by-memory")).unwrap().share else { panic!("not MPS") };
         assert_eq!(share.size, ShareSize::Memory(Mebibytes(10 * 1024)));
         assert_eq!((share.rules.max_clients, share.rules.memory_parts), (Some(4), 4));
         assert_eq!(share.resource(), "nvidia.com/gpu-10gi");
@@ -572,10 +574,10 @@ mod tests {
             judge(&text("dynamic-slices")).unwrap().dynamic,
             Gathering { idle: Some(Duration::from_millis(500)), timeout: Some(Duration::from_secs(90)) }
         );
-        let Share::Demand(demand) = judge(&text("mig-dynamic")).unwrap().share else { panic!("not by demand") };
-        assert_eq!((demand.words, demand.mode), ("mode Mig without a layout", CutMode::Mig));
-        let Share::Demand(auto) = judge(&text("auto")).unwrap().share else { panic!("not by demand") };
-        assert_eq!(auto.mode, CutMode::Auto);
+        let SharingMode::Demand(demand) = judge(&text("mig-dynamic")).unwrap().share else { panic!("not by demand") };
+        assert_eq!((demand.words, demand.mode), ("mode Mig without a layout", PlannerMode::Mig));
+        let SharingMode::Demand(auto) = judge(&text("auto")).unwrap().share else { panic!("not by demand") };
+        assert_eq!(auto.mode, PlannerMode::Auto);
         assert!(auto.mps.multi_user && auto.mps.limited);
     }
 

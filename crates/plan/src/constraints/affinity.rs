@@ -7,15 +7,15 @@ use super::rules::{Match, PodAffinityTerm};
 use super::selector::{Labels, MOST_REQUIREMENTS};
 use crate::snapshot::Node;
 
-/// Topology domains: for each topology key, values of nodes.
+/// Topology domains: for each topology key, the values of that node label.
 type Domains<'a> = BTreeMap<&'a str, BTreeSet<&'a str>>;
 
 fn contains(domains: &Domains<'_>, key: &str, value: &str) -> bool {
     domains.get(key).is_some_and(|values| values.contains(value))
 }
 
-/// The topology domains that the subject's affinity and anti-affinity, and the anti-affinity of its
-/// neighbours, require or exclude.
+/// The topology domains that affinity rules require or exclude. The rules are the subject's
+/// affinity and anti-affinity, and its neighbours' anti-affinity.
 #[derive(Debug)]
 pub(super) struct RequiredDomains<'a> {
     /// The subject's affinity.
@@ -24,8 +24,8 @@ pub(super) struct RequiredDomains<'a> {
     anti_affinity: &'a [PodAffinityTerm],
     /// Domains with a pod that matches all terms of the subject's affinity.
     attracting: Domains<'a>,
-    /// Whether the subject may be the first of a group: no pod in any domain matches its affinity,
-    /// and the subject itself does.
+    /// Whether the subject may be the first of a group: the subject matches its own affinity, and
+    /// no pod in any domain does.
     first: bool,
     /// Domains with a pod that matches a term of the subject's anti-affinity.
     avoided: Domains<'a>,

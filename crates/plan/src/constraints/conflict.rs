@@ -1,20 +1,20 @@
-//! The reasons why a pod may not go to a node because of other pods.
+//! Reasons why a pod's rules about other pods keep it off a node.
 use super::selector::MOST_REQUIREMENTS;
 
 /// Why a pod may not go to a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Conflict {
-    /// No pod of the node's domain matches the pod's affinity.
+    /// No pod in the node's domain matches the pod's affinity.
     PodAffinity {
         /// Node label that defines the domain.
         topology_key: String,
     },
-    /// A pod of the node's domain matches the pod's anti-affinity.
+    /// A pod in the node's domain matches the pod's anti-affinity.
     PodAntiAffinity {
         /// Node label that defines the domain.
         topology_key: String,
     },
-    /// A pod of the node's domain has anti-affinity to the pod. It is not named, because it may
+    /// A pod in the node's domain has anti-affinity to the pod. It is not named, because it may
     /// belong to another tenant.
     AntiAffinityOf {
         /// Node label that defines the domain.
@@ -24,7 +24,7 @@ pub enum Conflict {
     Spread {
         /// Node label that defines the domain.
         topology_key: String,
-        /// Maximum difference to the domain with the fewest pods.
+        /// Maximum difference from the domain with the fewest pods.
         max_skew: i32,
     },
     /// The node does not have a topology label that the pod's affinity or spread constraints need.
@@ -41,7 +41,7 @@ pub enum Conflict {
 }
 
 impl Conflict {
-    /// Whether the conflict can end when other pods come or go.
+    /// Whether the conflict can end when other pods are created or terminate.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::PodAffinity { .. }

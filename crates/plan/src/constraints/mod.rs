@@ -1,7 +1,7 @@
-//! Decides which nodes a pod may run on beside the pods that are there, by kube-scheduler's
-//! required rules between pods.
+//! Decides which nodes a pod may run on, given the pods that are already there. It applies
+//! kube-scheduler's required rules between pods.
 //!
-//! A [`Judge`] reads the nodes and pods once for one pod, the [`Subject`], and then answers for
+//! A [`Judge`] reads the nodes and pods once for one pod, the [`Subject`], and then decides for
 //! each node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
 //! `PodTopologySpread` (`DoNotSchedule` only), `NodePorts`, and `VolumeBinding` for bound volumes.
 //! [`scheduling`](crate::scheduling) covers node selector, node affinity and taints.
@@ -10,10 +10,10 @@
 //!
 //! [`Judge::new`] makes at most [`MOST_REQUIREMENTS`] comparisons for each node and twice as many
 //! for each neighbour. A subject with more rules is refused on every node
-//! ([`Conflict::TooManyRules`]). Of a neighbour's anti-affinity and host ports, only those up to
-//! the limit count. Nodes and pods are read only if a rule needs them: for a pod without rules,
-//! only the neighbours with anti-affinity or host ports are read. [`Judge::refuse`] looks up each
-//! of the subject's rules once.
+//! ([`Conflict::TooManyRules`]). A neighbour's anti-affinity terms and host ports beyond the limit
+//! are ignored. Nodes and pods are read only if a rule needs them: for a pod without rules, only
+//! the neighbours with anti-affinity or host ports are read. [`Judge::refuse`] looks up each of the
+//! subject's rules once.
 mod affinity;
 mod conflict;
 mod pods;
@@ -33,7 +33,7 @@ pub use selector::{LabelSelector, Labels, MOST_REQUIREMENTS};
 use crate::scheduling;
 use crate::snapshot::{Node, NodeSelectorTerm};
 
-/// Answers for one pod in one state of the cluster.
+/// Decides which nodes one pod may run on, in one state of the cluster.
 #[derive(Debug)]
 pub struct Judge<'a> {
     volumes: &'a [Vec<NodeSelectorTerm>],
@@ -49,7 +49,7 @@ impl<'a> Judge<'a> {
     /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
     /// - `all` are all pods on them except the subject. They are read only if the subject has
     ///   affinity, anti-affinity or spread constraints.
-    /// - `repelling` are the pods among them whose rules [repel](Rules::repels). Others have no
+    /// - `repelling` are the pods in `all` whose rules [repel](Rules::repels). Other pods have no
     ///   effect.
     /// - `namespaces` returns the labels of a namespace. If the labels are unknown, a namespace
     ///   selector with requirements does not match for affinity and matches for anti-affinity.

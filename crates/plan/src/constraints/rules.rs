@@ -3,7 +3,7 @@ use serde::Deserialize;
 
 use super::selector::{LabelSelector, Labels, MOST_REQUIREMENTS};
 
-/// The rules of a pod between pods. Node selector, node affinity and tolerations are in
+/// The rules of a pod about other pods. Node selector, node affinity and tolerations are in
 /// [`Subject`](super::Subject).
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -25,8 +25,8 @@ impl Rules {
         affinity.is_empty() && anti_affinity.is_empty() && spread.is_empty() && ports.is_empty()
     }
 
-    /// Whether a pod with these rules can keep other pods off nodes, and belongs to `repelling` of
-    /// [`Judge::new`](super::Judge::new).
+    /// Whether a pod with these rules can keep other pods off nodes. Such a pod must be passed to
+    /// [`Judge::new`](super::Judge::new) in `repelling`.
     pub fn repels(&self) -> bool {
         !self.anti_affinity.is_empty() || !self.ports.is_empty()
     }
@@ -49,11 +49,11 @@ impl Rules {
 pub struct PodAffinityTerm {
     /// Labels of the pods. `None` selects no pods, and an empty selector selects all.
     pub label_selector: Option<LabelSelector>,
-    /// Namespaces of the pods.
+    /// Namespaces in which pods are selected.
     pub namespaces: Vec<String>,
-    /// Labels of further namespaces of the pods. An empty selector selects all namespaces. If both
-    /// `namespaces` and this selector are left out, only pods of the term's own namespace are
-    /// selected.
+    /// Labels of further namespaces in which pods are selected. An empty selector selects all
+    /// namespaces. If both `namespaces` and this selector are left out, only pods of the term's own
+    /// namespace are selected.
     pub namespace_selector: Option<LabelSelector>,
     /// Node label that defines the topology domains: nodes with the same value are one domain.
     pub topology_key: String,
@@ -69,7 +69,8 @@ pub(super) enum Match {
 }
 
 impl PodAffinityTerm {
-    /// Whether the term, of a pod in the namespace `own`, selects a pod with these labels.
+    /// Whether the term selects a pod with these labels. `own` is the namespace of the pod that has
+    /// the term.
     pub(super) fn selects<'n>(
         &self,
         own: &str,
@@ -96,8 +97,9 @@ impl PodAffinityTerm {
         }
     }
 
-    /// Whether the term of a pod in the namespace `own` may select a pod of `namespace` with these
-    /// labels. Labels of namespaces are not read: if the result depends on them, it is true.
+    /// Whether the term may select a pod of `namespace` with these labels. `own` is the namespace
+    /// of the pod that has the term. Labels of namespaces are not read: the result is true if it
+    /// depends on them.
     pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
         self.selects(own, labels, namespace, &|_| None) != Match::No
     }
@@ -113,7 +115,8 @@ impl PodAffinityTerm {
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct SpreadConstraint {
-    /// Maximum number of selected pods that a domain may have more than the domain with the fewest.
+    /// Maximum difference between the number of selected pods in a domain and in the domain with
+    /// the fewest.
     pub max_skew: i32,
     /// Node label that defines the topology domains: nodes with the same value are one domain.
     pub topology_key: String,
@@ -121,7 +124,8 @@ pub struct SpreadConstraint {
     pub when_unsatisfiable: WhenUnsatisfiable,
     /// Labels of the selected pods in the pod's own namespace. `None` selects no pods.
     pub label_selector: Option<LabelSelector>,
-    /// With fewer domains than this, the lowest number of pods counts as 0. The default is 1.
+    /// Minimum number of domains. If there are fewer, the lowest number of pods counts as 0. The
+    /// default is 1.
     pub min_domains: Option<i32>,
     /// Whether only nodes that match the pod's node selector and node affinity are domains. The
     /// default is yes.
@@ -194,7 +198,7 @@ pub struct HostPort {
 const EVERY_ADDRESS: &str = "0.0.0.0";
 
 impl HostPort {
-    /// Whether both are bound to one address. Two ports conflict if this holds and their
+    /// Whether both ports are bound to the same address. Two ports conflict if this holds and their
     /// [sockets](Self::socket) are equal.
     pub(super) fn shares_address_with(&self, other: &Self) -> bool {
         let every = self.address() == EVERY_ADDRESS || other.address() == EVERY_ADDRESS;

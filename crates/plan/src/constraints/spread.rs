@@ -57,9 +57,9 @@ impl<'a> Spread<'a> {
         self.counts.is_empty()
     }
 
-    /// Finds the domains: those of nodes with every topology key, except nodes that the policies
-    /// ignore. Returns these nodes, with whether the subject's node affinity selects them and
-    /// whether it tolerates their taints.
+    /// Finds the domains. A node counts if it has every topology key and no policy ignores it.
+    /// Returns the nodes with every topology key. For each, it returns whether the subject's node
+    /// affinity selects it, and whether the subject tolerates its taints.
     pub(super) fn domains(
         &mut self,
         subject: &Subject<'a>,

@@ -12,7 +12,7 @@ use crate::placement::{self, Demand, GPU, Rank, Score};
 /// Why a pod fits nowhere, for the node that comes closest.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum NoFit {
-    /// No node was given, or none is known.
+    /// No node was given, or no given node is known.
     #[error("no node is eligible")]
     NoNode,
     /// No node offers the resource.
@@ -21,7 +21,7 @@ pub enum NoFit {
         /// The extended resource.
         resource: String,
     },
-    /// No device has that many units, even if it were empty.
+    /// No device has that many units, even when it is empty.
     #[error("no device has {asked} {resource}: the largest has {most}")]
     TooLarge {
         /// The extended resource.
@@ -31,7 +31,7 @@ pub enum NoFit {
         /// Units of the largest device.
         most: u32,
     },
-    /// Each ask fits on a device, but all asks together fit on no node.
+    /// Each ask fits on a device, but no node can hold all asks together, even when it is empty.
     #[error("the parts of the request fit devices, but no node has room for all of them, even empty")]
     TooMany,
     /// A device is large enough, but has too few free units.
@@ -57,8 +57,8 @@ impl NoFit {
     }
 }
 
-/// A score that prefers the device with the least left. It is for callers that have not learned
-/// what pods typically request.
+/// A score that prefers the device with the fewest units left. It is for callers that have not
+/// learned what pods typically request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Tightest;
 
@@ -189,7 +189,8 @@ fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: 
     }
 }
 
-/// Why these units do not fit on a node's devices, for the largest of them that does not.
+/// Why these units do not fit on a node's devices. The reason is that of the largest size that does
+/// not fit.
 fn no_fit(resource: &str, units: &[Units], stocks: &Stocks) -> NoFit {
     let resource = resource.to_owned();
     let Some(&asked) = units.iter().max() else { return NoFit::NoNode };

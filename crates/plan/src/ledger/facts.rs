@@ -14,9 +14,9 @@ pub struct Claim {
     pub asks: Vec<Ask>,
     /// Where the pod may go.
     pub place: Place,
-    /// The reservations noted for the pod when it was released, by node. Agents allocate by them.
-    /// After a swap, these are the notes of the pod that it swapped with. Empty for a pod that
-    /// bypassed the gate.
+    /// The reservations in the pod's annotation, by node. Agents allocate by them. After a swap,
+    /// these are the reservations of the pod that it swapped with. Empty for a pod that bypassed
+    /// the gate.
     pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 
@@ -52,7 +52,8 @@ pub struct NodeFacts {
     pub model: String,
     /// Devices of the node.
     pub devices: Vec<DeviceFacts>,
-    /// Allocations on the node. A claim needs no reservation for what its pod has been allocated.
+    /// Allocations on the node. A claim needs no reservation for units that its pod has been
+    /// allocated.
     pub allocations: Vec<Allocation>,
 }
 
@@ -82,7 +83,7 @@ pub struct Allocation {
     pub units: Units,
 }
 
-/// Units of one device that are reserved for a pod that requests that many.
+/// Reserved units of one device, for a pod that requests this number of units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reservation {
     /// The extended resource.

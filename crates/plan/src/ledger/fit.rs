@@ -27,7 +27,7 @@ impl Fit {
 pub struct Fits {
     pub(super) asks: Vec<Ask>,
     pub(super) places: Vec<Fit>,
-    /// Priority from which nominations were respected.
+    /// Lowest priority of the nominations that were respected.
     pub(super) priority: i32,
 }
 

@@ -1,5 +1,5 @@
-//! Index of nodes by the free units of their devices, so that placing a pod need not check every
-//! node.
+//! Index of nodes by the free units of their devices, so that a pod can be placed without checking
+//! every node.
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Nodes by the free units of their devices.

@@ -1,4 +1,4 @@
-//! Decides on which devices of a node the units of its claims are reserved.
+//! Decides which devices of a node hold the reservations of its claims.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::facts::{Allocation, Claim, Reservation};
@@ -10,7 +10,7 @@ use super::stock::Stock;
 /// A pod's claim on one node.
 pub(super) struct Claimed<'a> {
     asks: &'a [Ask],
-    /// The pod's notes for the node.
+    /// The pod's annotated reservations on the node.
     noted: &'a [Reservation],
     /// The pod's allocations on the node.
     allocated: &'a [Allocation],
@@ -44,8 +44,8 @@ fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
 }
 
 impl<'a> Claimed<'a> {
-    /// Compares allocations with notes: returns the indices of notes without an allocation, and the
-    /// allocations without a note.
+    /// Compares allocations with annotated reservations: returns the indices of reservations
+    /// without an allocation, and the allocations without a reservation.
     fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
         let mut left: Vec<usize> = (0..self.noted.len()).collect();
         let elsewhere = self.allocated.iter().filter(|part| {
@@ -57,8 +57,8 @@ impl<'a> Claimed<'a> {
     }
 }
 
-/// Swaps notes of pods that were allocated each other's units. A note is changed if its pod was
-/// allocated units elsewhere that were noted for no pod.
+/// Swaps the annotated reservations of pods that were allocated each other's units. A reservation
+/// is changed if its pod was allocated units elsewhere that no other pod's annotation names.
 pub(super) fn follow_swaps(
     claims: &mut BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
@@ -73,7 +73,7 @@ pub(super) fn follow_swaps(
     let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(Claimed::compare_with_notes).unzip();
     for (pod, parts) in elsewhere.into_iter().enumerate() {
         for part in parts {
-            // The note can come from a swap with an earlier pod.
+            // The reservation can come from a swap with an earlier pod.
             let own = left[pod].iter().position(|note| is_given(&notes[pod][*note], part));
             let own = own.or_else(|| left[pod].iter().position(|note| is_as_large(&notes[pod][*note], part)));
             let Some(own) = own.map(|own| left[pod].remove(own)) else { continue };
@@ -91,7 +91,7 @@ pub(super) fn follow_swaps(
     put_notes(claims, node, changed);
 }
 
-/// Replaces the notes of these pods on a node.
+/// Replaces the annotated reservations of these pods on a node, in the ledger only.
 pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes: Vec<(String, Vec<Reservation>)>) {
     for (pod, notes) in notes {
         if let Some(claim) = claims.get_mut(&pod) {
@@ -100,8 +100,8 @@ pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes:
     }
 }
 
-/// Notes by which all missing units of the claims have a place, regardless of the old notes. `None`
-/// if there are none.
+/// Reservations by which all missing units of the claims have a place, regardless of the annotated
+/// ones. `None` if there are none.
 pub(super) fn notes_for_all(
     stocks: &BTreeMap<String, Stocks>,
     claimed: &[Claimed<'_>],
@@ -212,9 +212,9 @@ type Missing<'a> = (Units, Option<&'a str>);
 
 /// Units that a pod still needs, by resource.
 ///
-/// Each allocation settles an ask of its size. Otherwise it settles a part of the smallest larger
-/// ask, because one ask can be several containers. Any further allocation reduces the remaining
-/// asks, the largest first.
+/// Each allocation satisfies an ask of its size, if there is one. Otherwise it satisfies a part of
+/// the smallest larger ask, because one ask can be several containers. Any further allocation
+/// reduces the remaining asks, the largest first.
 pub(super) fn outstanding<'a>(asks: &'a [Ask], allocated: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for ask in asks {

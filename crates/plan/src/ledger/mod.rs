@@ -10,17 +10,19 @@
 //!
 //! 1. The claims on the node determine which units must be reserved: those that their pods request
 //!    and have not been allocated yet.
-//! 2. A reservation stays on the device that the pod's note names, while it fits there and is
+//! 2. A reservation stays on the device that the pod's annotation names, while it fits there and is
 //!    needed.
 //! 3. Any other needed unit is reserved on a device with room, if there is one.
 //!
-//! Notes follow allocations: if a pod was allocated the units noted for another pod, the two notes
-//! are swapped. There is no other history. It follows that
+//! A claim has a copy of the reservations in its pod's annotation ([`Claim::noted`]). The copies
+//! follow allocations: if a pod was allocated the units that another pod's annotation names, the
+//! copies of the two pods are swapped. The annotations stay. There is no other history. It follows
+//! that
 //!
 //! - the units reserved on a device never exceed its free units (`stock.rs` has the only
 //!   subtraction, and the only way to add a reservation),
-//! - a ledger rebuilt from observations and notes equals the lost one, unless a node is short of
-//!   units ([`Ledger::rebuild`]).
+//! - a ledger rebuilt from observations and annotations equals the lost one, unless a node is short
+//!   of units ([`Ledger::rebuild`]).
 //!
 //! The ledger does not know how a node allocates units, and it reads no clock: callers pass in the
 //! time.
@@ -68,7 +70,8 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Builds a ledger from facts. Claims without notes are reserved too, if there is room.
+    /// Builds a ledger from facts. Claims without an annotation are reserved too, if there is
+    /// room.
     ///
     /// The facts must be at least as new as the writes of the lost ledger: a released pod that is
     /// not among the claims loses its reservation.
@@ -84,20 +87,20 @@ impl Ledger {
         ledger
     }
 
-    /// Updates a node. Pods that have been allocated their units need no reservation any more.
+    /// Updates a node. Pods that have been allocated their units no longer need a reservation.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
         self.nodes.insert(name.to_owned(), Node::of(facts));
         self.update_reservations(name);
     }
 
-    /// Removes a node that is gone or unknown, with its reservations. Claims on it stay, in case it
-    /// comes back.
+    /// Removes a node that is gone or unknown, with its reservations. Claims on it stay, because
+    /// the node can return.
     pub fn forget(&mut self, name: &str) {
         self.nodes.remove(name);
         self.index.remove(name);
     }
 
-    /// Finds places for a pod on these nodes, at most `most`, best first.
+    /// Finds at most `most` places for a pod on these nodes, best first.
     ///
     /// On each node, every ask goes to the device with the best score, unless another ask would
     /// then have no place. If a placement exists, it is found. Nothing is reserved. A pod without
@@ -247,7 +250,7 @@ impl Ledger {
         nodes.iter().for_each(|node| self.update_reservations(node));
     }
 
-    /// Removes the claim of a pod that is gone or will not come, and frees its reservations. Units
+    /// Removes the claim of a pod that is gone or will not run, and frees its reservations. Units
     /// that are allocated to it stay used until the node is observed without it.
     pub fn release(&mut self, pod: &str) -> Option<Claim> {
         self.nominations.remove(pod);
@@ -300,7 +303,7 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
 
-    /// Asks of claims on a node that no device has room for. The kubelet rejects a pod with such an
+    /// Asks of a node's claims for which no device has room. The kubelet rejects a pod with such an
     /// ask.
     pub fn short(&self, node: &str) -> &[Ask] {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
@@ -318,14 +321,14 @@ impl Ledger {
     /// the node. Reserved units stay reserved. Room that is nominated for other pods of the same or
     /// higher priority stays nominated. A node that is short of a requested resource is left out.
     /// Units of terminating pods count as free. So no pod is preempted for units that become free
-    /// anyway, and calling this again after the victims were told to terminate names no further
+    /// anyway, and calling this again after the victims started to terminate returns no further
     /// victims.
     ///
     /// For each way to place the asks on devices, as many pods as possible stay: protected pods
     /// first, then those of higher priority, then those that started earlier. The best way has the
-    /// fewest protected victims, then the lowest highest priority, the lowest sum of priorities,
-    /// the fewest victims, and the latest start among the victims of the highest priority. Of equal
-    /// ways, the first by name is chosen.
+    /// fewest protected victims, then the lowest maximum priority, the lowest sum of priorities,
+    /// the fewest victims, and the latest start among the victims of the highest priority. If
+    /// several ways are equal, the first by name is chosen.
     ///
     /// Callers must not pass pods with `preemptionPolicy: Never`. They must leave pods on devices
     /// that cannot serve, such as unhealthy ones, out of `holders`, because preempting these frees
@@ -342,11 +345,11 @@ impl Ledger {
         preempt::cheapest(waiting, nodes, holders)
     }
 
-    /// Keeps room for a pod: units that are free, and units that will be. Replaces an earlier
-    /// nomination.
+    /// Keeps room for a pod: units that are free, and units that terminating pods will free.
+    /// Replaces an earlier nomination.
     ///
     /// Nominated units are not reserved: agents do not know about them, and no pod is released to
-    /// them. Released pods take precedence.
+    /// use them. Released pods take precedence.
     ///
     /// # Errors
     /// The pod has a claim: it was released, and needs no nomination.
@@ -368,7 +371,8 @@ impl Ledger {
         &self.nominations
     }
 
-    /// Units by node that are nominated for pods of this priority or a higher one, except this pod.
+    /// Nominated units by node, for pods of this priority or a higher one. Excludes the nomination
+    /// of `pod`.
     fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
         let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
         for (of, nomination) in &self.nominations {
@@ -409,8 +413,8 @@ impl Ledger {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
-    /// Finds new notes for a rebuilt node if the old ones leave a claim without a place. That can
-    /// happen if pods swapped units and then terminated.
+    /// Finds new reservations for the claims of a rebuilt node if those of the annotations leave a
+    /// claim without a place. That can happen if pods swapped units and then terminated.
     fn renew_notes(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {

@@ -33,7 +33,7 @@ pub(super) struct Node {
     pub(super) stocks: BTreeMap<String, Stocks>,
     /// Allocations of each pod.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
-    /// Asks of claims that no device has room for.
+    /// Asks of claims for which no device has room.
     pub(super) short: Vec<Ask>,
 }
 
@@ -91,7 +91,7 @@ impl Node {
         })
     }
 
-    /// The node for pods that may not use the nominated units: these count as reserved.
+    /// The node as seen by pods that may not use the nominated units, which count as reserved.
     pub(super) fn without(&self, nominated: &Nominated) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {

@@ -1,8 +1,8 @@
 //! Assigns sizes to devices. The search is exact: if an assignment exists, it is found.
 use std::collections::BTreeSet;
 
-/// Maximum number of states that a search visits. A pod of one container needs one. Only dozens of
-/// containers of different sizes on a nearly full node come near the limit.
+/// Maximum number of states that a search visits. A pod of one container needs one state. Only
+/// dozens of containers of different sizes on a nearly full node come near the limit.
 const MAX_STATES: usize = 20_000;
 
 /// The index of a device for each size. `None` if the sizes do not fit at the same time.
@@ -70,7 +70,7 @@ impl Search<'_> {
     }
 }
 
-/// Devices with enough free units, those with the least first.
+/// Devices with enough free units, those with the fewest first.
 pub(super) fn tightest(size: u32, free: &[u32]) -> Vec<usize> {
     let mut devices: Vec<usize> = (0..free.len()).filter(|&device| free[device] >= size).collect();
     devices.sort_by_key(|&device| (free[device], device));

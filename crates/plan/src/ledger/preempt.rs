@@ -1,7 +1,7 @@
 //! Decides which pods to preempt so that a pod of higher priority fits.
 //!
-//! Victims are chosen like kube-scheduler chooses them, with one difference. kube-scheduler adds up
-//! a node's GPUs, so the units that it frees may be on two GPUs and be of no use. Here each way to
+//! Victims are chosen as in kube-scheduler, with one difference. kube-scheduler adds up a node's
+//! GPUs, so the units that it frees may be useless because they are on two GPUs. Here each way to
 //! place the asks on devices is considered separately, and a pod is preempted only if it frees
 //! units on a chosen device.
 //!
@@ -17,8 +17,8 @@ use super::pack::{pack, tightest};
 use super::request::Ask;
 use super::stock::Stock;
 
-/// Maximum number of ways to place the asks on a node's devices. A pod of one container has one for
-/// each device.
+/// Maximum number of ways to place the asks on a node's devices. A pod of one container has one way
+/// for each device.
 const MAX_OPTIONS: usize = 512;
 /// Maximum number of steps of the search for these ways.
 const MAX_STEPS: usize = 20_000;
@@ -39,10 +39,10 @@ pub struct Waiting<'a> {
 pub struct Holder {
     /// Its priority.
     pub priority: i32,
-    /// When it started.
+    /// When it started. The operator passes the time at which the pod was created.
     pub started: Moment,
-    /// Whether evicting it would violate a disruption budget. It is preempted only if nothing else
-    /// helps.
+    /// Whether a disruption budget protects it. The operator passes whether the API server refused
+    /// its eviction shortly before. Other victims are preferred.
     pub protected: bool,
     /// Whether it is terminating. Its units become free without preempting it.
     pub ending: bool,
@@ -76,7 +76,7 @@ pub struct Nomination {
 type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
 /// The cheapest preemption on these nodes, each given with its nominated units. `None` if no
-/// preemption helps. Of equal ones, the first node's.
+/// preemption helps. If several are equal, that of the first node.
 pub(super) fn cheapest<'a>(
     waiting: Waiting<'_>,
     nodes: impl Iterator<Item = (&'a str, &'a Node, Option<&'a Nominated>)>,
@@ -102,7 +102,7 @@ struct Slot<'a> {
     resource: &'a str,
     device: &'a str,
     /// Units that are free if all candidates are preempted. Negative if more units are reserved
-    /// than there are.
+    /// than exist.
     most: i64,
 }
 
@@ -117,7 +117,7 @@ struct Candidate<'a> {
 /// A node from the point of view of one pending pod.
 struct NodeView<'a> {
     slots: Vec<Slot<'a>>,
-    /// Candidates in the order in which they may stay.
+    /// Candidates in the order in which they are kept.
     candidates: Vec<Candidate<'a>>,
     /// Asks by resource, largest first, with their indices in the pod's list.
     asks: Vec<(usize, &'a Ask)>,
@@ -190,11 +190,11 @@ impl<'a> NodeView<'a> {
     }
 
     /// All ways to place the asks on slots if all candidates were preempted, up to a limit: a slot
-    /// for each ask, in the order of `asks`. Ways that differ only in the order of equal asks are
-    /// one.
+    /// for each ask, in the order of `asks`. Ways that differ only in the order of equal asks count
+    /// as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
-        // If there are too many ways to consider, this one is among them.
+        // Even if there are too many ways to consider, this one is considered.
         let Some(one) = self.packed() else { return found };
         let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
@@ -251,7 +251,7 @@ impl<'a> NodeView<'a> {
         Some(chosen)
     }
 
-    /// The victims of one way: candidates stay in order, as long as they fit.
+    /// The victims of one way. Each candidate, in order, stays if it fits.
     fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
         let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
         for (&slot, (_, ask)) in slots.iter().zip(&self.asks) {
@@ -271,15 +271,15 @@ impl<'a> NodeView<'a> {
     }
 }
 
-/// Free units. Negative if more units are reserved than there are.
+/// Free units. Negative if more units are reserved than exist.
 fn room(stock: &Stock) -> i64 {
     i64::from(stock.capacity()) - i64::from(stock.used()) - i64::from(stock.reserved())
 }
 
 fn cost(victims: &[&Candidate<'_>]) -> Cost {
     let highest = victims.iter().map(|victim| victim.holder.priority).max();
-    // Each victim counts at least 1, so that of two sums of the lowest priority the one with fewer
-    // victims is lower.
+    // Each victim counts at least 1, so that fewer victims give a lower sum even at the lowest
+    // priority.
     let above_least = |victim: &&Candidate<'_>| i128::from(victim.holder.priority) - i128::from(i32::MIN) + 1;
     let of_highest = victims.iter().filter(|victim| Some(victim.holder.priority) == highest);
     (

@@ -54,7 +54,7 @@ impl Stock {
         self.reserved.iter().flat_map(|(units, count)| std::iter::repeat_n(*units, *count as usize))
     }
 
-    /// Reserves units if they are free. Returns whether it did.
+    /// Reserves units if they are free. Returns whether they were.
     #[must_use]
     pub(super) fn reserve(&mut self, units: Units) -> bool {
         let fits = units.get() <= self.free;

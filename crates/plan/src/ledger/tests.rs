@@ -123,7 +123,7 @@ fn two_equal_pods_can_swap() {
 }
 
 #[test]
-fn reservations_stay_on_the_noted_device_when_other_pods_go() {
+fn reservations_stay_on_the_annotated_device_when_other_pods_go() {
     let mut ledger = ledger(&[0, 0]);
     for (pod, size) in [("p", 9), ("q", 9), ("r", 1), ("s", 1)] {
         reserve(&mut ledger, pod, &[size], 9);
@@ -132,7 +132,11 @@ fn reservations_stay_on_the_noted_device_when_other_pods_go() {
     let noted = |ledger: &Ledger, pod: &str| ledger.claim(pod).unwrap().noted["n"][0].device.clone();
     assert_eq!((noted(&ledger, "r"), noted(&ledger, "s")), ("a".to_owned(), "b".to_owned()));
     ledger.release("r");
-    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 1), on("b", 9)], "s is allocated what is noted");
+    assert_eq!(
+        reserved(&ledger, "n"),
+        [on("a", 9), on("b", 1), on("b", 9)],
+        "s is allocated what its annotation names"
+    );
     ledger.bind("s", "n", &asks(&[1]));
     ledger.release("q");
     assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 1)]);
@@ -149,15 +153,15 @@ fn the_note_of_a_pod_allocated_elsewhere_blocks_no_device() {
     assert_eq!(
         reserved(&ledger, "n"),
         [on("a", 9), on("b", 4), on("b", 5)],
-        "the note of the first pod moved to the other"
+        "the reservation of the first pod moved to the other"
     );
     ledger.release("swapped");
     assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 4)]);
-    // All free units but one. The first pod's old note for `b` must not count.
+    // All free units but one. The first pod's old reservation on `b` must not count.
     reserve(&mut ledger, "last", &[5, 4, 2], 9);
     assert_eq!(ledger.short("n"), []);
     let all = [on("a", 9), on("b", 2), on("b", 4), on("b", 4), on("c", 5)];
-    assert_eq!(reserved(&ledger, "n"), all, "as noted");
+    assert_eq!(reserved(&ledger, "n"), all, "as annotated");
     // Annotations are not rewritten: the first pod's still names the device of the last one.
     let mut claims = ledger.claims().clone();
     claims.get_mut("first").unwrap().noted.get_mut("n").unwrap()[0].device = "b".to_owned();
@@ -298,7 +302,7 @@ fn a_ledger_can_be_rebuilt() {
     assert_eq!(
         reserved(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(),
         8,
-        "claims without notes are reserved too"
+        "claims without an annotation are reserved too"
     );
     let unclaimed = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
     assert!(reserved(&unclaimed, "n").is_empty(), "units without a claim are free");

@@ -46,7 +46,7 @@ impl Typical {
 }
 
 /// Part of all pods that the typical kinds cover, as in "Beware of Fragmentation" (USENIX ATC'23).
-const TYPICAL: f64 = 0.95;
+const TYPICAL_COVERAGE: f64 = 0.95;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
 #[derive(Debug, Clone, Default)]
@@ -94,7 +94,7 @@ impl Observed {
         let mut sum = 0.0;
         let mut typical = Vec::new();
         for ((cpu, gpus, per_gpu, models), weight) in kinds {
-            if sum >= TYPICAL * self.total {
+            if sum >= TYPICAL_COVERAGE * self.total {
                 break;
             }
             sum += weight;

@@ -1,10 +1,14 @@
-//! Chooses the node and GPU for a pod, such that most of what pods typically request still fits.
+//! Chooses the node and GPU for a pod so that as many typical requests as possible still fit.
+//!
+//! The operator uses [`Score`] and its types through the ledger, with the tightest fit as score.
+//! [`Placer`] and the learned score [`Value`] are used only by the simulation `cleave-bench trace`
+//! and by tests.
 //!
 //! - [`demand`] learns what pods typically request.
 //! - [`value`] computes the value of free capacity for that demand. `docs/explanation/planning.md`
 //!   explains the formula.
-//! - This file has the nodes, which pods fit on them, and a cache that scores only nodes that
-//!   changed.
+//! - This file has the nodes, the checks whether pods fit on them, and a cache that scores only
+//!   changed nodes.
 pub mod demand;
 pub mod value;
 
@@ -16,7 +20,7 @@ pub use value::Value;
 /// One GPU in thousandths, the unit of placement.
 pub const GPU: u32 = 1000;
 
-/// The capacity of a node, and what of it is free.
+/// The capacity of a node and its free part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
     /// GPU model, as pods name it.
@@ -44,8 +48,8 @@ impl Node {
             && (demand.models.is_empty() || demand.models.contains(&self.model))
     }
 
-    /// The ways to place the pod on the node: one for each distinct GPU with enough free. A pod
-    /// without GPUs or with several has at most one way.
+    /// The ways to place the pod on the node: one for each GPU with enough free capacity, of which
+    /// equal ones count once. A pod without GPUs or with several has at most one way.
     ///
     /// A way is the GPU's index, or `None` if the pod requests no GPU or several.
     pub fn fits(&self, demand: &Demand) -> impl Iterator<Item = Option<usize>> {
@@ -67,7 +71,7 @@ impl Node {
 
     /// The GPUs that the pod gets in one of the ways of [`Node::fits`].
     ///
-    /// A pod with several GPUs gets the fullest ones with enough free.
+    /// A pod with several GPUs gets the fullest ones with enough free capacity.
     fn devices(&self, demand: &Demand, way: Option<usize>) -> Vec<usize> {
         match way {
             Some(device) => vec![device],
@@ -175,7 +179,7 @@ pub struct Placer<S: Score> {
 
 /// The older half of the log of changes is dropped when the log is this many times longer than the
 /// list of nodes.
-const LOG: usize = 8;
+const MAX_CHANGES_PER_NODE: usize = 8;
 
 impl<S: Score> Placer<S> {
     /// Creates a placer with its nodes and its policy.
@@ -230,12 +234,12 @@ impl<S: Score> Placer<S> {
         Some(Choice { node, devices })
     }
 
-    /// Allocates what a choice gives to a pod.
+    /// Allocates a pod's requests at the chosen place.
     pub fn take(&mut self, demand: &Demand, choice: &Choice) {
         self.change(choice.node, |node| node.take(demand, &choice.devices));
     }
 
-    /// Frees what a choice gave to a pod.
+    /// Frees a pod's requests at the chosen place.
     pub fn give(&mut self, demand: &Demand, choice: &Choice) {
         self.change(choice.node, |node| node.give(demand, &choice.devices));
     }
@@ -245,8 +249,8 @@ impl<S: Score> Placer<S> {
         change(node);
         *before = self.policy.before(node);
         self.changes.push(index);
-        if self.changes.len() > LOG * self.nodes.len() {
-            // Drop only results that nobody used for half of the log.
+        if self.changes.len() > MAX_CHANGES_PER_NODE * self.nodes.len() {
+            // Drop only results that were not used during half of the log.
             let cut = self.changes.len() / 2;
             self.changes.drain(..cut);
             self.answers.retain(|_, answers| answers.seen >= cut);
@@ -278,7 +282,8 @@ mod tests {
 
     use super::*;
 
-    /// Prefers the node with the least free, so that every change of a node changes its rank.
+    /// Prefers the node with the least free capacity, so that every change of a node changes its
+    /// rank.
     struct Tightest;
 
     impl Score for Tightest {

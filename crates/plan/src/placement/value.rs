@@ -9,31 +9,31 @@ use super::demand::{Demand, Typical};
 use super::{GPU, Node, Rank, Score, left};
 
 /// Additional value of a whole GPU if all pending pods request whole GPUs.
-const AWAITED: f64 = 0.4;
+const WHOLE_GPU_BONUS: f64 = 0.4;
 
 /// Number of steps of a GPU in the table of values.
-const STEPS: usize = 100;
+const STEPS_PER_GPU: usize = 100;
 
 /// Cost of free GPU capacity without CPU beside it. Values between 0.3 and 3 make little
 /// difference.
-const STRANDED: f64 = 2.0;
+const STRANDED_GPU_COST: f64 = 2.0;
 
 /// Weight of a model's scarcity.
-const MODEL: f64 = 0.8;
+const MODEL_SCARCITY_WEIGHT: f64 = 0.8;
 
 /// Maximum scarcity of one model.
-const MODEL_MOST: f64 = 1.5;
+const MAX_MODEL_SCARCITY: f64 = 1.5;
 
 /// Preference for the fuller node if everything else is equal.
-const COMPACT: f64 = 0.06;
+const FULLER_NODE_BONUS: f64 = 0.06;
 
 /// Penalty for nodes with much CPU for each GPU if CPU is scarce.
-const SPARE_CPU: f64 = 0.05;
+const SPARE_CPU_PENALTY: f64 = 0.05;
 
 /// Requested CPU divided by available CPU from which CPU counts as scarce.
-const CPU_SCARCE: f64 = 0.93;
+const SCARCE_CPU_RATIO: f64 = 0.93;
 
-/// CPU for each GPU that is not regarded as much, in thousandths of a core.
+/// Maximum CPU for each GPU that does not count as much, in thousandths of a core.
 const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 
 /// The value of free capacity.
@@ -57,7 +57,7 @@ const fn float(number: u64) -> f64 {
 }
 
 impl Value {
-    /// Learns from typical pods, with models kept apart, and from the nodes of the cluster.
+    /// Learns from typical pods, separated by model, and from the nodes of the cluster.
     pub fn learn(typical: &[Typical], nodes: &[Node]) -> Self {
         let gpu_wanted: f64 = typical.iter().map(|kind| kind.weight * kind.total()).sum();
         let cpu_beside: f64 =
@@ -88,21 +88,21 @@ impl Value {
                 }
             }
         }
-        models.values_mut().for_each(|price: &mut f64| *price = price.min(MODEL_MOST));
+        models.values_mut().for_each(|price: &mut f64| *price = price.min(MAX_MODEL_SCARCITY));
         let scarcity = (cpu_wanted / gpu_wanted) / (cpu_there / (gpus_there * f64::from(GPU)));
         Self {
             packing: packing_values(&shared(typical)),
             cpu_per_gpu: cpu_beside / gpu_wanted,
             models,
-            spare_cpu: SPARE_CPU * (10.0 * (scarcity - CPU_SCARCE)).clamp(0.0, 1.0),
+            spare_cpu: SPARE_CPU_PENALTY * (10.0 * (scarcity - SCARCE_CPU_RATIO)).clamp(0.0, 1.0),
             whole: 0.0,
         }
     }
 
     /// Takes pending pods into account: holes that no pending pod needs are filled before a whole
-    /// GPU that others wait for.
+    /// GPU that pending pods wait for.
     ///
-    /// Without departures this makes no difference. With them, sharing pods would otherwise prevent
+    /// This makes a difference only if pods terminate: pods that share GPUs would otherwise prevent
     /// GPUs from becoming whole again.
     #[must_use]
     pub fn awaited<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
@@ -111,20 +111,20 @@ impl Value {
             all += u64::from(demand.total());
             whole += if demand.per_gpu == GPU { u64::from(demand.total()) } else { 0 };
         }
-        self.whole = if all > 0 { AWAITED * float(whole) / float(all) } else { 0.0 };
+        self.whole = if all > 0 { WHOLE_GPU_BONUS * float(whole) / float(all) } else { 0.0 };
         self
     }
 
     /// Value of one GPU by its free thousandths.
     fn gpu(&self, free: u32) -> f64 {
-        self.packing.get(free as usize * STEPS / GPU as usize).copied().unwrap_or(1.0)
+        self.packing.get(free as usize * STEPS_PER_GPU / GPU as usize).copied().unwrap_or(1.0)
             + if free >= GPU { self.whole } else { 0.0 }
     }
 
-    /// Value of free CPU and GPU capacity together, apart from what each GPU can hold.
+    /// Value of a node's free CPU and GPU capacity together, without the values of its single GPUs.
     fn beside(&self, model: f64, cpu: f64, free: f64) -> f64 {
         let stranded = if self.cpu_per_gpu > 0.0 { (free - cpu / self.cpu_per_gpu).max(0.0) } else { 0.0 };
-        (MODEL * model * free - STRANDED * stranded) / f64::from(GPU)
+        (MODEL_SCARCITY_WEIGHT * model * free - STRANDED_GPU_COST * stranded) / f64::from(GPU)
     }
 }
 
@@ -165,7 +165,7 @@ impl Score for Value {
         };
         let compact = cpu / 128_000.0 + free / 8_000.0;
         let spared = if demand.gpus == 1 { self.spare_cpu * before.cpu_rich } else { 0.0 };
-        let score = self.beside(before.model, cpu, free) - before.beside - lost - COMPACT * compact - spared;
+        let score = self.beside(before.model, cpu, free) - before.beside - lost - FULLER_NODE_BONUS * compact - spared;
         Rank { score, spread: 0.0, left: left(node, demand, way) }
     }
 }
@@ -176,15 +176,18 @@ fn shared(typical: &[Typical]) -> Vec<(usize, f64)> {
     for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
         *sizes.entry(kind.per_gpu).or_default() += kind.weight;
     }
-    sizes.into_iter().map(|(per_gpu, weight)| ((per_gpu as usize * STEPS).div_ceil(GPU as usize), weight)).collect()
+    sizes
+        .into_iter()
+        .map(|(per_gpu, weight)| ((per_gpu as usize * STEPS_PER_GPU).div_ceil(GPU as usize), weight))
+        .collect()
 }
 
 /// The value of a GPU with x hundredths free, for each x: dual prices of the cutting-stock problem
 /// "the fewest GPUs that hold all shared pods", packed into x.
 ///
 /// A hole that no typical pod fits has no value. A size that tiles a GPU is worth its part of the
-/// GPU. Multiplicative weights solve the linear program. They are as good here as exact duals, and
-/// need no solver.
+/// GPU. Multiplicative weights solve the linear program. Their result is as good here as exact
+/// duals, and needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP: usize = 1000;
@@ -217,7 +220,7 @@ fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
         Some(whole) if whole > 0.0 => worth.iter_mut().for_each(|value| *value /= whole),
         // No typical pod shares a GPU: only a whole GPU has a value.
         _ => {
-            worth = vec![0.0; STEPS + 1];
+            worth = vec![0.0; STEPS_PER_GPU + 1];
             if let Some(whole) = worth.last_mut() {
                 *whole = 1.0;
             }
@@ -227,11 +230,11 @@ fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
 }
 
 /// The highest value that fits into each number of steps, and the number of each item in the best
-/// packing of the whole.
+/// packing of a whole GPU.
 fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
-    let mut worth = vec![0.0f64; STEPS + 1];
-    let mut chosen: Vec<Option<usize>> = vec![None; STEPS + 1];
-    for room in 1..=STEPS {
+    let mut worth = vec![0.0f64; STEPS_PER_GPU + 1];
+    let mut chosen: Vec<Option<usize>> = vec![None; STEPS_PER_GPU + 1];
+    for room in 1..=STEPS_PER_GPU {
         let (mut most, mut by) = (worth.get(room - 1).copied().unwrap_or(0.0), None);
         for (item, (&(size, _), price)) in items.iter().zip(prices).enumerate() {
             let Some(rest) = room.checked_sub(size) else { continue };
@@ -245,7 +248,7 @@ fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
         }
     }
     let mut pattern = vec![0.0; items.len()];
-    let mut room = STEPS;
+    let mut room = STEPS_PER_GPU;
     while room > 0 {
         let item = chosen.get(room).copied().flatten();
         let step = item.and_then(|item| {

@@ -392,7 +392,7 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
         let _ = Judge::new(subject.as_subject(), nodes, all(), all(), |_| None);
     }
     assert!(!pod(FOO, &spreads(&keys[..80])).rules.are_too_many());
-    // For the same rules on a running pod, those up to the limit count.
+    // If a running pod has the same rules, only those up to the limit count.
     let asked = Cell::new(0);
     let (rules, labels) = (Rules::default(), labels(&[("app", "x")]));
     let subject = Subject { namespace: "default", labels: &labels, rules: &rules, pod: &Pod::default(), volumes: &[] };

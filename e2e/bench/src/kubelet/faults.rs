@@ -1,4 +1,4 @@
-//! Measures what the kubelet sees of a failing GPU, with the simulated NVML.
+//! Measures how a failing GPU appears to the kubelet, with the simulated NVML.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -27,7 +27,7 @@ fn victim(plugin: &Plugin) -> Result<String> {
     found.context("no GPU")
 }
 
-/// Numbers of unhealthy devices of this GPU and of the other GPUs.
+/// Number of unhealthy devices of this GPU, and of the other GPUs.
 fn unhealthy(endpoint: &Endpoint, uuid: &str) -> (usize, usize) {
     let unhealthy = endpoint.devices.iter().filter(|device| !endpoint.connected || device.health != "Healthy");
     let (here, there): (Vec<_>, Vec<_>) = unhealthy.partition(|device| gpu(&device.id) == uuid);

@@ -100,8 +100,8 @@ async fn timed<T, F: Future<Output = Result<T, Status>>>(
     mut call: impl FnMut(usize) -> F,
     mut check: impl FnMut(usize, T) -> Result<()>,
 ) -> Result<Sorted> {
-    // Keep this thread awake: its own wake-up is not part of the plugin's latency. The kubelet's Go
-    // runtime also spins before it sleeps.
+    // Keep this thread awake: the time of its own wake-up is not part of the plugin's latency. The
+    // kubelet's Go runtime also spins before it sleeps.
     let awake = tokio::spawn(async {
         loop {
             tokio::task::yield_now().await;
@@ -165,7 +165,7 @@ fn only_answer(response: wire::PreferredAllocationResponse) -> Result<Vec<String
 }
 
 /// Heading of the figures of [`calls`].
-const CALLS: &str = "calls, one after the other on one connection";
+const CALLS_CASE: &str = "calls, one after the other on one connection";
 
 /// Measures the latency of the calls that the kubelet makes for each pod, and of a call that does
 /// nothing.
@@ -184,7 +184,7 @@ pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut
         |_, _| Ok(()),
     )
     .await?;
-    latency(CALLS, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
+    latency(CALLS_CASE, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
     allocate_calls(&client, &all, times, &mut rng, report).await?;
     preferred_calls(&client, &all, times, &mut rng, report).await
 }
@@ -222,7 +222,7 @@ async fn allocate_calls(
         .await?;
         let what =
             if units == 1 { "Allocate, 1 unit".to_owned() } else { format!("Allocate, {units} units of one GPU") };
-        latency(CALLS, &what, &sorted, published, goals, report);
+        latency(CALLS_CASE, &what, &sorted, published, goals, report);
     }
     Ok(())
 }
@@ -262,11 +262,11 @@ async fn preferred_calls(
         )
         .await?;
         let what = format!("GetPreferredAllocation, {units} of {}", all.len());
-        latency(CALLS, &what, &sorted, published, (goal, None), report);
+        latency(CALLS_CASE, &what, &sorted, published, (goal, None), report);
         let different = count(answers.len().saturating_sub(1));
-        report.add(Figure::new(CALLS, format!("{what}, answers that differ"), different, "").at_most(0.0));
+        report.add(Figure::new(CALLS_CASE, format!("{what}, answers that differ"), different, "").at_most(0.0));
         // Published for the policy `packed`; `distributed` splits each request.
-        report.add(Figure::new(CALLS, format!("{what}, split"), count(split), "").published(0.0).at_most(0.0));
+        report.add(Figure::new(CALLS_CASE, format!("{what}, split"), count(split), "").published(0.0).at_most(0.0));
     }
     Ok(())
 }

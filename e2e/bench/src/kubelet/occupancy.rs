@@ -21,8 +21,7 @@ pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
     })
 }
 
-/// Draws free shares: for each GPU a uniformly distributed number of random shares. In random
-/// order.
+/// Draws free shares in random order: for each GPU a uniformly distributed number of random shares.
 pub(super) fn random_free<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
     let mut by_gpu: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
     for id in all {
@@ -39,7 +38,7 @@ pub(super) fn random_free<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&
 }
 
 /// Shares that pods request, each with equal probability.
-const SIZES: [usize; 4] = [1, 1, 2, 5];
+const POD_SIZES: [usize; 4] = [1, 1, 2, 5];
 
 /// Pods that arrive one by one, and leave after some further arrivals.
 pub(super) struct Churn<'a> {
@@ -76,7 +75,7 @@ impl<'a> Churn<'a> {
         let left = std::mem::replace(&mut self.leaving, remaining);
         self.free.extend(left.into_values().flatten());
         self.used += self.total - self.free.len();
-        let size = self.rng.choice(SIZES).unwrap_or(1);
+        let size = self.rng.choice(POD_SIZES).unwrap_or(1);
         if self.free.len() < size {
             return (size, None);
         }

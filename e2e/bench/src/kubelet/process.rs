@@ -181,7 +181,7 @@ impl Plugin {
         bail!("{failure}\n{}", tail(&self.log))
     }
 
-    /// Terminates the plugin, and starts it again with the same kubelet and folders.
+    /// Terminates the plugin, and restarts it with the same kubelet and folders.
     pub(super) async fn replace(&mut self) -> Result<()> {
         terminate(&mut self.child).await?;
         self.child = self.command.spawn().context("cannot restart the plugin")?;
@@ -247,7 +247,7 @@ pub(super) struct Work {
     pub(super) threads: usize,
 }
 
-/// Reads them for all threads of a process.
+/// Reads the work of all threads of a process.
 pub(super) fn work(pid: u32) -> Result<Work> {
     let mut work = Work { time: Duration::ZERO, switches: 0, threads: 0 };
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).context("threads")? {

@@ -90,7 +90,7 @@ impl Chooser {
         }
     }
 
-    /// The nodes with what is free on them.
+    /// The nodes with their free capacity.
     pub(super) fn nodes(&self) -> &[Node] {
         placer!(self, placer => placer.nodes())
     }

@@ -13,15 +13,15 @@ use super::random::Rng;
 
 /// Number of arrivals in a run.
 const ARRIVALS: usize = 200_000;
-/// Upper limit of a lifetime, in seconds. A few pods of the trace live for months, and a run with
-/// them never settles.
-const LONGEST: f64 = 6.0 * 3600.0;
+/// Maximum lifetime, in seconds. A few pods of the trace live for months, and a run with them never
+/// reaches a steady state.
+const MAX_LIFETIME: f64 = 6.0 * 3600.0;
 /// Mean GPU demand relative to the capacity.
-const LOAD: f64 = 1.05;
+const OFFERED_LOAD: f64 = 1.05;
 /// Number of arrivals after which an arrival has half of its weight.
 const HALF_LIFE: f64 = 4_000.0;
 /// Number of arrivals between updates of the typical demands.
-const RELEARN: usize = 500;
+const RELEARN_INTERVAL: usize = 500;
 /// Number of first arrivals that fill the cluster and are not measured.
 const WARM_UP: usize = ARRIVALS / 3;
 /// Maximum number of waiting pods considered on a departure: the first ones, like in a scheduler's
@@ -39,14 +39,15 @@ fn key(seconds: f64) -> u64 {
 pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> Result<()> {
     let pods: Vec<(&Demand, f64)> = pods
         .iter()
-        .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (&pod.demand, life.min(LONGEST))))
+        .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (&pod.demand, life.min(MAX_LIFETIME))))
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
     let capacity: u64 = nodes.iter().map(|node| u64::from(node.free())).sum();
-    // Little's law: arrivals per second such that demand · lifetime is LOAD of the capacity.
+    // Little's law: arrivals per second such that demand · lifetime is OFFERED_LOAD times the
+    // capacity.
     let work: f64 = pods.iter().map(|(demand, life)| f64::from(demand.total()) * life).sum::<f64>()
         / f64::from(u32::try_from(pods.len())?);
-    let rate = LOAD * ratio(capacity, 1) / work;
+    let rate = OFFERED_LOAD * ratio(capacity, 1) / work;
     let mut rng = Rng(seed);
     let mut seen = Observed::new(Some(HALF_LIFE));
     let mut chooser = Chooser::new(policy, nodes, &seen, seed);
@@ -88,7 +89,7 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
         last = last.max(now);
         let (demand, life) = drifted(&pods, arrival, &mut rng);
         seen.add(demand);
-        if arrival % RELEARN == RELEARN - 1 {
+        if arrival % RELEARN_INTERVAL == RELEARN_INTERVAL - 1 {
             chooser.learn(&seen, waiting.iter().map(|(_, demand, _)| *demand));
         }
         match chooser.choose(demand) {
@@ -107,7 +108,7 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
     let mean = waits.iter().sum::<f64>() / f64::from(u32::try_from(waits.len().max(1))?);
     waits.sort_by(f64::total_cmp);
     let result = json!({
-        "policy": policy.name(), "seed": seed, "arrivals": ARRIVALS, "load": LOAD,
+        "policy": policy.name(), "seed": seed, "arrivals": ARRIVALS, "load": OFFERED_LOAD,
         "allocation_mean": area / (now - counted_from), "wait_s_mean": mean, "wait_s_p90": percentile(&waits, 90),
         "wait_s_p99": percentile(&waits, 99), "still_waiting": unserved,
     });

@@ -116,8 +116,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Checks the placements independently of the policy: nothing is allocated twice, and what is free
-/// at the end agrees.
+/// Checks the placements independently of the policy: no capacity is allocated twice, and the free
+/// capacity at the end agrees.
 fn verify(mut nodes: Vec<Node>, placed: &[(&Demand, Choice)], after: &[Node]) -> Result<()> {
     for (demand, choice) in placed {
         let node = nodes.get_mut(choice.node).context("a pod is on an unknown node")?;

@@ -10,7 +10,7 @@ fn spread(node: &Node, demand: &Demand) -> f64 {
     0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
 }
 
-/// The node with the least left, then the GPU with the least left.
+/// Chooses the node with the least capacity left, and on it the GPU with the least capacity left.
 pub(super) struct BestFit;
 
 impl Score for BestFit {

@@ -55,7 +55,7 @@ pub(super) fn sample_turn() -> Actions {
 ///
 /// Checks after each step that others can read what the agent writes. The checks are weaker if the
 /// checkpoint has GPUs that NVML does not list. Those are lost and keep their layout: an instance
-/// may be there twice until the next agent refuses such a checkpoint.
+/// may exist twice until the next agent refuses such a checkpoint.
 fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
     let contradicts = |known: &Checkpoint| {
@@ -276,7 +276,8 @@ pub(super) const PODS: Target = Target {
             let mut shutdown = Shutdown::new(Periods::new(vec![Period { priority: 0, seconds: 20 }]));
             shutdown.complete_list(&BTreeSet::new());
             shutdown.set_start(Some(now));
-            // Seen to stay first: the deletion is then new, and its whole grace to come.
+            // Process the pod without its deletion first, so that the deletion is new and its full
+            // grace period remains.
             let staying = serde_json::from_slice::<Value>(bytes).ok().and_then(|mut pod| {
                 pod.pointer_mut("/metadata")?.as_object_mut()?.remove("deletionTimestamp")?;
                 serde_json::from_value::<PodObject>(pod).ok()

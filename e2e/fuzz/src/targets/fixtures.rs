@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 
 /// Product name of the GPUs.
 pub(super) const MODEL: &str = "NVIDIA H100 80GB HBM3";
-/// Their memory, MiB.
+/// Memory of each GPU, in MiB.
 pub(super) const MEMORY: u64 = 81_079;
-/// GPUs of each node.
+/// Number of GPUs per node.
 pub(super) const GPUS: u32 = 5;
 
 /// Encodes a value as JSON; empty if that fails, which no target can read.

@@ -74,7 +74,7 @@ fn control_packet(packet: &[u8]) -> Seen {
     }
 }
 
-/// Applies every parser of answers to this one.
+/// Passes this answer to every parser of answers.
 fn answers(text: &str) {
     if let Ok(read) = pids(text) {
         let written: Vec<String> = read.iter().map(u32::to_string).collect();

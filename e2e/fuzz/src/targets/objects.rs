@@ -7,7 +7,7 @@ use cleave_operator::policies::apply;
 use cleave_operator::policies::demand::{self, Outcome};
 use cleave_operator::policies::plan::{self, Invalid};
 use cleave_operator::policies::snapshot::History;
-use cleave_operator::policies::validate::{MpsShare, Share, ShareSize, validate};
+use cleave_operator::policies::validate::{MpsShare, ShareSize, SharingMode, validate};
 use cleave_operator::read::{AgentPod, NodeObject, Observed};
 use kube::core::DeserializeGuard;
 use serde::Deserialize;
@@ -76,7 +76,7 @@ pub(super) const POLICY: Target = Target {
         match validate("p", None, &policy.spec) {
             Err(_) => Seen::Refused,
             Ok(valid) => {
-                if let Share::Mps(MpsShare { size: ShareSize::Units(units), .. }) = valid.share {
+                if let SharingMode::Mps(MpsShare { size: ShareSize::Units(units), .. }) = valid.share {
                     assert!((1..=48).contains(&units), "a policy with {units} units was accepted");
                 }
                 Seen::Read
@@ -114,8 +114,8 @@ pub(super) fn read(cluster: &Value) -> Option<Observed> {
     Cluster::deserialize(cluster).ok().map(Cluster::observed)
 }
 
-/// Runs the operator's planning. Checks that the plan breaks no rule, and that what it writes can
-/// be read again.
+/// Runs the operator's planning. Checks that the plan breaks no rule, and that the written objects
+/// can be read again.
 pub(super) fn planned(observed: &Observed) -> dry::DryRun {
     let mut plan = plan::plan(observed);
     let outcome: Outcome = demand::overlay(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);

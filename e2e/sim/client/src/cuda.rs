@@ -24,7 +24,7 @@ pub(crate) struct Cuda {
 pub(crate) enum Context {
     /// A context that an MPS server serves.
     Mps(MpsContext),
-    /// A context that uses the whole GPU, in turns with other processes.
+    /// A context that shares the whole GPU with other processes by time-slicing.
     Plain(Plain),
 }
 

@@ -13,10 +13,10 @@ use crate::cuda::{self, Context, Cuda};
 use crate::devices::Given;
 use crate::output::print;
 
-/// How often a waiting program checks for errors and signals.
-const LOOK: Duration = Duration::from_millis(10);
-/// How long an illegal access may take to be reported.
-const FAULT: Duration = Duration::from_secs(30);
+/// Interval at which a waiting program checks for errors and signals.
+const CHECK_INTERVAL: Duration = Duration::from_millis(10);
+/// Maximum time until an illegal access is reported.
+const FAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a program stopped.
 enum Stop {
@@ -46,7 +46,7 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
             if let Some(span) = arguments.linger {
                 let since = Instant::now();
                 while !span.is_over(since) && !terminated.load(Ordering::Relaxed) {
-                    thread::sleep(LOOK);
+                    thread::sleep(CHECK_INTERVAL);
                 }
             }
             exit_status(code)
@@ -92,7 +92,7 @@ impl Program<'_> {
         if let Some(after) = self.arguments.fault {
             self.work(Some(Span::For(after.0)))?;
             first.access_illegally().map_err(Stop::Error)?;
-            return self.wait(Span::For(FAULT));
+            return self.wait(Span::For(FAULT_TIMEOUT));
         }
         let busy = if self.arguments.busy_forever { Some(Span::Forever) } else { self.arguments.busy };
         self.work(busy)?;
@@ -138,7 +138,7 @@ impl Program<'_> {
             if span.is_over(since) {
                 return Ok(());
             }
-            thread::sleep(LOOK);
+            thread::sleep(CHECK_INTERVAL);
         }
     }
 }

@@ -10,7 +10,7 @@ use node::{Client, Node, answer, as_user, is_root, until};
 use sim_mps::handshake;
 use sim_mps::seqpacket::Connection;
 
-const REFUSED: &str = "privilege";
+const PRIVILEGE_ERROR: &str = "privilege";
 
 #[test]
 fn the_pipe_directory_has_the_files_of_the_real_one() {
@@ -42,7 +42,7 @@ fn control_allows_reading_but_no_changes() {
         format!("shutdown_server {server} -f"),
         "quit".to_owned(),
     ] {
-        assert!(ask(&command).contains(REFUSED), "{command}");
+        assert!(ask(&command).contains(PRIVILEGE_ERROR), "{command}");
     }
     assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
     assert_eq!(node.client_list(server), [pid]);
@@ -55,8 +55,8 @@ fn the_tool_uses_the_privileged_socket_if_accessible() {
     }
     let node = Node::with_daemon(&[]);
     assert_eq!(node.tool(&["set_default_active_thread_percentage", "40"], None), "40.0\n");
-    assert!(node.tool(&["set_default_active_thread_percentage", "10"], Some(1000)).contains(REFUSED));
-    assert!(node.tool(&["quit"], Some(1000)).contains(REFUSED));
+    assert!(node.tool(&["set_default_active_thread_percentage", "10"], Some(1000)).contains(PRIVILEGE_ERROR));
+    assert!(node.tool(&["quit"], Some(1000)).contains(PRIVILEGE_ERROR));
     assert_eq!(node.tool(&["get_default_active_thread_percentage"], Some(1000)), "40.0\n");
 }
 
@@ -64,7 +64,7 @@ fn the_tool_uses_the_privileged_socket_if_accessible() {
 fn a_program_can_be_an_administrator() {
     let node = Node::with_daemon(&[]);
     let mut client = node.client(&["--admin", "set_default_active_thread_percentage 10"]);
-    assert!(client.line()["reply"].as_str().unwrap().contains(REFUSED));
+    assert!(client.line()["reply"].as_str().unwrap().contains(PRIVILEGE_ERROR));
     let privileged = node.socket("control_privileged");
     let arguments = ["--admin", "get_default_active_thread_percentage", "--socket", privileged.to_str().unwrap()];
     assert_eq!(node.client(&arguments).line()["reply"], "100.0\n");

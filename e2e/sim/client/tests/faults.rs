@@ -184,7 +184,7 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     stopped.stop();
     let terminated = node.ask_in_background(&format!("terminate_client {server} {}", stopped.pid()));
     until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
-    // All other commands wait for it.
+    // All other commands wait for this one.
     let listed = node.ask_in_background("get_server_list");
     node.give_time();
     assert!(terminated.try_recv().is_err() && listed.try_recv().is_err());

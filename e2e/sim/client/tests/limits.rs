@@ -5,9 +5,9 @@ mod node;
 use node::{Node, until};
 use sim_mps::client::{Environment, Mps};
 
-const THREADS: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
-const MEMORY: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
-const TOTAL: i64 = 143_155;
+const THREADS_ENV: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
+const MEMORY_ENV: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
+const TOTAL_MIB: i64 = 143_155;
 
 #[test]
 fn a_percentage_gives_the_measured_number_of_sms() {
@@ -28,7 +28,7 @@ fn a_percentage_gives_the_measured_number_of_sms() {
         (100, 132),
     ];
     for (percent, sms) in measured {
-        assert_eq!(node.first_line(&[(THREADS, &percent.to_string())])["sms"], sms, "{percent} %");
+        assert_eq!(node.first_line(&[(THREADS_ENV, &percent.to_string())])["sms"], sms, "{percent} %");
     }
 }
 
@@ -38,7 +38,7 @@ fn the_environment_can_only_lower_the_percentage() {
     assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
     assert_eq!(node.ask("set_default_active_thread_percentage 50"), "50.0\n");
     for (own, sms) in [("75", 66), ("25", 32), ("abc", 66), ("0", 66)] {
-        assert_eq!(node.first_line(&[(THREADS, own)])["sms"], sms, "{own}");
+        assert_eq!(node.first_line(&[(THREADS_ENV, own)])["sms"], sms, "{own}");
     }
 }
 
@@ -92,17 +92,17 @@ fn a_memory_limit_reduces_free_memory_but_not_the_total() {
     let node = Node::with_daemon(&[]);
     let prefix = node.uuid()[..12].to_owned();
     for limit in ["0=8G".to_owned(), "0=8192M".to_owned(), format!("{}=8G", node.uuid()), format!("{prefix}=8G")] {
-        let line = node.first_line(&[(MEMORY, &limit)]);
-        assert_eq!((line["freeMiB"].as_i64(), line["totalMiB"].as_i64()), (Some(7678), Some(TOTAL)), "{limit}");
+        let line = node.first_line(&[(MEMORY_ENV, &limit)]);
+        assert_eq!((line["freeMiB"].as_i64(), line["totalMiB"].as_i64()), (Some(7678), Some(TOTAL_MIB)), "{limit}");
     }
     let mut command = node.program(&["--allocate", "7424,256"]);
-    command.env(MEMORY, "0=8G");
+    command.env(MEMORY_ENV, "0=8G");
     let mut client = node::Client::spawn(command);
     client.line();
     assert_eq!(client.line()["freeMiB"], 254);
     assert_eq!(client.error(), 2);
     assert_eq!(client.wait().code(), Some(2));
-    assert_eq!(node.first_line(&[(MEMORY, "0=8.5G")])["error"], 2);
+    assert_eq!(node.first_line(&[(MEMORY_ENV, "0=8.5G")])["error"], 2);
 }
 
 #[test]
@@ -112,12 +112,12 @@ fn an_invalid_entry_in_the_environment_removes_every_memory_limit() {
     assert_eq!(node.ask("get_default_device_pinned_mem_limit 0"), "10G\n");
     assert_eq!(node.first_line(&[])["limitMiB"], 10 << 10);
     for escape in ["0=2G,1=4G", "1=8G", "8G", "junk"] {
-        let line = node.first_line(&[(MEMORY, escape)]);
+        let line = node.first_line(&[(MEMORY_ENV, escape)]);
         assert!(line["limitMiB"].is_null(), "{escape}: {line}");
-        assert!(line["freeMiB"].as_i64() > Some(TOTAL - 1000), "{escape}: {line}");
+        assert!(line["freeMiB"].as_i64() > Some(TOTAL_MIB - 1000), "{escape}: {line}");
     }
     for (own, limit) in [("0=4G", 4 << 10), ("0=100G", 10 << 10)] {
-        assert_eq!(node.first_line(&[(MEMORY, own)])["limitMiB"], limit, "{own}");
+        assert_eq!(node.first_line(&[(MEMORY_ENV, own)])["limitMiB"], limit, "{own}");
     }
 }
 
@@ -129,7 +129,7 @@ fn limits_set_before_a_connection_apply_to_that_client() {
         node.ask(&format!("set_active_thread_percentage {server} {percent}"));
         node.ask(&format!("set_device_pinned_mem_limit {server} 0 {limit}"));
         assert_eq!(node.ask(&format!("get_device_pinned_mem_limit {server} 0")), format!("{limit}\n"));
-        let line = node.first_line(&[(THREADS, "100")]);
+        let line = node.first_line(&[(THREADS_ENV, "100")]);
         assert_eq!((line["sms"].as_i64(), line["freeMiB"].as_i64()), (Some(sms), Some(free)));
     }
     assert!(node.log().contains("Device pinned memory limit for device 0 set to 0x200000000 bytes"));
@@ -138,8 +138,8 @@ fn limits_set_before_a_connection_apply_to_that_client() {
 #[test]
 fn the_defaults_come_from_the_daemons_environment() {
     let mut node = Node::bare();
-    node.daemon_env(THREADS, "25");
-    node.daemon_env(MEMORY, "0=16G");
+    node.daemon_env(THREADS_ENV, "25");
+    node.daemon_env(MEMORY_ENV, "0=16G");
     node.start(&[]);
     let line = node.first_line(&[]);
     assert_eq!((line["sms"].as_i64(), line["limitMiB"].as_i64()), (Some(32), Some(16 << 10)));

@@ -10,12 +10,12 @@
 //! use sim_machine::{ContextKind, Machine};
 //!
 //! let machine = Machine::open_default()?;
-//!let state = machine.snapshot()?; // an `Arc<State>`, parsed again only where something changed
+//! // An `Arc<State>`. It is parsed again only if something has changed.
+//! let state = machine.snapshot()?;
 //! for gpu in &state.gpus {
 //!     println!("{} {} {}", gpu.index, gpu.uuid, state.model(gpu)?.name);
 //! }
-//! // A CUDA context of this process. It respects compute mode, MIG mode, lost GPUs and free
-//! memory.
+//! // A CUDA context of this process. It respects compute mode, MIG, lost GPUs and free memory.
 //! let context = machine.open_context(&state.gpus[0].uuid, ContextKind::Compute, 500 << 20)?;
 //! context.allocate(1 << 30)?;
 //! # Ok(())

@@ -97,7 +97,7 @@ impl Gpu {
             || used().map(|p| p.decoders).sum::<u32>() > whole.decoders
     }
 
-    /// How many more instances of a profile fit. With MIG off, it counts as on an empty GPU.
+    /// Number of further instances of a profile that fit. With MIG off, counts as on an empty GPU.
     #[must_use]
     pub fn remaining_capacity(&self, model: &Model, profile: &GpuProfile) -> u32 {
         let mut trial = Self { mig: true, ..self.clone() };
@@ -238,7 +238,9 @@ mod tests {
 
     #[test]
     fn the_built_in_models_are_consistent() {
-        assert_eq!(builtin_models().len(), 7);
+        let names: Vec<&String> = builtin_models().iter().flat_map(|m| m.aliases.iter().chain([&m.name])).collect();
+        let distinct: std::collections::BTreeSet<&String> = names.iter().copied().collect();
+        assert!(!names.is_empty() && distinct.len() == names.len(), "names and aliases are unique: {names:?}");
         for model in builtin_models() {
             for p in &model.gpu_profiles {
                 let text = format!("{} {}", model.name, p.name);

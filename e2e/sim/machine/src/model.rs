@@ -66,7 +66,7 @@ pub struct GpuProfile {
     pub name: String,
     /// Number of compute slices.
     pub slices: u32,
-    /// How many instances fit on an empty GPU.
+    /// Maximum number of instances on an empty GPU.
     pub instances: u32,
     /// Number of SMs.
     pub sms: u32,
@@ -104,7 +104,7 @@ pub struct ComputeProfile {
     pub name: String,
     /// Number of compute slices.
     pub slices: u32,
-    /// How many instances fit in an empty GPU instance.
+    /// Maximum number of instances in an empty GPU instance.
     pub instances: u32,
     /// Number of SMs.
     pub sms: u32,

@@ -38,8 +38,8 @@ pub struct Process {
     pub pid: PidRef,
     /// The process's name.
     pub name: String,
-    /// The file under `leases/` that the owner keeps locked. Without one, the context lives while
-    /// the PID does.
+    /// The file under `leases/` that the owner keeps locked. Without one, the context exists while
+    /// the process does.
     #[serde(default)]
     pub lease: Option<String>,
 }
@@ -53,7 +53,7 @@ pub struct PidRef {
     pub pid: u32,
     /// The inode of the PID namespace.
     pub namespace: u64,
-    /// When the process started, in clock ticks from boot. 0 means unknown.
+    /// Start time of the process, in clock ticks since boot. 0 means unknown.
     pub start: u64,
 }
 
@@ -82,13 +82,13 @@ fn own_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |m| m.ino())
 }
 
-/// When a process started, in clock ticks from boot. None for a dead process or a zombie.
+/// Start time of a process, in clock ticks since boot. `None` for a dead process or a zombie.
 fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Parses field 22 of `/proc/<pid>/stat`. None for a zombie. The name (field 2) may contain spaces
-/// and parentheses.
+/// Parses field 22 of `/proc/<pid>/stat`. `None` for a zombie. The name (field 2) may contain
+/// spaces and parentheses.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
@@ -117,7 +117,7 @@ pub struct PidResolver {
 }
 
 impl PidResolver {
-    /// Returns the PID in this namespace, or none if the process is not visible from here.
+    /// Returns the PID in this namespace; `None` if the process is not visible from here.
     pub fn resolve(&self, process: &PidRef) -> Option<u32> {
         let own = own_namespace();
         if process.namespace == own || process.namespace == 0 {

@@ -14,7 +14,7 @@ pub struct State {
     pub generation: u64,
     /// The machine's name, from which UUIDs are derived.
     pub machine: String,
-    /// How often the machine booted. A reboot destroys the contexts of earlier boots.
+    /// Number of boots of the machine. A reboot destroys the contexts of earlier boots.
     pub boot: u64,
     /// The driver.
     pub driver: Driver,
@@ -32,7 +32,7 @@ pub struct State {
     /// Injected faults.
     #[serde(default)]
     pub faults: Vec<Fault>,
-    /// The last number that a process, an event or a fault received.
+    /// The last number that was assigned to a process, an event or a fault.
     pub last_id: u64,
 }
 
@@ -40,7 +40,7 @@ pub struct State {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Driver {
-    /// Whether the driver is loaded. If not, NVML's init reports so.
+    /// Whether the driver is loaded. If not, NVML's init reports that.
     pub present: bool,
     /// The kernel driver's version, such as `580.159.04`.
     pub version: String,
@@ -221,12 +221,12 @@ pub struct Fault {
     pub id: u64,
     /// The call: the name of an NVML function, or a name that another simulated program looks up.
     pub call: String,
-    /// The UUID of the GPU or MIG device that the fault applies to, or none for all.
+    /// The UUID of the GPU or MIG device to which the fault applies. `None` means all.
     #[serde(default)]
     pub gpu: Option<String>,
-    /// What it does.
+    /// Effect on the call.
     pub effect: Effect,
-    /// The number of calls that the fault still applies to, or none for no limit.
+    /// Number of further calls to which the fault applies. `None` means unlimited.
     #[serde(default)]
     pub remaining: Option<u32>,
 }
@@ -237,7 +237,8 @@ pub struct Fault {
 pub enum Effect {
     /// The call returns this code.
     Code(i32),
-    /// The call hangs for this number of seconds, or until the fault is cleared (none), then works.
+    /// The call hangs for this number of seconds, then works. `None` means until the fault is
+    /// cleared.
     Hang(Option<f64>),
 }
 
@@ -331,7 +332,7 @@ impl State {
     }
 
     /// Returns the devices that CUDA enumerates for a value of `CUDA_VISIBLE_DEVICES`, in order.
-    /// None means that the variable is unset.
+    /// `None` means that the variable is unset.
     ///
     /// Entries are indices, GPU UUIDs, MIG UUIDs or unambiguous prefixes of a UUID. The list ends
     /// before the first entry that names no device, and a duplicate entry empties it. Lost GPUs are

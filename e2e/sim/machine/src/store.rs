@@ -20,9 +20,9 @@ pub const DEFAULT_DIR: &str = "/var/lib/simgpu";
 /// The environment variable that names the directory.
 pub const STATE_ENV: &str = "SIMGPU_STATE";
 
-const STATE: &str = "state.json";
-const LOCK: &str = "lock";
-const GENERATION: &str = "generation";
+const STATE_FILE: &str = "state.json";
+const LOCK_FILE: &str = "lock";
+const GENERATION_FILE: &str = "generation";
 pub(crate) const LEASES: &str = "leases";
 
 /// A handle on a simulated machine. It is cheap to clone, and all clones share the parsed state.
@@ -112,7 +112,7 @@ impl Machine {
 
     /// The number of the latest change that was started.
     fn generation(&self) -> Result<u64, Error> {
-        let path = self.path(GENERATION);
+        let path = self.path(GENERATION_FILE);
         let mut bytes = [0; 8];
         File::open(&path).and_then(|mut f| f.read_exact(&mut bytes)).map_err(io("read", &path))?;
         Ok(u64::from_le_bytes(bytes))
@@ -186,7 +186,7 @@ impl Machine {
         state.processes.iter().filter(|p| self.alive(p)).cloned().collect()
     }
 
-    /// Returns the PID of a context's owner in this process's namespace, or none if it is not
+    /// Returns the PID of a context's owner in this process's namespace; `None` if the owner is not
     /// visible from here.
     #[must_use]
     pub fn visible_pid(&self, process: &Process) -> Option<u32> {
@@ -215,7 +215,7 @@ impl Machine {
         });
     }
 
-    /// Applies the faults for a call about a device (none: about no device). It waits if the call
+    /// Applies the faults for a call about a device (`None`: about no device). It waits if the call
     /// must hang, and returns the code that the call must return instead of working. A fault for a
     /// GPU also applies to its MIG devices.
     ///
@@ -270,7 +270,7 @@ impl Machine {
     }
 
     fn lock(&self) -> Result<File, Error> {
-        let path = self.path(LOCK);
+        let path = self.path(LOCK_FILE);
         let file = open_shared(&path, false).map_err(io("open", &path))?;
         loop {
             match flock(&file, FlockOperation::LockExclusive) {
@@ -282,7 +282,7 @@ impl Machine {
     }
 
     fn load(&self) -> Result<State, Error> {
-        let path = self.path(STATE);
+        let path = self.path(STATE_FILE);
         let bytes = fs::read(&path).map_err(io("read", &path))?;
         serde_json::from_slice(&bytes).map_err(|source| Error::Malformed { path, source })
     }
@@ -290,7 +290,7 @@ impl Machine {
     /// Writes a state under the next number. The caller must hold the lock.
     fn store(&self, mut state: State) -> Result<(), Error> {
         state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
-        let (path, fresh, number) = (self.path(STATE), self.path("state.json.new"), self.path(GENERATION));
+        let (path, fresh, number) = (self.path(STATE_FILE), self.path("state.json.new"), self.path(GENERATION_FILE));
         let text = serde_json::to_vec(&state).map_err(|source| Error::Malformed { path: path.clone(), source })?;
         // A killed writer may have left a file that belongs to another user. It can be replaced but
         // not opened.
@@ -397,7 +397,7 @@ mod tests {
     fn a_killed_writer_leaves_the_old_state_readable() {
         let (dir, machine) = machine();
         let now = machine.snapshot().unwrap().generation;
-        fs::write(dir.path().join(GENERATION), (now + 1).to_le_bytes()).unwrap();
+        fs::write(dir.path().join(GENERATION_FILE), (now + 1).to_le_bytes()).unwrap();
         fs::write(dir.path().join("state.json.new"), "{").unwrap();
         assert_eq!(machine.snapshot().unwrap().generation, now);
         machine.change(|s| s.gpus[0].lost = true).unwrap();
@@ -407,7 +407,7 @@ mod tests {
     #[test]
     fn a_directory_without_a_machine_is_an_error() {
         let (dir, _machine) = machine();
-        fs::write(dir.path().join(STATE), "{\"gpus\":3}").unwrap();
+        fs::write(dir.path().join(STATE_FILE), "{\"gpus\":3}").unwrap();
         assert!(matches!(Machine::open(dir.path()), Err(Error::Malformed { .. })));
         let none = tempfile::tempdir().unwrap();
         assert!(matches!(Machine::open(none.path()), Err(Error::Io { action: "read", .. })));

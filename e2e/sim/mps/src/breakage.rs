@@ -10,14 +10,14 @@ pub const RULE_ENV: &str = "SIM_MPS_BREAK";
 pub const SEED_ENV: &str = "SIM_MPS_SEED";
 
 /// One in this many deaths with kernels of 1 to 100 ms breaks the neighbours.
-const ONE_OF: u64 = 12;
+const DEATHS_PER_BREAKAGE: u64 = 12;
 
 /// Which deaths break the neighbours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rule {
-    /// Kernels from 100 ms on always, kernels below 1 ms never, every twelfth in between.
+    /// Kernels of 100 ms or more always, kernels below 1 ms never. In between, every twelfth death.
     Measured {
-        /// The number of deaths in between. It starts with the seed.
+        /// Number of deaths with kernels in between. The initial value is the seed.
         counted: u64,
     },
     /// Every death with a kernel in flight.
@@ -45,7 +45,7 @@ impl Rule {
             Self::Measured { .. } if kernel_ms < 1.0 => false,
             Self::Measured { counted } => {
                 *counted = counted.wrapping_add(1);
-                counted.is_multiple_of(ONE_OF)
+                counted.is_multiple_of(DEATHS_PER_BREAKAGE)
             }
         }
     }

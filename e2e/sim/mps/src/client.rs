@@ -42,17 +42,17 @@ impl Environment {
     }
 }
 
-/// How often a client retries after its server died during the handshake. The daemon starts another
+/// Number of retries of a client whose server died during the handshake. The daemon starts another
 /// server.
-const RETRIES: u32 = 20;
-const RETRY: Duration = Duration::from_millis(50);
+const MAX_RETRIES: u32 = 20;
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A connection of this process to an MPS server.
 #[derive(Debug)]
 pub struct Mps {
     control: PathBuf,
     devices: Vec<Device>,
-    /// The server notices when it closes, at the latest when the process ends.
+    /// The server notices when this connection closes, at the latest when the process exits.
     channel: Connection,
     _socket: Connection,
 }
@@ -147,9 +147,9 @@ fn enter(
         let answer = wire::recv(&entered.0).ok().flatten().ok_or(Closed::ByServer)?;
         Ok((answer, entered))
     };
-    for _ in 0..RETRIES {
+    for _ in 0..MAX_RETRIES {
         match once() {
-            Err(Closed::ByServer) => thread::sleep(RETRY),
+            Err(Closed::ByServer) => thread::sleep(RETRY_INTERVAL),
             other => return other,
         }
     }

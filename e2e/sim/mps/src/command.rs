@@ -35,23 +35,23 @@ pub enum Command {
     },
     /// The thread percentage of servers started later.
     GetDefaultThreads,
-    /// Sets it. An invalid value has no effect.
+    /// Sets the thread percentage of servers started later. An invalid value has no effect.
     SetDefaultThreads(Option<f64>),
     /// The thread percentage of a server's next clients.
     GetThreads(u32),
-    /// Sets it. An invalid value has no effect.
+    /// Sets the thread percentage of a server's next clients. An invalid value has no effect.
     SetThreads(u32, Option<f64>),
     /// The memory limit of servers started later.
     GetDefaultMemory(String),
-    /// Sets it.
+    /// Sets the memory limit of servers started later.
     SetDefaultMemory(String, String),
     /// The memory limit of a server's next clients.
     GetMemory(u32, String),
-    /// Sets it.
+    /// Sets the memory limit of a server's next clients.
     SetMemory(u32, String, String),
     /// The priority of clients of servers started later.
     GetDefaultPriority,
-    /// Sets it.
+    /// Sets the priority of clients of servers started later.
     SetDefaultPriority(u8),
     /// Stops the servers and the daemon. It waits for the clients, at most for the given time.
     Quit(Option<Duration>),
@@ -156,7 +156,7 @@ impl Command {
         })
     }
 
-    /// Whether only `control_privileged` accepts it.
+    /// Whether only `control_privileged` accepts the command.
     pub fn is_privileged(&self) -> bool {
         !matches!(
             self,

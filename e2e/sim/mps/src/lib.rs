@@ -7,8 +7,7 @@
 //! | module | content |
 //! |---|---|
 //! | [`seqpacket`], [`handshake`] | the sockets, and both sides of the protocol on `control` |
-//! | [`command`], [`limits`], [`breakage`] | commands, limits and the rule of broken neighbours;
-//! pure |
+//! | [`command`], [`limits`], [`breakage`] | pure: commands, limits, the breakage rule |
 //! | [`daemon`], [`server`], [`tool`] | the two programs |
 //! | [`client`] | the CUDA library's side of MPS |
 //! | [`faults`] | faults that tests inject |

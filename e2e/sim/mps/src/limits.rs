@@ -146,7 +146,7 @@ pub fn effective_threads(server: f64, client: Option<f64>) -> f64 {
     client.map_or(server, |own| own.min(server))
 }
 
-/// The bytes of the limit that a context uses itself, by its number of SMs.
+/// Overhead of a context in bytes, by its number of SMs. It counts against the memory limit.
 ///
 /// Measured as limit minus free memory: 123 MiB at 26 SMs, 271 at 66, 514 at 132. The function is
 /// the line through them.

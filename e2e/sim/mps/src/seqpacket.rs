@@ -48,7 +48,7 @@ pub struct Packet {
 /// The poll flags of a connection that the peer has closed.
 const CLOSED: PollFlags = PollFlags::RDHUP.union(PollFlags::HUP).union(PollFlags::ERR);
 
-/// The ancillary data that a receive provides space for. The kernel drops all other.
+/// The ancillary data for which a receive provides space. The kernel drops all other data.
 enum Ancillary {
     Credentials,
     Descriptor,
@@ -150,7 +150,7 @@ impl Connection {
         }
     }
 
-    /// Waits for one packet with the sender's credentials. They are missing if it sent descriptors.
+    /// Waits for one packet with the sender's credentials. A packet with descriptors has none.
     pub fn recv_credentials(&self, most: usize) -> io::Result<Option<Packet>> {
         self.recv_with(most, &Ancillary::Credentials)
     }

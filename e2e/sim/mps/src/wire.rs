@@ -20,7 +20,7 @@ pub enum Status {
     Initializing,
     /// Serving.
     Active,
-    /// Waiting until the clients of a fatal error have exited. New clients are rejected.
+    /// Waiting until all clients that a fatal error broke have exited. New clients are rejected.
     Fault,
 }
 

@@ -1,4 +1,4 @@
-//! Admission policies refuse pods that would break a promise, with a message that helps. Other pods
+//! Admission policies refuse pods that would break a promise, with a helpful message. Other pods
 //! are not affected.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
@@ -12,7 +12,7 @@ const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 /// gives it all rights, because these tests do not test its role.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
-/// A pod with these limits and a change to its spec.
+/// A pod with these limits and a changed spec.
 pub(crate) fn changed(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
     let mut pod = pod("t", limits, "true");
     change(&mut pod["spec"]);
@@ -29,7 +29,7 @@ pub(crate) fn all_gpus() -> Value {
     json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})
 }
 
-/// Another container, without limits.
+/// An additional container without limits.
 pub(crate) fn beside(name: &str, env: &Value) -> Value {
     json!({"name": name, "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never", "env": [env]})
 }
@@ -126,7 +126,7 @@ fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
 fn an_ephemeral_container_cannot_set_what_cleave_sets() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ephemeral")?;
-    // No node offers shares, so the pod stays Pending, which is enough here.
+    // No node offers shares, so the pod stays Pending. This test needs no more.
     scope.pod("waits", &json!({SHARES: 1}), "true")?;
     let path = format!("{}/ephemeralcontainers", scope.pod_path("waits"));
     let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [beside("debug", env)]}});
@@ -147,7 +147,7 @@ fn more_shares_than_any_gpu_has_are_refused() -> Result<()> {
         let at_most = format!("one GPU has at most {most}");
         refused(&scope, &pod("t", &json!({resource: most + 1}), "true"), &[&asked, &at_most, "Request fewer"])?;
     }
-    // MIG instances and whole GPUs may be of several GPUs.
+    // MIG instances and whole GPUs may span several GPUs.
     admitted(&scope, &pod("t", &json!({"nvidia.com/mig-1g.10gb": 100, "nvidia.com/gpu": 100}), "true"))
 }
 

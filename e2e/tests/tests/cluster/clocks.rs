@@ -19,11 +19,11 @@ use crate::restarts::{component_pod, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, offers, ten_shares};
 
 const LIBRARY: &str = "/usr/lib/libsim_clock.so";
-/// The workloads of Cleave.
+/// Cleave's workloads.
 const WORKLOADS: [&str; 3] = ["daemonset/cleave-agent", "daemonset/cleave-mps-host", "deployment/cleave-operator"];
 const HOUR: i64 = 3600;
 /// Ignores SIGTERM, so that it uses its whole grace period.
-const DEAF: &str = "trap '' TERM; exec cleave-client --hold forever";
+const IGNORE_SIGTERM: &str = "trap '' TERM; exec cleave-client --hold forever";
 
 /// Cleave's programs read the clock that the test sets. Dropping the value restores the machine's
 /// clock.
@@ -42,12 +42,12 @@ impl<'a> Clocks<'a> {
         Ok(clocks)
     }
 
-    /// Changes the environment of all programs, and waits until they are restarted with it.
+    /// Changes the environment of all programs, and waits until they have restarted with it.
     fn environment(&self, change: &str) -> Result<()> {
         for workload in WORKLOADS {
             kubectl(&["-n", SYSTEM, "set", "env", workload, change])?;
         }
-        // MPS hosts have to be deleted to be replaced. Their MPS daemons end with them.
+        // MPS hosts are replaced only when they are deleted. Their MPS daemons exit with them.
         kubectl(&["-n", SYSTEM, "delete", "pod", "-l", "app.kubernetes.io/component=mps-host", "--wait"])?;
         for workload in [WORKLOADS[0], WORKLOADS[2]] {
             kubectl(&["-n", SYSTEM, "rollout", "status", workload, "--timeout=120s"])?;
@@ -75,7 +75,8 @@ impl<'a> Clocks<'a> {
     /// Sets the clock of all programs this many seconds ahead of the right time.
     fn set(&self, seconds: i64) -> Result<()> {
         for (node, pid) in self.processes()? {
-            // Atomically, because a program that reads half a number would get another time.
+            // The write is atomic, because a program that reads half a number would get a wrong
+            // time.
             let write = "printf '%s' \"$1\" >\"$0.new\" && mv \"$0.new\" \"$0\"";
             let file = format!("/proc/{pid}/root/dev/shm/sim-clock");
             on_node(&node, &["sh", "-c", write, &file, &seconds.to_string()])?;
@@ -141,7 +142,7 @@ fn jumps_of_the_clock_lose_no_share_reservation_or_grace_and_restart_nothing() -
     let full = ["a", "b", "c"];
     for name in full {
         scope.pod_on(NODE, name, &json!({SHARES: if name == "a" { 8 } else { 10 }}), HOLD)?;
-        scope.running(name)?;
+        scope.wait_until_running(name)?;
         scope.client_report(name)?;
     }
     // This pod is released, but its volume does not exist, so the scheduler finds no node. Its
@@ -158,11 +159,11 @@ fn jumps_of_the_clock_lose_no_share_reservation_or_grace_and_restart_nothing() -
 
     for (at, off) in [HOUR, 0, -HOUR, 0].into_iter().enumerate() {
         let leaving = format!("leaving-{at}");
-        let mut object = pod(&leaving, &json!({SHARES: 1}), DEAF);
+        let mut object = pod(&leaving, &json!({SHARES: 1}), IGNORE_SIGTERM);
         object["spec"]["terminationGracePeriodSeconds"] = json!(GRACE);
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
-        scope.running(&leaving)?;
+        scope.wait_until_running(&leaving)?;
         wait_until(&format!("{leaving} has a client"), || Ok(clients(&scope, &leaving)? == 1))?;
         let deleted = Instant::now();
         cluster.delete(&scope.pod_path(&leaving), Some(GRACE))?;
@@ -177,7 +178,7 @@ fn jumps_of_the_clock_lose_no_share_reservation_or_grace_and_restart_nothing() -
         // A pod that is released and served shows that operator and agent have run since the jump.
         let probe = format!("probe-{at}");
         scope.pod_on(NODE, &probe, &json!({SHARES: 2}), HOLD)?;
-        scope.running(&probe)?;
+        scope.wait_until_running(&probe)?;
         ensure!(scope.client_report(&probe)?["sms"] == 26, "{probe} has other limits");
         check_gated(&scope, "next")?;
         let errors = allocation_errors(&cluster.gpunode(NODE)?, &not_deleted(&scope.pods()?), Some(10));
@@ -187,7 +188,7 @@ fn jumps_of_the_clock_lose_no_share_reservation_or_grace_and_restart_nothing() -
         ensure!(now == before, "off by {off} s: the state changed from\n{before}\nto\n{now}");
     }
     scope.delete_pod("reserved", 0)?;
-    scope.running("next")?;
+    scope.wait_until_running("next")?;
     offers(&cluster, SHARES, 10 * GPUS)
 }
 
@@ -210,7 +211,7 @@ fn a_fault_after_an_uncordon_lasts_although_the_clock_was_set_back() -> Result<(
     health(&cluster, 2, "NeedsReset")?;
     let now = text(&gpu(&cluster, 2)?["health"]["last"]);
     ensure!(now < ahead, "the clock was not set back: it was {ahead} and is {now}");
-    // Both uncordons are in the same object, so uncordoning GPU 2 also repeats the one of GPU 3.
+    // Both uncordon requests are in one object, so uncordoning GPU 2 repeats the request for GPU 3.
     run(&cleave(), &["uncordon", NODE, "2"])?;
     health(&cluster, 2, "")?;
     health(&cluster, 3, "NeedsReset")?;

@@ -2,7 +2,7 @@
 //! limits, no pod is refused, and the node reports it.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Faults, PATIENCE, SYSTEM, Scope, on_node, text, wait_for, wait_until, wait_without_violation,
+    Cluster, Faults, SYSTEM, Scope, WAIT_TIMEOUT, on_node, text, wait_for, wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
@@ -14,7 +14,7 @@ fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Resul
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "daemon")?;
     scope.pod("two", &json!({SHARES: 2}), "sleep infinity")?;
-    scope.running("two")?;
+    scope.wait_until_running("two")?;
     wait_until("the node reports the allocation", || Ok(!allocations(&cluster, &scope, "two")?.is_empty()))?;
     let device = text(&allocations(&cluster, &scope, "two")?[0]["device"]);
     let (_, daemon) = daemon_pids(&cluster)?.into_iter().find(|(of, _)| *of == device).context("no daemon for it")?;
@@ -26,7 +26,7 @@ fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Resul
     scope.exec("two", &["sh", "-c", "cleave-client --once >/report 2>&1 & echo started"])?;
     wait_until("the client waits at the door", || {
         ensure!(scope.exec("two", &["cat", "/report"])?.is_empty(), "the client ran without a daemon");
-        waiting()
+        is_client_waiting()
     })?;
     drop(faults);
     wait_until("the client runs", || Ok(!scope.exec("two", &["cat", "/report"])?.trim().is_empty()))?;
@@ -45,7 +45,7 @@ fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Resul
 }
 
 /// Whether a client waits at a door.
-fn waiting() -> Result<bool> {
+fn is_client_waiting() -> Result<bool> {
     let status = host_status()?;
     Ok(status["allocations"].as_object().is_some_and(|all| all.values().any(|door| door["waiting"].as_u64() > Some(0))))
 }
@@ -55,7 +55,7 @@ fn host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
-/// A field of all daemons of [`NODE`], by device.
+/// One field of all daemons of [`NODE`], by device.
 fn of_daemons(field: &str) -> Result<Vec<(String, Value)>> {
     let daemons = host_status()?["daemons"].as_object().cloned().unwrap_or_default();
     Ok(daemons.into_iter().map(|(device, daemon)| (device, daemon[field].clone())).collect())
@@ -78,7 +78,7 @@ fn failed(scope: &Scope) -> Result<Option<String>> {
 /// Checks that all pods run with the limits of their share, and deletes them.
 fn check_and_delete(scope: &Scope, names: &[String]) -> Result<()> {
     for name in names {
-        scope.running(name)?;
+        scope.wait_until_running(name)?;
         let report = scope.client_report(name)?;
         ensure!(report["viaMps"] == true && report["sms"] == 12, "{name} reports {report}");
     }
@@ -90,8 +90,8 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "away")?;
     for (field, late) in [("pid", "mps:start"), ("serverPid", "mps:server")] {
-        // An earlier pod may have caused a replacement of its server, which is not finished yet.
-        let before = wait_for(&format!("each daemon has a {field}"), PATIENCE, || {
+        // An earlier pod may have caused a replacement of its server that is not finished yet.
+        let before = wait_for(&format!("each daemon has a {field}"), WAIT_TIMEOUT, || {
             let pids = of_daemons(field)?;
             Ok((pids.len() as u64 == GPUS && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))
         })?;

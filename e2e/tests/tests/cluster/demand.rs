@@ -1,4 +1,4 @@
-//! GPUs are repartitioned as pods request slices, and allocated slices stay as they are.
+//! GPUs are repartitioned as pods request slices, and allocated slices do not change.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -12,9 +12,9 @@ use crate::HOLD;
 
 /// The node with two A100 of 40 GB.
 const NODE: &str = "node2";
-const WHOLE: &str = "nvidia.com/gpu";
-const TEN: &str = "nvidia.com/gpu-10gb";
-const TWENTY: &str = "nvidia.com/gpu-20gb";
+const WHOLE_GPU: &str = "nvidia.com/gpu";
+const SLICE_10GB: &str = "nvidia.com/gpu-10gb";
+const SLICE_20GB: &str = "nvidia.com/gpu-20gb";
 
 /// Creates a namespace, and a policy that lets these GPUs of [`NODE`] be partitioned as pods
 /// request slices. `rest` has the other fields of the policy.
@@ -40,7 +40,7 @@ fn gpu(cluster: &Cluster, index: usize) -> Result<Value> {
     Ok(cluster.gpunode(NODE)?["status"]["gpus"][index].clone())
 }
 
-/// Devices of [`NODE`] on which a pod has an allocation, each once.
+/// Devices of [`NODE`] with an allocation of a pod, each once.
 fn devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
     let name = format!("{}/{name}", scope.namespace);
     let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -68,7 +68,7 @@ fn pod_states(cluster: &Cluster, scope: &Scope, names: &[&str]) -> Result<PodSta
     names.iter().map(one).collect()
 }
 
-/// Resource version and note of each Event of an object that has this reason.
+/// Resource version and note of each Event with this reason about an object.
 fn event_notes(cluster: &Cluster, kind: &str, name: &str, reason: &str) -> Result<BTreeSet<(String, String)>> {
     let events = cluster.list("/apis/events.k8s.io/v1/events")?;
     let about = |event: &&Value| {
@@ -81,7 +81,7 @@ fn event_notes(cluster: &Cluster, kind: &str, name: &str, reason: &str) -> Resul
         .collect())
 }
 
-/// Waits until a new Event of an object contains this text.
+/// Waits until a new Event about an object contains this text.
 fn wait_for_new_event(
     cluster: &Cluster,
     (kind, name, reason): (&str, &str, &str),
@@ -104,7 +104,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
     }
     let mut held = Vec::new();
     for (name, profile) in wanted {
-        scope.running(name)?;
+        scope.wait_until_running(name)?;
         let devices = allocated_devices(&cluster, &scope, name)?;
         let instances = (0..2).map(|index| Ok(gpu(&cluster, index)?["mig"]["instances"].clone()));
         let instances: Vec<Value> = instances.collect::<Result<Vec<Value>>>()?;
@@ -117,7 +117,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
     // Another instance is created beside those in use.
     let before = pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?;
     request(&scope, "f", "nvidia.com/mig-1g.5gb", 1)?;
-    scope.running("f")?;
+    scope.wait_until_running("f")?;
     ensure!(before == pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?, "a running pod was disturbed");
     Ok(())
 }
@@ -126,17 +126,17 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
 fn an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "modes-by-demand", &[0])?;
-    request(&scope, "mps", TEN, 1)?;
-    scope.running("mps")?;
+    request(&scope, "mps", SLICE_10GB, 1)?;
+    scope.wait_until_running("mps")?;
     let report = scope.client_report("mps")?;
     ensure!(report["viaMps"] == true, "the client reports {report}");
     scope.delete_pod("mps", 0)?;
     request(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
-    scope.running("mig")?;
+    scope.wait_until_running("mig")?;
     ensure!(gpu(&cluster, 0)?["mode"] == "Mig", "{}", gpu(&cluster, 0)?);
     scope.delete_pod("mig", 0)?;
-    request(&scope, "whole", WHOLE, 2)?;
-    scope.running("whole")?;
+    request(&scope, "whole", WHOLE_GPU, 2)?;
+    scope.wait_until_running("whole")?;
     ensure!(allocated_devices(&cluster, &scope, "whole")?.len() == 2);
     ensure!(gpu(&cluster, 0)?["mode"] == "Whole", "{}", gpu(&cluster, 0)?);
     Ok(())
@@ -150,19 +150,19 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
     let tens = total / (10 * 1024);
     let names: Vec<String> = (0..tens).map(|index| format!("ten-{index}")).collect();
     for name in &names {
-        request(&scope, name, TEN, 1)?;
+        request(&scope, name, SLICE_10GB, 1)?;
     }
     for name in &names {
-        scope.running(name)?;
+        scope.wait_until_running(name)?;
     }
     let before = event_notes(&cluster, "Pod", "twenty", "NoGpu")?;
-    request(&scope, "twenty", TWENTY, 1)?;
+    request(&scope, "twenty", SLICE_20GB, 1)?;
     wait_for_new_event(&cluster, ("Pod", "twenty", "NoGpu"), &before, NODE)?;
     let stay: Vec<&str> = names.iter().skip(2).map(String::as_str).collect();
     let before = pod_states(&cluster, &scope, &stay)?;
     scope.delete_pod(&names[0], 0)?;
     scope.delete_pod(&names[1], 0)?;
-    scope.running("twenty")?;
+    scope.wait_until_running("twenty")?;
     let report = scope.client_report("twenty")?;
     let limit = mps::sized(cleave_plan::units::Mebibytes::from_gib(20), cleave_plan::units::Mebibytes(total)).0;
     ensure!(
@@ -170,13 +170,13 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
         "the client reports {report}, and its limit is {limit} MiB"
     );
     ensure!(before == pod_states(&cluster, &scope, &stay)?, "a running pod was disturbed");
-    // And back: two small slices in place of the large one.
+    // The reverse: two small slices replace the large one.
     scope.delete_pod("twenty", 0)?;
     for name in ["again-0", "again-1"] {
-        request(&scope, name, TEN, 1)?;
+        request(&scope, name, SLICE_10GB, 1)?;
     }
-    scope.running("again-0")?;
-    scope.running("again-1")?;
+    scope.wait_until_running("again-0")?;
+    scope.wait_until_running("again-1")?;
     ensure!(before == pod_states(&cluster, &scope, &stay)?, "a running pod was disturbed");
     Ok(())
 }
@@ -194,7 +194,7 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
     let profile = profiles.find(|profile| profile["name"] == "3g.20gb").context("the model has no profile 3g.20gb")?;
     let total = Sms(u32::try_from(profile["sms"].as_u64().context("the profile has no SMs")?)?);
     for (name, shares) in [("two", 2), ("one", 1)] {
-        scope.running(name)?;
+        scope.wait_until_running(name)?;
         let report = scope.client_report(name)?;
         let sms = mps::sms(mps::threads(shares, 4, Threads::Strict), total).0;
         ensure!(report["viaMps"] == true && report["sms"] == sms, "{name} reports {report}, expected {sms} SMs");
@@ -221,13 +221,13 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
         Ok(gpu["mig"]["instances"].as_array().is_none_or(Vec::is_empty))
     })?;
     drop(faults);
-    scope.running("mig").map(drop)
+    scope.wait_until_running("mig").map(drop)
 }
 
 /// The agent of [`NODE`] is stopped. Dropping the value continues it.
-struct Stopped;
+struct StoppedAgent;
 
-impl Drop for Stopped {
+impl Drop for StoppedAgent {
     fn drop(&mut self) {
         // Harmless if the kubelet has restarted the agent meanwhile.
         if let Err(error) = signal(NODE, "cleave-agent", "CONT") {
@@ -243,24 +243,24 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     scope.policy("by-demand", &json!({"mode": "Auto", "dynamic": {"timeout": "5s"}}))?;
     let left_out = event_notes(&cluster, "Node", NODE, "GpuNodeLeftOut")?;
     let taken_back = event_notes(&cluster, "Node", NODE, "GpuNodeTakenBack")?;
-    let stopped = Stopped;
+    let stopped = StoppedAgent;
     signal(NODE, "cleave-agent", "STOP")?;
-    // Both nodes could serve these pods. They run on the other one, wherever a plan places them
-    // first.
+    // Both nodes could serve these pods. They run on the node whose agent runs, wherever a plan
+    // places them first.
     for index in 0..2 {
-        scope.pod(&format!("any-{index}"), &json!({TWENTY: 1}), HOLD)?;
+        scope.pod(&format!("any-{index}"), &json!({SLICE_20GB: 1}), HOLD)?;
     }
     for index in 0..2 {
-        let running = scope.running(&format!("any-{index}"))?;
+        let running = scope.wait_until_running(&format!("any-{index}"))?;
         ensure!(running["spec"]["nodeName"] != NODE, "a node without a running agent got a pod");
     }
-    // Only the stopped node can serve this pod. The operator plans for it, gets no response, and
-    // leaves the node out.
-    request(&scope, "there", TEN, 1)?;
+    // Only the stopped node can serve this pod. The operator plans for the node, gets no response,
+    // and excludes it.
+    request(&scope, "there", SLICE_10GB, 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeLeftOut"), &left_out, "left out")?;
     drop(stopped);
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeTakenBack"), &taken_back, "again")?;
-    scope.running("there").map(drop)
+    scope.wait_until_running("there").map(drop)
 }
 
 /// The component to kill.
@@ -283,9 +283,9 @@ enum Step {
     Applied,
 }
 
-/// Kills a component: the operator's pod, or the agent's supervisor, which takes the agent along.
-/// Deletes the agent's pod too, because the kubelet delays restarts of a container that was killed
-/// often by minutes.
+/// Kills a component: the operator's pod, or the agent's supervisor and with it the agent. Also
+/// deletes the agent's pod, because the kubelet delays restarts of an often-killed container by
+/// minutes.
 fn kill(cluster: &Cluster, victim: Victim) -> Result<()> {
     let component = match victim {
         Victim::Agent => {
@@ -307,7 +307,7 @@ fn kill(cluster: &Cluster, victim: Victim) -> Result<()> {
 }
 
 /// Waits until the repartition of [`NODE`] that follows the plan in `before` reaches a step or is
-/// over.
+/// finished.
 fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
     let plan = |node: &Value| text(&node["spec"]["planId"]);
     wait_until(&format!("the repartition is {step:?}"), || {
@@ -329,11 +329,11 @@ fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
 fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "killed", &[0, 1])?;
-    request(&scope, "holder", TEN, 1)?;
-    scope.running("holder")?;
+    request(&scope, "holder", SLICE_10GB, 1)?;
+    scope.wait_until_running("holder")?;
     let before = pod_states(&cluster, &scope, &["holder"])?;
-    // Each repartition is of another kind: to MIG, to MPS, and to a whole GPU.
-    let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE];
+    // Each repartition has another target: MIG, MPS, or a whole GPU.
+    let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE_GPU];
     let mut resources = wants.iter().cycle();
     for victim in [Victim::Agent, Victim::Operator] {
         for step in [Step::Requested, Step::Planned, Step::Started, Step::Applied] {
@@ -343,7 +343,9 @@ fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -
             request(&scope, "next", resource, 1)?;
             wait_for_step(&cluster, step, &node)?;
             kill(&cluster, victim)?;
-            scope.running("next").with_context(|| format!("{victim:?} killed at {step:?}, for {resource}"))?;
+            scope
+                .wait_until_running("next")
+                .with_context(|| format!("{victim:?} killed at {step:?}, for {resource}"))?;
             ensure!(
                 before == pod_states(&cluster, &scope, &["holder"])?,
                 "{victim:?} killed at {step:?}: a running pod was disturbed"
@@ -360,15 +362,15 @@ fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -
 /// Times from a pod's creation.
 #[derive(Debug, Default, Clone, Copy)]
 struct Times {
-    /// Until the plan is in the `GpuNode`'s spec.
+    /// Time until the plan is in the `GpuNode`'s spec.
     planned: Duration,
-    /// Until the node has applied the plan.
+    /// Time until the node has applied the plan.
     applied: Duration,
-    /// Until the kubelet reports the resource as allocatable.
+    /// Time until the kubelet reports the resource as allocatable.
     offered: Duration,
-    /// Until the scheduler has bound the pod.
+    /// Time until the scheduler has bound the pod.
     bound: Duration,
-    /// Until its container runs.
+    /// Time until its container runs.
     running: Duration,
 }
 
@@ -406,7 +408,9 @@ fn time_from_creation_to_running_where_a_cut_is_needed() -> Result<()> {
     // Each request differs from the one before, so that the only GPU must be repartitioned each
     // time.
     for (round, resource) in
-        ["nvidia.com/mig-3g.20gb", TWENTY, "nvidia.com/mig-2g.10gb", TEN, "nvidia.com/mig-1g.5gb"].iter().enumerate()
+        ["nvidia.com/mig-3g.20gb", SLICE_20GB, "nvidia.com/mig-2g.10gb", SLICE_10GB, "nvidia.com/mig-1g.5gb"]
+            .iter()
+            .enumerate()
     {
         let name = format!("round-{round}");
         let times = measure(&cluster, &scope, &name, resource)?;

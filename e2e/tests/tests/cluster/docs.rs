@@ -16,14 +16,14 @@ use serde_json::json;
 use crate::health::cleave;
 use crate::{GPUS, HOLD, NODE, SHARES, offers};
 
-/// Limit for one block, in seconds. The longest waits a minute for a pod.
+/// Timeout of one block, in seconds. The longest block waits a minute for a pod.
 const BLOCK_SECONDS: u64 = 90;
-/// How long a block marked `retry` may take to print what the page shows.
-const RETRY: Duration = Duration::from_secs(30);
+/// Maximum time until a block marked `retry` prints what the page shows.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 /// The namespace of the demo's pods, which the tutorial uses.
-const DEMO: &str = "demo";
+const DEMO_NAMESPACE: &str = "demo";
 /// The namespace in which the pages' placeholder commands run: `e2e-` and the scope's name.
-const SCOPE: &str = "docs";
+const SCOPE_NAME: &str = "docs";
 /// The guides, in the order in which they run. The last one deletes all policies.
 const GUIDES: [&str; 15] = [
     "install",
@@ -46,7 +46,7 @@ const GUIDES: [&str; 15] = [
 #[test]
 fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = Scope::new(&cluster, SCOPE)?;
+    let scope = Scope::new(&cluster, SCOPE_NAME)?;
     let _cleanup = Cleanup::new(&cluster);
     start_demo(&cluster)?;
     run_page("tutorial/first-shares.md")?;
@@ -88,9 +88,9 @@ fn each_guide_runs() -> Result<()> {
     Ok(())
 }
 
-/// Removes what the pages' commands create: what an earlier, killed run left, and at the end what
-/// this run created. Declared after the scope, so that it runs before the scope waits until all
-/// GPUs are whole.
+/// Removes what the pages' commands create: first the leftovers of an earlier, killed run, and at
+/// the end those of this run. Declare it after the scope, so that it runs before the scope waits
+/// until all GPUs are whole.
 struct Cleanup<'a>(&'a Cluster);
 
 impl<'a> Cleanup<'a> {
@@ -128,18 +128,18 @@ fn start_demo(cluster: &Cluster) -> Result<()> {
     apply(&format!("{}\n  nodeSelector: {{kubernetes.io/hostname: {NODE}}}\n", policy.trim_end()))?;
     offers(cluster, SHARES, 10 * GPUS)?;
     kubectl(&["apply", "-f", &root().join("e2e/demo-pods.yaml").to_string_lossy()])?;
-    kubectl(&["-n", DEMO, "wait", "--for=condition=Ready", "pod", "--all", "--timeout=90s"]).map(drop)
+    kubectl(&["-n", DEMO_NAMESPACE, "wait", "--for=condition=Ready", "pod", "--all", "--timeout=90s"]).map(drop)
 }
 
-/// Deletes the demo's namespace. Its pods go at once, without their grace periods.
+/// Deletes the demo's namespace and its pods, without their grace periods.
 fn delete_demo(cluster: &Cluster) -> Result<()> {
-    let namespace = format!("/api/v1/namespaces/{DEMO}");
+    let namespace = format!("/api/v1/namespaces/{DEMO_NAMESPACE}");
     if cluster.find(&namespace)?.is_none() {
         return Ok(());
     }
     cluster.delete(&namespace, None)?;
     let gone = || {
-        kubectl(&["-n", DEMO, "delete", "pods", "--all", "--force", "--grace-period=0", "--wait=false"])?;
+        kubectl(&["-n", DEMO_NAMESPACE, "delete", "pods", "--all", "--force", "--grace-period=0", "--wait=false"])?;
         Ok(cluster.find(&namespace)?.is_none())
     };
     wait_until("the namespace of the demo is gone", gone)
@@ -153,7 +153,7 @@ fn run_page(page: &str) -> Result<()> {
     ensure!(problems.is_empty(), "docs/{page}: {problems:?}");
     for block in &blocks {
         let Test::Run { retry, .. } = &block.test else { continue };
-        let deadline = Instant::now() + RETRY;
+        let deadline = Instant::now() + RETRY_TIMEOUT;
         let started = Instant::now();
         while let Err(error) = run_block(block) {
             if !retry || Instant::now() > deadline {
@@ -166,7 +166,7 @@ fn run_page(page: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a block once. Its exit status must be 0, and its output what the page shows.
+/// Runs a block once. Its exit status must be 0, and its output must match the page.
 fn run_block(block: &Block) -> Result<()> {
     let script = block.script();
     let program = PathBuf::from(cleave());

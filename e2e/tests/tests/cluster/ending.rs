@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use cleave_e2e::{Cluster, PATIENCE, Refused, Scope, on_node, pod, signal, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, Refused, Scope, WAIT_TIMEOUT, on_node, pod, signal, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
@@ -16,11 +16,11 @@ const ROUNDS: usize = 4;
 /// Runs long kernels. A kill while such a kernel runs always breaks the neighbours.
 const BUSY: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
 /// Runs long kernels, and exits cleanly on SIGTERM.
-const POLITE: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
+const BUSY_UNTIL_SIGTERM: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
 /// Runs short kernels.
 const NEIGHBOUR: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
 /// Chart value: seconds that an injected `preStop` hook sleeps.
-const PRE_STOP: &str = "admission.preStopSeconds";
+const PRE_STOP_VALUE: &str = "admission.preStopSeconds";
 
 /// A pod with these limits and the default grace period.
 fn requesting(limits: &Value) -> Value {
@@ -29,7 +29,7 @@ fn requesting(limits: &Value) -> Value {
     pod
 }
 
-/// Seconds that the `preStop` hook of each container and then of each init container sleeps.
+/// Sleep of each `preStop` hook in seconds, first of the containers, then of the init containers.
 fn sleeps(pod: &Value) -> Vec<Option<i64>> {
     let all = ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
     all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
@@ -147,10 +147,10 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
     let gating = Setting::of(GATING, "none")?;
     wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[Some(1)])?;
     drop(gating);
-    let seconds = Setting::of(PRE_STOP, 3)?;
+    let seconds = Setting::of(PRE_STOP_VALUE, 3)?;
     wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[Some(3)])?;
     drop(seconds);
-    let off = Setting::of(PRE_STOP, 0)?;
+    let off = Setting::of(PRE_STOP_VALUE, 0)?;
     wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[None])?;
     drop(off);
     Ok(())
@@ -175,7 +175,7 @@ struct Deletion {
     without_hook: bool,
 }
 
-/// Number of deletions, and of those that broke the neighbour.
+/// Number of deletions, and number of deletions that broke the neighbour.
 #[derive(Default)]
 struct Count {
     deletions: usize,
@@ -188,14 +188,14 @@ fn neighbour(scope: &Scope) -> Result<bool> {
     if broken || scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
         scope.delete_pod("neighbour", 0)?;
         scope.pod("neighbour", &json!({SHARES: 1}), NEIGHBOUR)?;
-        works(scope, "neighbour")?;
+        wait_until_busy(scope, "neighbour")?;
     }
     Ok(broken)
 }
 
 /// Waits until a pod's program has a kernel in flight.
-fn works(scope: &Scope, name: &str) -> Result<()> {
-    scope.running(name)?;
+fn wait_until_busy(scope: &Scope, name: &str) -> Result<()> {
+    scope.wait_until_running(name)?;
     wait_until(&format!("{name} has launched a kernel"), || {
         let log = scope.log(name)?;
         if log.contains("\"error\"") {
@@ -223,13 +223,13 @@ fn delete(scope: &Scope, deletion: Deletion) -> Result<Count> {
         let name = format!("busy-{round}");
         let mut object = pod(&name, &json!({SHARES: 2}), script);
         object["spec"]["terminationGracePeriodSeconds"] = json!(30);
-        // Placed on the neighbour's GPU, which has the fewest free shares.
+        // The pod is placed on the neighbour's GPU, which has the fewest free shares.
         if without_hook {
             object["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "none"});
         }
         let path = scope.pod_path(&name);
         scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
-        works(scope, &name)?;
+        wait_until_busy(scope, &name)?;
         let [one, other] =
             [name.as_str(), "neighbour"].map(|pod| scope.client_report(pod).map(|report| text(&report["uuid"])));
         let (one, other) = (one?, other?);
@@ -264,7 +264,7 @@ fn busy_pods_are_deleted_and_their_neighbour_goes_on() -> Result<()> {
     writeln!(out, "neighbours broken by the deletion of a pod that runs kernels of 1 s:")?;
     let mut graceful = 0;
     for grace in [30, 5, 0] {
-        for (what, script) in [("without a handler", BUSY), ("that handles SIGTERM", POLITE)] {
+        for (what, script) in [("without a handler", BUSY), ("that handles SIGTERM", BUSY_UNTIL_SIGTERM)] {
             let count = delete(&scope, Deletion { grace, script, without_hook: false })?;
             writeln!(out, "  grace {grace:>2} s, {what}: {} of {}", count.broken, count.deletions)?;
             if grace > 0 {
@@ -279,16 +279,16 @@ fn busy_pods_are_deleted_and_their_neighbour_goes_on() -> Result<()> {
 }
 
 /// The agent of [`NODE`] is stopped. Dropping the value continues it.
-struct Stopped;
+struct StoppedAgent;
 
-impl Stopped {
+impl StoppedAgent {
     fn new() -> Result<Self> {
         signal(NODE, "cleave-agent", "STOP")?;
         Ok(Self)
     }
 }
 
-impl Drop for Stopped {
+impl Drop for StoppedAgent {
     fn drop(&mut self) {
         if let Err(error) = signal(NODE, "cleave-agent", "CONT") {
             let _ = writeln!(std::io::stderr(), "failed to continue the agent: {error:#}");
@@ -309,10 +309,10 @@ fn without_the_agent_the_neighbours_break() -> Result<()> {
         let mut object = pod(&name, &json!({SHARES: 2}), BUSY);
         object["spec"]["terminationGracePeriodSeconds"] = json!(2);
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
-        works(&scope, &name)?;
-        let stopped = Stopped::new()?;
+        wait_until_busy(&scope, &name)?;
+        let stopped = StoppedAgent::new()?;
         scope.delete_pod(&name, 2)?;
-        let error = wait_for("the neighbour reports an error", PATIENCE, || neighbour_error(&scope));
+        let error = wait_for("the neighbour reports an error", WAIT_TIMEOUT, || neighbour_error(&scope));
         drop(stopped);
         broken += usize::from(error.is_ok());
     }
@@ -326,9 +326,9 @@ const SHUTDOWN_STATE: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
 
 /// Agents are configured with these shutdown periods. Dropping the value restores the
 /// configuration, and ends the simulated shutdown.
-struct Periods(#[expect(dead_code, reason = "dropped with this value")] Setting);
+struct ShutdownPeriods(#[expect(dead_code, reason = "dropped with this value")] Setting);
 
-impl Periods {
+impl ShutdownPeriods {
     fn set(periods: &[(i32, u32)]) -> Result<Self> {
         let entry =
             |(priority, seconds): &(i32, u32)| json!({"priority": priority, "shutdownGracePeriodSeconds": seconds});
@@ -337,7 +337,7 @@ impl Periods {
     }
 }
 
-impl Drop for Periods {
+impl Drop for ShutdownPeriods {
     fn drop(&mut self) {
         if let Err(error) = on_node(NODE, &["rm", "-f", SHUTDOWN_STATE]) {
             let _ = writeln!(std::io::stderr(), "failed to end the simulated shutdown: {error:#}");
@@ -351,25 +351,26 @@ fn clients(scope: &Scope, name: &str) -> Result<u64> {
 }
 
 /// Writes the kubelet's file instead of shutting the node down, which would need the node's
-/// systemd. So the kubelet kills no pod, and every terminated program was terminated by the agent.
+/// systemd. The kubelet therefore kills no pod: every terminated program was terminated by the
+/// agent.
 #[test]
 fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> Result<()> {
-    const CLASS: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
+    const PRIORITY_CLASSES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "ending-shutdown")?;
-    let class = format!("{CLASS}/e2e-later");
+    let class = format!("{PRIORITY_CLASSES}/e2e-later");
     if cluster.find(&class)?.is_none() {
-        cluster.create(CLASS, &json!({"metadata": {"name": "e2e-later"}, "value": 1000}))?;
+        cluster.create(PRIORITY_CLASSES, &json!({"metadata": {"name": "e2e-later"}, "value": 1000}))?;
     }
-    let _periods = Periods::set(&[(0, 12), (1000, 60), (2_000_000_000, 10)])?;
+    let _periods = ShutdownPeriods::set(&[(0, 12), (1000, 60), (2_000_000_000, 10)])?;
     for (name, script, class) in
-        [("first", BUSY, None), ("polite", POLITE, None), ("later", NEIGHBOUR, Some("e2e-later"))]
+        [("first", BUSY, None), ("polite", BUSY_UNTIL_SIGTERM, None), ("later", NEIGHBOUR, Some("e2e-later"))]
     {
         let mut object = pod(name, &json!({SHARES: 2}), script);
         object["spec"]["terminationGracePeriodSeconds"] = json!(30);
         object["spec"]["priorityClassName"] = json!(class);
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
-        works(&scope, name)?;
+        wait_until_busy(&scope, name)?;
     }
     let begun = Instant::now();
     let write = "printf '{\"startTime\":\"%s\",\"endTime\":\"0001-01-01T00:00:00Z\"}' \

@@ -6,13 +6,13 @@ use serde_json::{Value, json};
 
 use crate::{HOLD, NODE, SHARES, offers};
 
-/// Ignores SIGTERM and the error.
-const DEAF: &str = "trap '' TERM; exec cleave-client --hold forever --linger forever";
+/// A program that ignores SIGTERM and CUDA errors.
+const IGNORE_SIGTERM_AND_ERRORS: &str = "trap '' TERM; exec cleave-client --hold forever --linger forever";
 
 /// Waits for an Event of this reason on a pod, and returns its message.
 fn event_message(scope: &Scope, pod: &str, reason: &str) -> Result<String> {
     let uid = text(&scope.cluster.get(&scope.pod_path(pod))?["metadata"]["uid"]);
-    wait_for(&format!("{pod} has an Event {reason}"), cleave_e2e::PATIENCE, || {
+    wait_for(&format!("{pod} has an Event {reason}"), cleave_e2e::WAIT_TIMEOUT, || {
         let events = scope.cluster.list(&format!("/api/v1/namespaces/{}/events", scope.namespace))?;
         let is = |event: &&Value| text(&event["reason"]) == reason && text(&event["involvedObject"]["uid"]) == uid;
         Ok(events.iter().find(is).map(|event| text(&event["message"])))
@@ -31,12 +31,12 @@ fn an_illegal_access_is_told_to_all_that_it_hit_and_who_stays_is_ended() -> Resu
     )?;
     offers(&cluster, SHARES, 10)?;
     scope.pod("near", &json!({SHARES: 2}), HOLD)?;
-    other.pod("far", &json!({SHARES: 3}), DEAF)?;
+    other.pod("far", &json!({SHARES: 3}), IGNORE_SIGTERM_AND_ERRORS)?;
     scope.client_report("near")?;
     other.client_report("far")?;
     scope.pod("culprit", &json!({SHARES: 1}), "exec cleave-client --kernel-ms 1 --fault")?;
     for (of, pod) in [(&scope, "culprit"), (&scope, "near"), (&other, "far")] {
-        let (phase, log) = of.finished(pod)?;
+        let (phase, log) = of.wait_until_finished(pod)?;
         ensure!(phase == "Failed" && log.contains("\"error\":700"), "{pod} is {phase} and says {log}");
     }
     let far = cluster.get(&other.pod_path("far"))?;

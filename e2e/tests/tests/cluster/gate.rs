@@ -1,13 +1,13 @@
-//! The placement gate: it releases a pod once one GPU has a reservation for it, and keeps no pod
-//! that could run.
+//! The placement gate: it releases a pod once one GPU has a reservation for it, and does not hold
+//! back a pod that could run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, PATIENCE, Random, SYSTEM, Scope, allocation_errors, launcher, not_deleted, pod, signal, signal_component,
-    text, wait_for, wait_until,
+    Cluster, Random, SYSTEM, Scope, WAIT_TIMEOUT, allocation_errors, launcher, not_deleted, pod, signal,
+    signal_component, text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
@@ -15,8 +15,8 @@ use crate::gate_admission::GATE;
 use crate::restarts::query_agent;
 use crate::{GPUS, NODE, SHARES, allocations, container_and_restarts, ten_shares};
 
-/// Keeps its shares without using the GPU: hundreds of clients would only load the machine.
-const STAY: &str = "exec sleep 1000000";
+/// Keeps its shares without using the GPU, because hundreds of clients would overload the machine.
+const SLEEP_FOREVER: &str = "exec sleep 1000000";
 
 /// Whether a pod has the placement gate.
 pub(crate) fn is_gated(pod: &Value) -> bool {
@@ -31,7 +31,7 @@ fn events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
 }
 
 /// Waits until an Event of a pod contains this text.
-pub(crate) fn told(scope: &Scope, pod: &str, words: &str) -> Result<()> {
+pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()> {
     wait_until(&format!("an Event of {pod} contains {words:?}"), || {
         let events = events(scope, pod)?;
         ensure!(events.iter().any(|event| event.contains(words)), "{events:?}");
@@ -39,10 +39,10 @@ pub(crate) fn told(scope: &Scope, pod: &str, words: &str) -> Result<()> {
     })
 }
 
-/// Waits until a pod has an allocation. Checks that it is of this many shares of one GPU, and
+/// Waits until a pod has an allocation. Checks that it consists of this many shares of one GPU, and
 /// returns that GPU.
 fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
-    wait_for(&format!("{pod} has an allocation"), PATIENCE, || {
+    wait_for(&format!("{pod} has an allocation"), WAIT_TIMEOUT, || {
         let allocated = allocations(cluster, scope, pod)?;
         if allocated.is_empty() {
             return Ok(None);
@@ -58,22 +58,22 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "fragments")?;
     for index in 0..GPUS {
-        scope.pod(&format!("seven-{index}"), &json!({SHARES: 7}), STAY)?;
+        scope.pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER)?;
     }
     let mut devices = BTreeSet::new();
     for index in 0..GPUS {
         let name = format!("seven-{index}");
-        scope.running(&name)?;
+        scope.wait_until_running(&name)?;
         devices.insert(on_one_gpu(&cluster, &scope, &name, 7)?);
     }
     ensure!(devices.len() as u64 == GPUS, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
     // Twelve shares are free, three on each GPU: a scheduler that adds them up would bind the pod.
-    scope.pod("five", &json!({SHARES: 5}), STAY)?;
-    told(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
+    scope.pod("five", &json!({SHARES: 5}), SLEEP_FOREVER)?;
+    wait_for_event(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
     let waiting = cluster.get(&scope.pod_path("five"))?;
     ensure!(is_gated(&waiting) && waiting["spec"]["nodeName"].is_null(), "{waiting}");
-    scope.pod("three", &json!({SHARES: 3}), STAY)?;
-    scope.running("three")?;
+    scope.pod("three", &json!({SHARES: 3}), SLEEP_FOREVER)?;
+    scope.wait_until_running("three")?;
     let taken = on_one_gpu(&cluster, &scope, "three", 3)?;
     let sevens = (0..GPUS).map(|index| format!("seven-{index}"));
     let deleted = sevens
@@ -81,7 +81,7 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
         .find(|found: &Result<_>| found.as_ref().is_ok_and(|(device, _)| *device != taken))
         .context("all pods are on one GPU")??;
     scope.delete_pod(&deleted.1, 0)?;
-    scope.running("five")?;
+    scope.wait_until_running("five")?;
     ensure!(on_one_gpu(&cluster, &scope, "five", 5)? == deleted.0, "the pod is not on the GPU with free shares");
     Ok(())
 }
@@ -90,19 +90,19 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
 fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "never")?;
-    scope.pod("eleven", &json!({SHARES: 11}), STAY)?;
-    let condition = wait_for("the scheduler reports the pod as unschedulable", PATIENCE, || {
+    scope.pod("eleven", &json!({SHARES: 11}), SLEEP_FOREVER)?;
+    let condition = wait_for("the scheduler reports the pod as unschedulable", WAIT_TIMEOUT, || {
         let pod = cluster.get(&scope.pod_path("eleven"))?;
         let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
         Ok(conditions.into_iter().find(|condition| condition["reason"] == "Unschedulable"))
     })?;
     ensure!(condition["status"] == "False", "{condition}");
-    told(&scope, "eleven", "the largest has 10")
+    wait_for_event(&scope, "eleven", "the largest has 10")
 }
 
 /// A pod template with one container.
 fn template(app: &str, shares: u32) -> Value {
-    let spec = pod(app, &json!({SHARES: shares}), STAY)["spec"].take();
+    let spec = pod(app, &json!({SHARES: shares}), SLEEP_FOREVER)["spec"].take();
     json!({"metadata": {"labels": {"app": app}}, "spec": spec})
 }
 
@@ -139,9 +139,9 @@ fn create_controllers(scope: &Scope) -> Result<()> {
 }
 
 /// Creates a pod `several` with two containers that request shares, a sidecar, and an init
-/// container whose shares the other containers use again.
+/// container whose shares the other containers reuse.
 fn create_pod_with_several_containers(scope: &Scope) -> Result<()> {
-    let mut several = pod("several", &json!({SHARES: 4}), STAY);
+    let mut several = pod("several", &json!({SHARES: 4}), SLEEP_FOREVER);
     let container = |name: &str, shares: u32, script: &str| {
         let mut container = several["spec"]["containers"][0].clone();
         container["name"] = json!(name);
@@ -149,16 +149,15 @@ fn create_pod_with_several_containers(scope: &Scope) -> Result<()> {
         container["resources"]["limits"] = json!({SHARES: shares.to_string()});
         container
     };
-    let (second, first) = (container("second", 5, STAY), container("first", 2, "true"));
-    let mut sidecar = container("sidecar", 1, STAY);
+    let (second, first) = (container("second", 5, SLEEP_FOREVER), container("first", 2, "true"));
+    let mut sidecar = container("sidecar", 1, SLEEP_FOREVER);
     sidecar["restartPolicy"] = json!("Always");
     several["spec"]["containers"].as_array_mut().context("containers")?.push(second);
     several["spec"]["initContainers"] = json!([first, sidecar]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &several).map(drop)
 }
 
-/// Containers with the number of shares that each has, by `app` label, or by name of a pod without
-/// one.
+/// Containers and their numbers of shares, by `app` label, or by name for a pod without one.
 type SharesByApp = BTreeMap<String, Vec<(String, usize)>>;
 
 /// Reads the allocations of these pods.
@@ -183,7 +182,7 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
     let scope = ten_shares(&cluster, "kinds")?;
     create_controllers(&scope)?;
     create_pod_with_several_containers(&scope)?;
-    let shares = wait_for("all pods run and have their allocations", PATIENCE, || {
+    let shares = wait_for("all pods run and have their allocations", WAIT_TIMEOUT, || {
         let pods = scope.pods()?;
         let running = pods.iter().filter(|pod| text(&pod["status"]["phase"]) == "Running").count();
         ensure!(pods.len() == 6 && running == 6, "{} pods, {running} run", pods.len());
@@ -242,7 +241,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     let ns = &scope.namespace;
     let pods = format!("/api/v1/namespaces/{ns}/pods");
     for index in 0..GPUS {
-        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES: 7}), STAY);
+        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER);
         if index > 0 {
             pod["metadata"]["labels"] = json!({"keep": "me"});
         }
@@ -258,7 +257,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     let before: Vec<(String, u64)> = (0..GPUS)
         .map(|index| {
             let name = format!("seven-{index}");
-            scope.running(&name)?;
+            scope.wait_until_running(&name)?;
             on_one_gpu(&cluster, &scope, &name, 7)?;
             container_and_restarts(&cluster, &scope, &name)
         })
@@ -268,16 +267,16 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         Ok(budget["status"]["currentHealthy"] == GPUS - 1)
     })?;
     let with = |name: &str, class: &str| {
-        let mut pod = pod(name, &json!({SHARES: 6}), STAY);
+        let mut pod = pod(name, &json!({SHARES: 6}), SLEEP_FOREVER);
         pod["spec"]["priorityClassName"] = json!(class);
         pod
     };
-    // A pod whose policy is never to preempt waits, whatever its priority.
+    // A pod with the preemption policy `Never` waits, whatever its priority.
     cluster.create(&pods, &with("patient", "e2e-patient"))?;
-    told(&scope, "patient", "the emptiest has 3")?;
+    wait_for_event(&scope, "patient", "the emptiest has 3")?;
     cluster.delete(&scope.pod_path("patient"), Some(0))?;
     cluster.create(&pods, &with("high", "e2e-high"))?;
-    scope.running("high")?;
+    scope.wait_until_running("high")?;
     ensure!(cluster.find(&scope.pod_path("seven-0"))?.is_none(), "the pod without a budget was not evicted");
     for (index, before) in before.iter().enumerate().skip(1) {
         ensure!(
@@ -285,7 +284,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
             "seven-{index} was disturbed"
         );
     }
-    told(&scope, "seven-0", "Preempted")
+    wait_for_event(&scope, "seven-0", "Preempted")
 }
 
 /// Number of shares of [`NODE`] that are in use.
@@ -303,19 +302,19 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "forgotten")?;
     let names: Vec<String> = (0..GPUS).map(|index| format!("full-{index}")).collect();
-    names.iter().try_for_each(|name| scope.pod(name, &json!({SHARES: 10}), STAY).map(drop))?;
-    names.iter().try_for_each(|name| scope.running(name).map(drop))?;
+    names.iter().try_for_each(|name| scope.pod(name, &json!({SHARES: 10}), SLEEP_FOREVER).map(drop))?;
+    names.iter().try_for_each(|name| scope.wait_until_running(name).map(drop))?;
     wait_until("all shares are in use", || Ok(in_use(&cluster)? == 10 * GPUS))?;
     scope.delete_pod(&names[0], 0)?;
     wait_until("a GPU is free", || Ok(in_use(&cluster)? == 10 * (GPUS - 1)))?;
     // The kubelet dies while the pod is in transit to it.
     let kubelet = format!("kubelet@{NODE}");
     signal_component(&kubelet, "STOP")?;
-    scope.pod("next", &json!({SHARES: 10}), STAY)?;
+    scope.pod("next", &json!({SHARES: 10}), SLEEP_FOREVER)?;
     wait_until("the pod is bound", || Ok(cluster.get(&scope.pod_path("next"))?["spec"]["nodeName"] == NODE))?;
     launcher(&["kill", &kubelet])?;
     launcher(&["start", &kubelet])?;
-    scope.running("next")?;
+    scope.wait_until_running("next")?;
     on_one_gpu(&cluster, &scope, "next", 10).map(drop)
 }
 
@@ -324,7 +323,7 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
 struct Observed {
     created: u64,
     ran: BTreeSet<String>,
-    /// Pods that the kubelet refused for good, and why.
+    /// Pods that the kubelet permanently refused, with the reason.
     refused: BTreeMap<String, String>,
     /// Pods with shares of two GPUs, and GPUs with too many shares allocated.
     errors: BTreeSet<String>,
@@ -365,7 +364,7 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
         // The kubelet accepts 110 pods.
         for _ in 0..(1 + random.below(16)).min(count - observed.created).min(70_u64.saturating_sub(living)) {
             let shares = 1 + random.below(10);
-            scope.pod(&format!("p{}", observed.created), &json!({SHARES: shares}), STAY)?;
+            scope.pod(&format!("p{}", observed.created), &json!({SHARES: shares}), SLEEP_FOREVER)?;
             observed.created += 1;
         }
         if observed.created / KILL_EVERY > kills {
@@ -385,7 +384,7 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
         std::thread::sleep(Duration::from_millis(random.below(300)));
     }
     // The remaining pods run as others are deleted.
-    wait_for("all remaining pods have run", PATIENCE * 4, || {
+    wait_for("all remaining pods have run", WAIT_TIMEOUT * 4, || {
         let pods = observe(scope, &mut observed)?;
         for pod in pods.iter().filter(|pod| text(&pod["status"]["phase"]) != "Pending") {
             delete(pod, 0)?;
@@ -444,7 +443,7 @@ fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Resul
             }
         }
     })?;
-    // The same without the gate, in a namespace that an administrator has exempted.
+    // Runs the same storm without the gate, in a namespace that an administrator has exempted.
     cluster.patch(
         &format!("/api/v1/namespaces/{}", scope.namespace),
         &json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}}),

@@ -19,7 +19,7 @@ pub(crate) const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 /// gives it all rights, because these tests do not test its role.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
-/// Chart value that selects what gates pods.
+/// Chart value that selects the mechanism that gates pods.
 pub(crate) const GATING: &str = "admission.gate";
 
 /// Returns a pod as the API server admits it in a dry run.
@@ -78,7 +78,7 @@ fn check_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Checks which pods are gated. The rules do not depend on what gates them.
+/// Checks which pods are gated. The rules are the same for both mechanisms.
 fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let two = json!({SHARES: 2});
     wait_for_gates(scope, &requesting(&two), &[GATE])?;
@@ -141,7 +141,7 @@ fn check_exceptions(scope: &Scope) -> Result<()> {
         label(scope, allow)?;
         wait_for_gates(scope, &requesting(&two), expected)?;
     }
-    // A pod that may name its node is not scheduled, so it is not gated.
+    // A pod with an explicit node is not scheduled, so it is not gated.
     let mut pinned = requesting(&two);
     pinned["spec"]["nodeName"] = json!(NODE);
     label(scope, "node-name")?;
@@ -180,7 +180,7 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
     let args = ["-n", &scope.namespace, "patch", "pod", "waits", "--type=merge", "-p", &change];
     kubectl(&[&OPERATOR[..], &args].concat())?;
     ensure!(gates(&scope.cluster.get(&path)?) == [OTHER], "the operator failed to remove the gate");
-    // On a pod without shares anybody may remove the gate.
+    // Any user may remove the gate from a pod without shares.
     create("plain", &json!({}))?;
     scope.cluster.patch(&scope.pod_path("plain"), &keep(&[OTHER]))?;
     create("allowed", &json!({SHARES: 1}))?;
@@ -235,8 +235,8 @@ fn with_gating_off_no_pod_is_gated() -> Result<()> {
     set_gates(&mut pod, &[OTHER, GATE]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)?;
     let change = json!({"spec": {"schedulingGates": [{"name": OTHER}]}});
-    // The API server notices the deletion of each policy separately, and may notice this one later
-    // than the one that gates.
+    // The API server observes the deletion of each policy separately, and may observe this one
+    // after that of the gating policy.
     wait_until("a user removes the gate", || {
         scope.cluster.patch(&scope.pod_path("t"), &change)?;
         Ok(true)

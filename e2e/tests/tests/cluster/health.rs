@@ -13,12 +13,12 @@ use crate::{
     GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, offers, other_than_ten, ten_shares,
 };
 
-/// `agent.suspectQuietSeconds` in e2e/values.yaml.
-const QUIET: Duration = Duration::from_secs(20);
+/// Quiet time of a suspect GPU: `agent.suspectQuietSeconds` in e2e/values.yaml.
+const QUIET_TIME: Duration = Duration::from_secs(20);
 
 /// Path of the `cleave` program, which an administrator uses.
 pub(crate) fn cleave() -> String {
-    // As e2e/lib.sh chooses the profile.
+    // The profile is chosen as in e2e/lib.sh.
     let profile = match std::env::var("CLEAVE_PROFILE").as_deref() {
         Ok("dev") => "debug".to_owned(),
         Ok(profile) => profile.to_owned(),
@@ -27,7 +27,7 @@ pub(crate) fn cleave() -> String {
     format!("{}/../../target/{profile}/cleave", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Dropping it repairs and uncordons all GPUs of [`NODE`].
+/// Repairs and uncordons all GPUs of [`NODE`] when it is dropped.
 pub(crate) struct RepairGuard<'a> {
     cluster: &'a Cluster,
     pub(crate) faults: Faults<'a>,
@@ -72,10 +72,10 @@ pub(crate) fn health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
     })
 }
 
-/// Creates a pod of ten shares, and checks that it runs on another GPU than the unhealthy one.
-fn runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, unhealthy: u64) -> Result<()> {
+/// Creates a pod of ten shares, and checks that it runs on a GPU other than the unhealthy one.
+fn check_runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, unhealthy: u64) -> Result<()> {
     scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
-    scope.running(name)?;
+    scope.wait_until_running(name)?;
     let unhealthy = text(&gpu(cluster, unhealthy)?["uuid"]);
     let report = scope.client_report(name)?;
     ensure!(text(&report["uuid"]) != unhealthy, "{name} is on the unhealthy GPU");
@@ -88,7 +88,7 @@ fn each_class_of_xid_has_its_effect_and_its_way_of_recovery() -> Result<()> {
     let scope = ten_shares(&cluster, "xids")?;
     let repair = RepairGuard::new(&cluster);
     scope.pod_on(NODE, "stays", &json!({SHARES: 2}), HOLD)?;
-    scope.running("stays")?;
+    scope.wait_until_running("stays")?;
     let before = container_and_restarts(&cluster, &scope, "stays")?;
 
     // XID 31 is an application error: all shares stay. The agent handles XIDs in order, so the
@@ -98,22 +98,22 @@ fn each_class_of_xid_has_its_effect_and_its_way_of_recovery() -> Result<()> {
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
     health(&cluster, 1, "Suspect")?;
     let message = text(&gpu(&cluster, 1)?["health"]["message"]);
-    ensure!(message.contains(&format!("after {} s without another", QUIET.as_secs())), "{message}");
+    ensure!(message.contains(&format!("after {} s without another", QUIET_TIME.as_secs())), "{message}");
     health(&cluster, 0, "")?;
     // Each further XID restarts the quiet time.
     repair.faults.simgpu(&["xid", "1", "999"])?;
-    runs_elsewhere(&cluster, &scope, "beside-suspect", 1)?;
+    check_runs_elsewhere(&cluster, &scope, "beside-suspect", 1)?;
 
     let quiet = Instant::now();
     repair.faults.simgpu(&["xid", "1", "999"])?;
     repair.faults.simgpu(&["xid", "2", "48"])?;
     offers(&cluster, SHARES, 10 * (GPUS - 2))?;
     health(&cluster, 2, "NeedsReset")?;
-    runs_elsewhere(&cluster, &scope, "beside-unhealthy", 2)?;
+    check_runs_elsewhere(&cluster, &scope, "beside-unhealthy", 2)?;
 
     // GPU 1 recovers after the quiet time, when NVML answers.
     health(&cluster, 1, "")?;
-    ensure!(quiet.elapsed() >= QUIET, "GPU 1 was healthy again after {:?}", quiet.elapsed());
+    ensure!(quiet.elapsed() >= QUIET_TIME, "GPU 1 was healthy again after {:?}", quiet.elapsed());
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
     health(&cluster, 2, "NeedsReset")?;
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
@@ -156,7 +156,7 @@ fn one_lost_gpu_fails_no_pod_on_another_and_comes_back_by_itself() -> Result<()>
         let name = format!("p{at}");
         scope.pod_on(NODE, &name, &json!({SHARES: shares}), HOLD)?;
         // Fails at once if the pod fails.
-        scope.running(&name)?;
+        scope.wait_until_running(&name)?;
     }
     health(&cluster, 1, "Lost")?;
     repair.faults.simgpu(&["restore", "1"])?;
@@ -165,9 +165,9 @@ fn one_lost_gpu_fails_no_pod_on_another_and_comes_back_by_itself() -> Result<()>
     Ok(())
 }
 
-/// How long the test watches the other GPUs while one hangs. It covers the deadline of NVML calls
-/// and several later health checks.
-const HANGS: Duration = Duration::from_secs(40);
+/// Time for which the test watches the other GPUs while one hangs. It covers the deadline of NVML
+/// calls and several later health checks.
+const HANG_DURATION: Duration = Duration::from_secs(40);
 
 #[test]
 fn one_hanging_gpu_is_unreachable_alone_and_comes_back_by_itself() -> Result<()> {
@@ -175,13 +175,13 @@ fn one_hanging_gpu_is_unreachable_alone_and_comes_back_by_itself() -> Result<()>
     let scope = ten_shares(&cluster, "hangs")?;
     let repair = RepairGuard::new(&cluster);
     scope.pod_on(NODE, "stays", &json!({SHARES: 2}), HOLD)?;
-    scope.running("stays")?;
+    scope.wait_until_running("stays")?;
     let before = container_and_restarts(&cluster, &scope, "stays")?;
     let uuid = text(&gpu(&cluster, 3)?["uuid"]);
 
     repair.faults.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"])?;
     let begun = Instant::now();
-    // Must hold throughout.
+    // Evaluated throughout the hang.
     let violation = || {
         let offered = cluster.allocatable(NODE, SHARES)?;
         if offered < 10 * (GPUS - 1) {
@@ -201,9 +201,13 @@ fn one_hanging_gpu_is_unreachable_alone_and_comes_back_by_itself() -> Result<()>
 
     scope.pod_on(NODE, "new", &json!({SHARES: 5}), HOLD)?;
     // Fails at once if the pod fails.
-    scope.running("new")?;
+    scope.wait_until_running("new")?;
     ensure!(text(&scope.client_report("new")?["uuid"]) != uuid, "the new pod is on the GPU that hangs");
-    wait_without_violation("the hang has lasted", || Ok(begun.elapsed() >= HANGS && unreachable()?), violation)?;
+    wait_without_violation(
+        "the hang has lasted",
+        || Ok(begun.elapsed() >= HANG_DURATION && unreachable()?),
+        violation,
+    )?;
     // XIDs of other GPUs still arrive.
     repair.faults.simgpu(&["xid", "2", "48"])?;
     health(&cluster, 2, "NeedsReset")?;
@@ -223,7 +227,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     let scope = ten_shares(&cluster, "cordon")?;
     let _repair = RepairGuard::new(&cluster);
     scope.pod_on(NODE, "holder", &json!({SHARES: 3}), HOLD)?;
-    scope.running("holder")?;
+    scope.wait_until_running("holder")?;
     wait_until("the node reports the allocation", || Ok(!allocations(&cluster, &scope, "holder")?.is_empty()))?;
     let device = text(&allocations(&cluster, &scope, "holder")?[0]["device"]);
     let before = container_and_restarts(&cluster, &scope, "holder")?;
@@ -236,7 +240,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     offers(&cluster, SHARES, 10 * (GPUS - 1) + 3)?;
     let index = gpu_index(&cluster, &device)?;
     for name in ["one", "two"] {
-        runs_elsewhere(&cluster, &scope, name, index)?;
+        check_runs_elsewhere(&cluster, &scope, name, index)?;
     }
     ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "a running pod was disturbed");
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
@@ -245,7 +249,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     // More than the other GPUs can serve: one pod waits, and `explain` says why.
     for name in ["a", "b", "c"] {
         scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
-        scope.running(name)?;
+        scope.wait_until_running(name)?;
     }
     scope.pod_on(NODE, "d", &json!({SHARES: 5}), HOLD)?;
     let explained = run(&cleave(), &["explain", "pod", &format!("{}/d", scope.namespace)])?;

@@ -1,7 +1,7 @@
-//! Attempts of hostile tenants, of hostile programs in their pods and of a compromised agent.
+//! Attempts by hostile tenants, by hostile programs in their pods and by a compromised agent.
 //! `docs/explanation/attempts.md` has the same list.
 //!
-//! An attempt that is expected to have no effect must show what it did not change. No attempt may
+//! An attempt that is expected to have no effect must report what it did not change. No attempt may
 //! affect Cleave's pods and programs, an MPS daemon, or a neighbour that computes on the same GPU.
 mod floods;
 mod programs;
@@ -93,8 +93,8 @@ const TENANT: &str = "tenant";
 
 impl<'a> TestBed<'a> {
     fn new(scope: Scope<'a>) -> Result<Self> {
-        // More rights than any built-in role gives, so that Cleave refuses the attempts and not
-        // RBAC.
+        // More rights than any built-in role gives, so that Cleave and not RBAC refuses the
+        // attempts.
         let pods = ["pods", "pods/status", "pods/ephemeralcontainers", "pods/resize", "pods/binding", "bindings"];
         let rules = json!([{"apiGroups": [""], "resources": pods, "verbs": ["*"]}]);
         let roles = format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles", scope.namespace);
@@ -174,7 +174,7 @@ fn owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server applies roles with a short delay. Before, it would refuse an attempt for
+    // The API server applies roles with a short delay. Until then it would refuse an attempt for
     // another reason.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
         let attributes = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
@@ -202,7 +202,7 @@ fn refusals(answers: impl IntoIterator<Item = Result<Value>>) -> Result<Outcome>
     Ok(Outcome::Refused(refusals))
 }
 
-/// JSON objects in the output of programs, one on a line.
+/// JSON objects in the output of programs, one per line.
 fn lines(said: &str) -> Vec<Value> {
     said.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect()
 }

@@ -62,7 +62,7 @@ fn other_than_ten(cluster: &Cluster, selects: impl Fn(&Value) -> bool) -> Result
     Ok(others.map(|gpu| format!("GPU {}: {}", gpu["index"], gpu["slices"])).collect())
 }
 
-/// Waits until exactly this many of a resource are in [`NODE`]'s allocatable.
+/// Waits until [`NODE`]'s allocatable count of a resource has this value.
 fn offers(cluster: &Cluster, resource: &str, count: u64) -> Result<()> {
     wait_until(&format!("{NODE} offers {count} {resource}"), || {
         let offered = cluster.allocatable(NODE, resource)?;
@@ -91,7 +91,7 @@ fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     Ok(pids)
 }
 
-/// Container id and restart count of a running pod. A disturbed pod does not keep them.
+/// Container id and restart count of a running pod. They change if the pod is disturbed.
 fn container_and_restarts(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<(String, u64)> {
     let pod = cluster.get(&scope.pod_path(pod))?;
     let status = &pod["status"]["containerStatuses"][0];

@@ -1,5 +1,5 @@
-//! The chart's network policies, on a network that enforces them: who can read metrics, where Cleave
-//! can connect to, and that Cleave works with them.
+//! The chart's network policies, on a network that enforces them: who can read metrics, where
+//! Cleave can connect to, and that Cleave works with them.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, process, text, wait_until};
 use serde_json::{Value, json};
@@ -9,9 +9,9 @@ use crate::restarts::{component_pod, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, offers, ten_shares};
 
 /// Port of `/metrics`.
-const METRICS: &str = "8080";
+const METRICS_PORT: &str = "8080";
 /// Accepts every connection and closes it.
-const LISTEN: &str = "exec busybox nc -ll -p 8081 -e true";
+const LISTEN_ON_8081: &str = "exec busybox nc -ll -p 8081 -e true";
 
 fn address(pod: &Value) -> Result<String> {
     let address = text(&pod["status"]["podIP"]);
@@ -49,7 +49,7 @@ fn caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<
         cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &label)?;
     }
     scope.pod_on("node2", "caller", &json!({}), "exec sleep 1000000")?;
-    scope.running("caller")?;
+    scope.wait_until_running("caller")?;
     Ok(scope)
 }
 
@@ -67,17 +67,17 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let stranger = caller(&cluster, "network-stranger", false)?;
     let reader = caller(&cluster, "network-reader", true)?;
     // A server that no policy protects.
-    stranger.pod_on("node2", "listener", &json!({}), LISTEN)?;
-    let listener = address(&stranger.running("listener")?)?;
+    stranger.pod_on("node2", "listener", &json!({}), LISTEN_ON_8081)?;
+    let listener = address(&stranger.wait_until_running("listener")?)?;
     wait_until("the listener accepts connections", || reaches(&reader, "caller", &listener, "8081"))?;
 
     for component in ["agent", "operator"] {
         let metrics = address(&component_pod(&cluster, component)?)?;
         wait_until(&format!("the {component}'s metrics can be read"), || {
-            reaches(&reader, "caller", &metrics, METRICS)
+            reaches(&reader, "caller", &metrics, METRICS_PORT)
         })?;
         wait_until(&format!("other namespaces cannot reach the {component}"), || {
-            Ok(!reaches(&stranger, "caller", &metrics, METRICS)?)
+            Ok(!reaches(&stranger, "caller", &metrics, METRICS_PORT)?)
         })?;
     }
     let service = cluster.get("/api/v1/namespaces/default/services/kubernetes")?;
@@ -107,12 +107,14 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
 fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_anywhere() -> Result<()> {
     let cluster = Cluster::connect()?;
     let stranger = caller(&cluster, "network-open", false)?;
-    stranger.pod_on("node2", "listener", &json!({}), LISTEN)?;
-    let listener = address(&stranger.running("listener")?)?;
+    stranger.pod_on("node2", "listener", &json!({}), LISTEN_ON_8081)?;
+    let listener = address(&stranger.wait_until_running("listener")?)?;
     let without = Setting::of("networkPolicy.enabled", false)?;
     let metrics = address(&component_pod(&cluster, "agent").context("no agent")?)?;
-    wait_until("every namespace can read the agent's metrics", || reaches(&stranger, "caller", &metrics, METRICS))?;
+    wait_until("every namespace can read the agent's metrics", || {
+        reaches(&stranger, "caller", &metrics, METRICS_PORT)
+    })?;
     wait_until("the agent can reach every pod", || cleave_reaches("cleave-agent", &listener, "8081"))?;
     drop(without);
-    wait_until("other namespaces cannot reach the agent", || Ok(!reaches(&stranger, "caller", &metrics, METRICS)?))
+    wait_until("other namespaces cannot reach the agent", || Ok(!reaches(&stranger, "caller", &metrics, METRICS_PORT)?))
 }

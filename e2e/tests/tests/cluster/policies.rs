@@ -1,5 +1,5 @@
-//! Sharing policies: an invalid one is refused with an explanation, a valid one is applied without a
-//! restart.
+//! Sharing policies: an invalid one is refused with an explanation, a valid one is applied without
+//! a restart.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES, Refused, Scope, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
@@ -48,7 +48,7 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Res
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "inuse")?;
     scope.pod("holder", &json!({SHARES: 2}), HOLD)?;
-    scope.running("holder")?;
+    scope.wait_until_running("holder")?;
     let before = container_and_restarts(&cluster, &scope, "holder")?;
     cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
     // The three idle GPUs change. The one in use keeps its ten shares.
@@ -86,7 +86,7 @@ fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
     }
     let mut gpus = Vec::new();
     for (name, _) in pods {
-        scope.running(name)?;
+        scope.wait_until_running(name)?;
         let report = scope.client_report(name)?;
         ensure!(report["viaMps"] == (name == "mps"), "{name} reports {report}");
         ensure!(report["sms"] == if name == "mps" { 32 } else { 132 }, "{name} reports {report}");
@@ -158,7 +158,7 @@ fn without_a_policy_gpus_are_offered_whole() -> Result<()> {
     offers(&cluster, SHARES, 0)?;
     offers(&cluster, "nvidia.com/gpu", GPUS)?;
     scope.pod_on(NODE, "whole", &json!({"nvidia.com/gpu": 2}), HOLD)?;
-    scope.running("whole")?;
+    scope.wait_until_running("whole")?;
     let report = scope.client_report("whole")?;
     ensure!(report["viaMps"] == false && report["sms"] == 132, "the client reports {report}");
     Ok(())

@@ -2,8 +2,8 @@
 //! its disk remain.
 //!
 //! The test cannot change the machine's boot id. The agent compares it with the boot id in its
-//! checkpoint, so the test changes that one while the node is down. The kubelet's own view of the
-//! boot id affects nothing that these tests check.
+//! checkpoint, so the test changes the checkpoint while the node is down. The kubelet also reads
+//! the boot id, but uses it for nothing that these tests check.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write as _;
@@ -13,8 +13,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{
-    Cluster, LABEL, PATIENCE, SYSTEM, Scope, allocation_errors, launcher, not_deleted, on_node, pod, text, wait_for,
-    wait_until,
+    Cluster, LABEL, SYSTEM, Scope, WAIT_TIMEOUT, allocation_errors, launcher, not_deleted, on_node, pod, text,
+    wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
@@ -22,12 +22,12 @@ use crate::health::{RepairGuard, health};
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, offers, ten_shares};
 
 /// The node that does not reboot.
-const OTHER: &str = "node2";
-/// [`NODE`]'s first process. All other processes of the node end with it.
-const COMPONENT: &str = "node@node1";
+const OTHER_NODE: &str = "node2";
+/// [`NODE`]'s first process. All other processes of the node exit with it.
+const NODE_COMPONENT: &str = "node@node1";
 /// Pods of the Deployment, and the shares that each requests.
 const REPLICAS: usize = 3;
-const EACH: u64 = 3;
+const SHARES_PER_REPLICA: u64 = 3;
 
 /// Path of a node's file on the machine. It can be read while the node is down.
 fn node_file(path: &str) -> Result<PathBuf> {
@@ -43,7 +43,7 @@ impl PowerCut {
     /// Cuts the power of [`NODE`], and makes its GPUs and its checkpoint look rebooted.
     fn new() -> Result<Self> {
         let guard = Self;
-        launcher(&["kill", COMPONENT])?;
+        launcher(&["kill", NODE_COMPONENT])?;
         let simgpu = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/demo/driver/bin/simgpu");
         let rebooted =
             Command::new(simgpu).arg("reboot").env("SIMGPU_STATE", node_file("/var/lib/simgpu")?).status()?;
@@ -59,7 +59,7 @@ impl PowerCut {
 
 impl Drop for PowerCut {
     fn drop(&mut self) {
-        if let Err(error) = launcher(&["start", COMPONENT]) {
+        if let Err(error) = launcher(&["start", NODE_COMPONENT]) {
             let _ = writeln!(std::io::stderr(), "failed to start {NODE}: {error:#}");
         }
     }
@@ -86,7 +86,7 @@ impl Drop for ApiServerDown {
 
 /// Creates a Deployment `deployed` of [`REPLICAS`] pods on [`NODE`].
 fn deploy(scope: &Scope) -> Result<()> {
-    let mut spec = pod("deployed", &json!({SHARES: EACH}), HOLD)["spec"].take();
+    let mut spec = pod("deployed", &json!({SHARES: SHARES_PER_REPLICA}), HOLD)["spec"].take();
     spec["restartPolicy"] = json!("Always");
     spec["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     let labels = json!({"app": "deployed"});
@@ -101,7 +101,7 @@ fn deploy(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Whether a pod is of the Deployment.
+/// Whether a pod belongs to the Deployment.
 fn is_deployed(pod: &Value) -> bool {
     text(&pod["metadata"]["labels"]["app"]) == "deployed"
 }
@@ -117,8 +117,8 @@ fn runs(pod: &Value, before: &BTreeSet<String>) -> bool {
 
 /// Waits until all pods of the Deployment run, in containers that are not among `before`. Returns
 /// their names.
-fn deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<String>> {
-    wait_for("the Deployment's pods run", 2 * PATIENCE, || {
+fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<String>> {
+    wait_for("the Deployment's pods run", 2 * WAIT_TIMEOUT, || {
         let pods = scope.pods()?;
         let names: Vec<String> = pods
             .iter()
@@ -140,13 +140,13 @@ fn containers(scope: &Scope) -> Result<BTreeSet<String>> {
 enum Outcome {
     /// The kubelet started a new container for it.
     Restarted,
-    /// The kubelet refused it for good.
+    /// The kubelet permanently refused it.
     Refused,
 }
 
 /// Waits until the kubelet has restarted or refused a pod.
-fn outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<Outcome> {
-    wait_for(&format!("{name} is restarted or refused"), 2 * PATIENCE, || {
+fn wait_for_outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<Outcome> {
+    wait_for(&format!("{name} is restarted or refused"), 2 * WAIT_TIMEOUT, || {
         let pod = scope.cluster.get(&scope.pod_path(name))?;
         let (phase, reason) = (text(&pod["status"]["phase"]), text(&pod["status"]["reason"]));
         match phase.as_str() {
@@ -157,8 +157,8 @@ fn outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<Outco
     })
 }
 
-/// Whether a pod's reason says that the kubelet did not admit it: by its device manager, or for
-/// lack of a resource.
+/// Whether a pod's reason means that the kubelet did not admit it: because of its device manager,
+/// or for lack of a resource.
 fn is_refusal(reason: &str) -> bool {
     reason == "UnexpectedAdmissionError" || reason.starts_with("OutOf")
 }
@@ -216,7 +216,7 @@ fn wait_consistent(scope: &Scope) -> Result<()> {
     })
 }
 
-/// SMs of this many of the ten shares of a GPU.
+/// SMs for this many of a GPU's ten shares.
 fn sms(shares: u64) -> u64 {
     // Limits are whole TPCs, of two SMs each.
     match shares {
@@ -228,7 +228,7 @@ fn sms(shares: u64) -> u64 {
 }
 
 /// Pods without a controller, and the shares that each requests.
-const BARE: [(&str, u64); 2] = [("two", 2), ("five", 5)];
+const BARE_PODS: [(&str, u64); 2] = [("two", 2), ("five", 5)];
 
 /// Makes two GPUs unhealthy: a reboot clears the fault of GPU 3, but not that of GPU 2.
 fn break_gpus(cluster: &Cluster, repair: &RepairGuard) -> Result<()> {
@@ -249,14 +249,14 @@ fn check_limits(scope: &Scope, name: &str, shares: u64) -> Result<()> {
     Ok(())
 }
 
-/// Creates the pods of [`BARE`] on [`NODE`]. The kubelet may restart their containers.
+/// Creates the pods of [`BARE_PODS`] on [`NODE`]. The kubelet may restart their containers.
 fn create_bare_pods(scope: &Scope) -> Result<()> {
-    for (name, shares) in BARE {
+    for (name, shares) in BARE_PODS {
         let mut object = pod(name, &json!({SHARES: shares}), HOLD);
         object["spec"]["restartPolicy"] = json!("Always");
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
         scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
-        scope.running(name)?;
+        scope.wait_until_running(name)?;
         check_limits(scope, name, shares)?;
     }
     Ok(())
@@ -268,7 +268,7 @@ fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
     Ok(allocated.into_iter().map(|allocation| allocation["ids"].clone()).collect())
 }
 
-/// Waits until each pod of [`BARE`] is restarted with the shares and limits that it had, or is
+/// Waits until each pod of [`BARE_PODS`] is restarted with the shares and limits that it had, or is
 /// refused. Returns how many were restarted.
 fn check_bare_pods(
     scope: &Scope,
@@ -276,8 +276,8 @@ fn check_bare_pods(
     shares_before: &BTreeMap<&str, Vec<Value>>,
 ) -> Result<usize> {
     let mut restarted = 0;
-    for (name, shares) in BARE {
-        if outcome(scope, name, containers)? == Outcome::Restarted {
+    for (name, shares) in BARE_PODS {
+        if wait_for_outcome(scope, name, containers)? == Outcome::Restarted {
             restarted += 1;
             check_limits(scope, name, shares)?;
             wait_until(&format!("the node reports the shares of {name} from before the reboot"), || {
@@ -291,9 +291,9 @@ fn check_bare_pods(
 /// Waits until the Deployment's pods run again, restarted or replaced, with their limits. Prints
 /// how many there were of each, and fails if the kubelet refused too many.
 fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<String>, bare: usize) -> Result<()> {
-    let now = deployed(scope, containers)?;
+    let now = wait_until_deployed(scope, containers)?;
     for name in &now {
-        check_limits(scope, name, EACH)?;
+        check_limits(scope, name, SHARES_PER_REPLICA)?;
     }
     let restarted = now.iter().filter(|name| first.contains(*name)).count();
     let refused =
@@ -302,10 +302,10 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         std::io::stderr(),
         "of {} pods with shares on a rebooted node, {} were restarted, {} were refused by the kubelet and replaced \
          ({refused} refusals), {} were refused and have no controller to replace them",
-        BARE.len() + REPLICAS,
+        BARE_PODS.len() + REPLICAS,
         bare + restarted,
         REPLICAS - restarted,
-        BARE.len() - bare,
+        BARE_PODS.len() - bare,
     )?;
     // The gate keeps replacements until the node's agent serves.
     ensure!(refused <= 3 * REPLICAS, "the kubelet refused {refused} pods for {REPLICAS} replicas");
@@ -318,26 +318,26 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     let scope = ten_shares(&cluster, "reboot")?;
     scope.policy(
         "five-shares",
-        &json!({"nodeSelector": {"kubernetes.io/hostname": OTHER}, "mode": "Mps", "mps": {"units": 5, "threads": "Strict"}}),
+        &json!({"nodeSelector": {"kubernetes.io/hostname": OTHER_NODE}, "mode": "Mps", "mps": {"units": 5, "threads": "Strict"}}),
     )?;
-    wait_until(&format!("{OTHER} offers ten shares"), || Ok(cluster.allocatable(OTHER, SHARES)? == 10))?;
+    wait_until(&format!("{OTHER_NODE} offers ten shares"), || Ok(cluster.allocatable(OTHER_NODE, SHARES)? == 10))?;
     let repair = RepairGuard::new(&cluster);
     break_gpus(&cluster, &repair)?;
 
     create_bare_pods(&scope)?;
     deploy(&scope)?;
-    let first = deployed(&scope, &BTreeSet::new())?;
-    scope.pod_on(OTHER, "beside", &json!({SHARES: 1}), HOLD)?;
-    scope.running("beside")?;
+    let first = wait_until_deployed(&scope, &BTreeSet::new())?;
+    scope.pod_on(OTHER_NODE, "beside", &json!({SHARES: 1}), HOLD)?;
+    scope.wait_until_running("beside")?;
     scope.client_report("beside")?;
     wait_consistent(&scope)?;
     let beside = container_and_restarts(&cluster, &scope, "beside")?;
     let shares_before: BTreeMap<&str, Vec<Value>> =
-        BARE.iter().map(|(name, _)| Ok((*name, share_ids(&scope, name)?))).collect::<Result<_>>()?;
+        BARE_PODS.iter().map(|(name, _)| Ok((*name, share_ids(&scope, name)?))).collect::<Result<_>>()?;
     let before = containers(&scope)?;
 
     let power_cut = PowerCut::new()?;
-    launcher(&["start", COMPONENT])?;
+    launcher(&["start", NODE_COMPONENT])?;
     drop(power_cut);
 
     let bare = check_bare_pods(&scope, &before, &shares_before)?;
@@ -348,7 +348,7 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
     ensure!(beside == container_and_restarts(&cluster, &scope, "beside")?, "a pod of another node was disturbed");
     scope.pod_on(NODE, "new", &json!({SHARES: 5}), HOLD)?;
-    scope.running("new")?;
+    scope.wait_until_running("new")?;
     check_limits(&scope, "new", 5)?;
     wait_consistent(&scope)
 }
@@ -358,7 +358,7 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "reboot-alone")?;
     deploy(&scope)?;
-    deployed(&scope, &BTreeSet::new())?;
+    wait_until_deployed(&scope, &BTreeSet::new())?;
     let before = containers(&scope)?;
     let socket = node_file("/var/lib/kubelet/device-plugins/kubelet.sock")?;
     let identity = |path: &Path| fs::metadata(path).map(|found| (found.ino(), found.ctime(), found.ctime_nsec())).ok();
@@ -367,22 +367,22 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let old = identity(&socket);
     // Runs in the background: it waits for the node to be Ready, which needs an API server, and
     // meanwhile no other `cluster start` can run.
-    let mut starting = Command::new("cluster").args(["start", COMPONENT]).spawn()?;
+    let mut starting = Command::new("cluster").args(["start", NODE_COMPONENT]).spawn()?;
     let started =
         wait_until("the kubelet accepts device plugins", || Ok(identity(&socket).is_some_and(|new| Some(new) != old)));
     starting.kill()?;
     starting.wait()?;
     started?;
-    // The kubelet gets its pods from the API server, the agent among them: without it no plugin
-    // registers and no pod is refused.
+    // The kubelet gets its pods, including the agent's, from the API server. Without the API server
+    // no plugin registers and no pod is refused.
     let tasks = on_node(NODE, &["ctr", "tasks", "list", "--quiet"])?;
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(api_server_down);
     // Starts the components of the node that do not run yet.
-    launcher(&["start", COMPONENT])?;
+    launcher(&["start", NODE_COMPONENT])?;
     drop(power_cut);
-    for name in deployed(&scope, &before)? {
-        check_limits(&scope, &name, EACH)?;
+    for name in wait_until_deployed(&scope, &before)? {
+        check_limits(&scope, &name, SHARES_PER_REPLICA)?;
     }
     offers(&cluster, SHARES, 10 * GPUS)?;
     wait_consistent(&scope)?;

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 
 use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, offers, ten_shares};
 
-/// State of two pods with seven shares, and of the MPS daemons, that must not change.
-struct Running {
+/// State that must not change: two pods with seven shares in total, and the MPS daemons.
+struct RunningState {
     pods: Vec<(String, u64)>,
     daemons: Vec<(String, u64)>,
 }
@@ -21,13 +21,13 @@ const PODS: [&str; 2] = ["two", "five"];
 const IN_USE: u64 = 7;
 
 /// Creates the pods, and returns their state once they run.
-fn running(cluster: &Cluster, scope: &Scope) -> Result<Running> {
+fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
     for (name, shares) in PODS.into_iter().zip([2, 5]) {
         scope.pod(name, &json!({SHARES: shares}), HOLD)?;
     }
-    PODS.iter().try_for_each(|name| scope.running(name).map(drop))?;
+    PODS.iter().try_for_each(|name| scope.wait_until_running(name).map(drop))?;
     PODS.iter().try_for_each(|name| scope.client_report(name).map(drop))?;
-    Ok(Running { pods: pods(cluster, scope)?, daemons: daemon_pids(cluster)? })
+    Ok(RunningState { pods: pods(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
 /// Container id and restarts of each pod.
@@ -35,7 +35,7 @@ fn pods(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
     PODS.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }
 
-impl Running {
+impl RunningState {
     /// Checks that the containers and daemons are the same, that the daemons still run, and that a
     /// new pod starts.
     fn check_unchanged(&self, cluster: &Cluster, scope: &Scope) -> Result<()> {
@@ -48,7 +48,7 @@ impl Running {
         }
         offers(cluster, SHARES, 10 * GPUS)?;
         scope.pod("new", &json!({SHARES: 3}), HOLD)?;
-        scope.running("new")?;
+        scope.wait_until_running("new")?;
         ensure!(scope.client_report("new")?["sms"] == 38, "the new pod has other limits");
         Ok(())
     }
@@ -94,7 +94,7 @@ pub(crate) fn ready(pod: &Value) -> bool {
 fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "kubelet")?;
-    let running = running(&cluster, &scope)?;
+    let running = start_pods(&cluster, &scope)?;
     launcher(&["kill", &format!("kubelet@{NODE}")])?;
     launcher(&["start", &format!("kubelet@{NODE}")])?;
     running.check_unchanged(&cluster, &scope)
@@ -122,7 +122,7 @@ fn partial_or_long_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<St
 fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "agent")?;
-    let running = running(&cluster, &scope)?;
+    let running = start_pods(&cluster, &scope)?;
     let before = restarts(&component_pod(&cluster, "agent")?);
     let supervisor = process(NODE, "cleave-supervise")?;
     for _ in 0..3 {
@@ -185,7 +185,7 @@ impl Drop for SecondAgent<'_> {
 fn a_second_agent_on_a_node_waits_until_the_first_exits() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "two-agents")?;
-    let running = running(&cluster, &scope)?;
+    let running = start_pods(&cluster, &scope)?;
     let first = component_pod(&cluster, "agent")?;
     let second = SecondAgent::start(&cluster)?;
     wait_without_violation(
@@ -205,22 +205,22 @@ fn a_second_agent_on_a_node_waits_until_the_first_exits() -> Result<()> {
     offers(&cluster, SHARES, 10 * GPUS)?;
     ensure!(running.pods == pods(&cluster, &scope)?, "a running pod was disturbed");
     scope.pod("last", &json!({SHARES: 1}), HOLD)?;
-    scope.running("last").map(drop)
+    scope.wait_until_running("last").map(drop)
 }
 
 #[test]
 fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "container")?;
-    // A new pod first: the kubelet delays the restart of a container longer each time, and other
-    // tests have restarted this one.
+    // Create a new pod first: the kubelet delays each further restart of a container longer, and
+    // other tests have restarted this one.
     let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
     let old = component_pod(&cluster, "agent")?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&old["metadata"]["name"])), None)?;
     wait_until("another agent", || {
         Ok(component_pod(&cluster, "agent").is_ok_and(|pod| uid(&pod) != uid(&old) && ready(&pod)))
     })?;
-    let running = running(&cluster, &scope)?;
+    let running = start_pods(&cluster, &scope)?;
     let before = restarts(&component_pod(&cluster, "agent")?);
     signal(NODE, "cleave-supervise", "KILL")?;
     wait_without_violation(
@@ -234,7 +234,7 @@ fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
 /// A violation if some, but not all, of the shares in use are missing.
 ///
 /// While the agent's container is down, the kubelet reports its devices as unhealthy. Allocatable
-/// drops to zero and returns to all.
+/// drops to zero and then recovers completely.
 fn partial_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
         let offered = cluster.allocatable(NODE, SHARES)?;
@@ -247,7 +247,7 @@ fn partial_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> +
 fn a_killed_operator_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "operator")?;
-    let running = running(&cluster, &scope)?;
+    let running = start_pods(&cluster, &scope)?;
     let old = text(&component_pod(&cluster, "operator")?["metadata"]["name"]);
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), Some(0))?;
     wait_without_violation(
@@ -262,11 +262,11 @@ fn a_killed_operator_disturbs_no_pod() -> Result<()> {
 fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "upgrade")?;
-    let running = running(&cluster, &scope)?;
+    let running = start_pods(&cluster, &scope)?;
     let host = text(&component_pod(&cluster, "mps-host")?["metadata"]["uid"]);
     let old = text(&component_pod(&cluster, "agent")?["metadata"]["uid"]);
-    // `mpsHost.upgrade=Never` keeps the DaemonSet unchanged. Else `--wait` would wait for pods that
-    // use MPS.
+    // `mpsHost.upgrade=Never` keeps the DaemonSet unchanged. Otherwise `--wait` would wait for pods
+    // that use MPS.
     let helm = |tag: &str, upgrade: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         let values = concat!(env!("CARGO_MANIFEST_DIR"), "/../values.yaml");

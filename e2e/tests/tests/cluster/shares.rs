@@ -6,12 +6,12 @@ use cleave_plan::mps::{self, Threads};
 use cleave_plan::units::{Mebibytes, Sms};
 use serde_json::json;
 
-use crate::gate::told;
+use crate::gate::wait_for_event;
 use crate::{HOLD, NODE, SHARES, SMS, allocations, ten_shares};
 
-/// Upper bound of the memory of a CUDA context, in MiB. A client sees its limit less its context as
-/// free.
-const CONTEXT: u64 = 600;
+/// Upper bound of the memory of a CUDA context, in MiB. A client reports its limit minus its
+/// context as free.
+const MAX_CONTEXT_MIB: u64 = 600;
 
 /// Limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
 pub(crate) fn limits(shares: u32, total: u64) -> (Sms, Mebibytes) {
@@ -30,13 +30,13 @@ fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
     }
     for shares in sizes {
         let name = format!("p{shares}");
-        scope.running(&name)?;
+        scope.wait_until_running(&name)?;
         let report = scope.client_report(&name)?;
         let (sms, memory) = limits(shares, total);
         ensure!(report["viaMps"] == true && report["sms"] == sms.0, "{name} reports {report}, expected {sms}");
         let free = report["freeMiB"].as_u64().context("no freeMiB")?;
         ensure!(
-            free <= memory.0 && free + CONTEXT >= memory.0,
+            free <= memory.0 && free + MAX_CONTEXT_MIB >= memory.0,
             "{name} reports {free} MiB, expected {memory} less a context"
         );
         wait_until(&format!("the node reports the allocation of {name}"), || {
@@ -63,7 +63,7 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "door")?;
     scope.pod("three", &json!({SHARES: 3}), "sleep infinity")?;
-    scope.running("three")?;
+    scope.wait_until_running("three")?;
     let shell = |script: &str| scope.exec("three", &["sh", "-c", script]);
     let listed = shell("ls -A \"$CUDA_MPS_PIPE_DIRECTORY\"")?;
     ensure!(listed.trim() == "control", "the folder has {listed:?}");
@@ -113,12 +113,12 @@ fn all_shares_of_a_node_can_be_used_and_reused() -> Result<()> {
         scope.pod(&format!("five-{index}"), &json!({SHARES: 5}), HOLD)?;
     }
     for index in 0..8 {
-        scope.running(&format!("five-{index}"))?;
+        scope.wait_until_running(&format!("five-{index}"))?;
     }
     scope.pod("late", &json!({SHARES: 5}), HOLD)?;
-    told(&scope, "late", "no device has 5 nvidia.com/gpu-mps free")?;
+    wait_for_event(&scope, "late", "no device has 5 nvidia.com/gpu-mps free")?;
     scope.delete_pod("five-3", 0)?;
-    scope.running("late")?;
+    scope.wait_until_running("late")?;
     ensure!(scope.client_report("late")?["sms"] == limits(5, 1).0.0);
     for name in scope.pods()?.iter().map(|pod| text(&pod["metadata"]["name"])) {
         wait_until(&format!("the node reports the allocation of {name}"), || {

@@ -1,4 +1,4 @@
-//! No pod is stranded: what passes by itself keeps a pod at its gate and no longer, and a pod is
+//! No pod is stranded: a temporary condition keeps a pod gated only while it lasts, and a pod is
 //! released only to a node that the scheduler accepts.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
@@ -8,12 +8,12 @@ use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES, Scope, launcher, on_node, pod, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate::{is_gated, told};
+use crate::gate::{is_gated, wait_for_event};
 use crate::{NODE, SHARES, ten_shares};
 
-const STAY: &str = "exec sleep 1000000";
-/// How soon a pod runs once a node takes it.
-const SOON: Duration = Duration::from_secs(10);
+const SLEEP_FOREVER: &str = "exec sleep 1000000";
+/// Maximum time until a pod is released or runs once a node accepts it.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Cordons a node until the value is dropped.
 struct Cordon<'a> {
@@ -45,8 +45,8 @@ fn node_path(node: &str) -> String {
     format!("/api/v1/nodes/{node}")
 }
 
-/// Checks for some time that a pod waits at its gate.
-fn stays_gated(scope: &Scope, pod: &str, time: Duration) -> Result<()> {
+/// Checks that a pod stays gated for this time.
+fn check_stays_gated(scope: &Scope, pod: &str, time: Duration) -> Result<()> {
     let until = Instant::now() + time;
     while Instant::now() < until {
         let object = scope.cluster.get(&scope.pod_path(pod))?;
@@ -56,8 +56,8 @@ fn stays_gated(scope: &Scope, pod: &str, time: Duration) -> Result<()> {
     Ok(())
 }
 
-fn runs_soon(scope: &Scope, pod: &str) -> Result<()> {
-    wait_for(&format!("{pod} runs"), SOON, || {
+fn check_runs_soon(scope: &Scope, pod: &str) -> Result<()> {
+    wait_for(&format!("{pod} runs"), START_TIMEOUT, || {
         let object = scope.cluster.get(&scope.pod_path(pod))?;
         let running = object["status"]["containerStatuses"][0]["state"]["running"].is_object();
         ensure!(running, "{} {}", object["spec"], object["status"]);
@@ -70,11 +70,11 @@ fn a_pod_that_is_created_while_its_only_node_is_cordoned_runs_after_uncordon() -
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "cordoned")?;
     let cordon = Cordon::new(&cluster, NODE)?;
-    scope.pod("waits", &json!({SHARES: 2}), STAY)?;
-    stays_gated(&scope, "waits", Duration::from_secs(6))?;
-    told(&scope, "waits", "cordoned")?;
+    scope.pod("waits", &json!({SHARES: 2}), SLEEP_FOREVER)?;
+    check_stays_gated(&scope, "waits", Duration::from_secs(6))?;
+    wait_for_event(&scope, "waits", "cordoned")?;
     cordon.set(false)?;
-    runs_soon(&scope, "waits")
+    check_runs_soon(&scope, "waits")
 }
 
 #[test]
@@ -84,20 +84,20 @@ fn a_pod_that_waits_while_its_policy_is_deleted_and_applied_again_runs() -> Resu
     let spec = cluster.get(&format!("{POLICIES}/ten-shares"))?["spec"].clone();
     cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
     wait_until("the shares are gone", || Ok(cluster.allocatable(NODE, SHARES)? == 0))?;
-    scope.pod("waits", &json!({SHARES: 2}), STAY)?;
-    stays_gated(&scope, "waits", Duration::from_secs(6))?;
+    scope.pod("waits", &json!({SHARES: 2}), SLEEP_FOREVER)?;
+    check_stays_gated(&scope, "waits", Duration::from_secs(6))?;
     scope.policy("ten-shares", &spec)?;
     wait_until("the shares are back", || Ok(cluster.allocatable(NODE, SHARES)? == 40))?;
-    runs_soon(&scope, "waits")
+    check_runs_soon(&scope, "waits")
 }
 
-/// Nodes that a test adds, each with one GPU; they go with the value.
-struct Added<'a> {
+/// Nodes that a test adds, each with one GPU. Dropping the value removes them.
+struct AddedNodes<'a> {
     cluster: &'a Cluster,
     names: Vec<String>,
 }
 
-impl<'a> Added<'a> {
+impl<'a> AddedNodes<'a> {
     fn new(cluster: &'a Cluster, names: &[&str]) -> Result<Self> {
         let mut added = Self { cluster, names: Vec::new() };
         for name in names {
@@ -111,9 +111,9 @@ impl<'a> Added<'a> {
     }
 }
 
-impl Added<'_> {
-    /// Removes a node, and the pods that were on it: Kubernetes itself keeps them for a minute, as
-    /// they were, and a later test would count an MPS host that has no node.
+impl AddedNodes<'_> {
+    /// Removes a node and its pods. Kubernetes itself would keep the pods for a minute, and a later
+    /// test would count an MPS host that has no node.
     fn remove(&self, name: &str) -> Result<()> {
         launcher(&["node", "remove", name])?;
         self.cluster.delete(&node_path(name), None)?;
@@ -128,7 +128,7 @@ impl Added<'_> {
     }
 }
 
-impl Drop for Added<'_> {
+impl Drop for AddedNodes<'_> {
     fn drop(&mut self) {
         for name in &self.names {
             if let Err(error) = self.remove(name) {
@@ -142,10 +142,10 @@ fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
     Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES)? > 0)
 }
 
-/// A Deployment whose replicas must be on nodes of their own.
+/// A Deployment whose replicas must run on different nodes.
 fn apart(name: &str, replicas: u32) -> Value {
     let labels = json!({"app": name});
-    let mut template = pod(name, &json!({SHARES: 2}), STAY);
+    let mut template = pod(name, &json!({SHARES: 2}), SLEEP_FOREVER);
     template["metadata"] = json!({"labels": labels});
     template["spec"]["restartPolicy"] = json!("Always");
     template["spec"]["affinity"] = json!({"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
@@ -159,7 +159,7 @@ fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Res
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "apart")?;
     scope.policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
-    let added = Added::new(&cluster, &["node3", "node4", "node5", "node6"])?;
+    let added = AddedNodes::new(&cluster, &["node3", "node4", "node5", "node6"])?;
     let nodes: Vec<&str> = ["node1", "node2"].into_iter().chain(added.names.iter().map(String::as_str)).collect();
     for node in &nodes {
         wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
@@ -176,25 +176,25 @@ fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Res
         ensure!(on.len() == 6, "{on:?} of {wanted:#?}");
         Ok(Some(on))
     });
-    // Before the nodes are removed.
+    // Delete the Deployment before its nodes are removed.
     cluster.delete(&format!("/apis/apps/v1/namespaces/{}/deployments/apart", scope.namespace), None)?;
     wait_until("the replicas are gone", || Ok(scope.pods()?.is_empty()))?;
     ensure!(on?.len() == nodes.len());
     Ok(())
 }
 
-/// There is no scheduler until the value is dropped. One that starts lists nodes before it binds a
-/// pod.
-struct NoScheduler;
+/// Keeps the scheduler stopped until the value is dropped. A starting scheduler lists nodes before
+/// it binds a pod.
+struct StoppedScheduler;
 
-impl NoScheduler {
+impl StoppedScheduler {
     fn new() -> Result<Self> {
         launcher(&["kill", "scheduler"])?;
         Ok(Self)
     }
 }
 
-impl Drop for NoScheduler {
+impl Drop for StoppedScheduler {
     fn drop(&mut self) {
         if let Err(error) = launcher(&["start", "scheduler"]) {
             let _ = writeln!(std::io::stderr(), "the scheduler does not start: {error:#}");
@@ -202,9 +202,9 @@ impl Drop for NoScheduler {
     }
 }
 
-/// Waits until a pod has no gate, and gives the node that it was released to.
-fn released_to(scope: &Scope, find: impl Fn() -> Result<Option<Value>>) -> Result<(String, Value)> {
-    wait_for(&format!("a pod of {} is released", scope.namespace), SOON, || {
+/// Waits until a pod is not gated. Returns the node to which it was released, and the pod.
+fn wait_until_released(scope: &Scope, find: impl Fn() -> Result<Option<Value>>) -> Result<(String, Value)> {
+    wait_for(&format!("a pod of {} is released", scope.namespace), START_TIMEOUT, || {
         let Some(pod) = find()?.filter(|pod| !is_gated(pod)) else { return Ok(None) };
         let terms = &pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
         Ok(Some((text(&terms[0]["matchExpressions"][0]["values"][0]), pod.clone())))
@@ -219,20 +219,20 @@ fn a_released_pod_whose_node_is_cordoned_before_it_is_bound_gets_another_chance(
     for node in ["node1", "node2"] {
         wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
     }
-    let stopped = NoScheduler::new()?;
+    let stopped = StoppedScheduler::new()?;
     let apps = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
     cluster.create(&apps, &apart("owned", 1))?;
-    scope.pod_on(NODE, "bare", &json!({SHARES: 1}), STAY)?;
+    scope.pod_on(NODE, "bare", &json!({SHARES: 1}), SLEEP_FOREVER)?;
     let of_deployment = || Ok(scope.pods()?.into_iter().find(|pod| pod["metadata"]["labels"]["app"] == "owned"));
-    let (node, first) = released_to(&scope, of_deployment)?;
-    released_to(&scope, || cluster.find(&scope.pod_path("bare")))?;
+    let (node, first) = wait_until_released(&scope, of_deployment)?;
+    wait_until_released(&scope, || cluster.find(&scope.pod_path("bare")))?;
     let node = ["node1", "node2"].into_iter().find(|name| *name == node).unwrap_or("node1");
     let cordon = Cordon::new(&cluster, node)?;
     let other = if node == NODE { None } else { Some(Cordon::new(&cluster, NODE)?) };
     drop(stopped);
-    // Its replacement goes to the other node, unless both are cordoned.
+    // The replacement pod goes to the other node, unless both are cordoned.
     if let Some(other) = other {
-        told(&scope, "bare", "The nodes to which this pod was released no longer accept it")?;
+        wait_for_event(&scope, "bare", "The nodes to which this pod was released no longer accept it")?;
         other.set(false)?;
     }
     wait_until("the replacement runs elsewhere", || {
@@ -250,8 +250,8 @@ fn a_released_pod_whose_node_is_cordoned_before_it_is_bound_gets_another_chance(
         let condition = placed()?;
         Ok(condition.is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("create it again")))
     })?;
-    // The node takes it again: nothing was decided for good.
+    // The node accepts the pod again: no decision was permanent.
     cordon.set(false)?;
-    scope.running("bare")?;
+    scope.wait_until_running("bare")?;
     wait_until("the condition is over", || Ok(placed()?.is_some_and(|condition| condition["status"] == "True")))
 }

@@ -2,16 +2,17 @@
 //! Event, and are evicted if the policy says so. Neighbours are not affected. The simulated MPS can
 //! be evaded like the real one.
 use anyhow::{Result, ensure};
-use cleave_e2e::{Cluster, PATIENCE, Scope, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::restarts::query_agent;
 use crate::{GPUS, HOLD, NODE, SHARES, offers};
 
 /// Sets a memory limit that MPS cannot parse, which gives the program all of the memory.
-const ESCAPE: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
+const ESCAPE_MEMORY_LIMIT: &str =
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
 /// A program that does not find its door runs without MPS.
-const OUTSIDE: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere exec cleave-client --hold forever";
+const RUN_OUTSIDE_MPS: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere exec cleave-client --hold forever";
 
 /// Creates a policy with ten shares of each GPU, about 8 GiB each. The compute mode does not
 /// prevent programs outside MPS.
@@ -51,8 +52,8 @@ fn series(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f64> {
     line.rsplit_once(' ')?.1.parse().ok()
 }
 
-/// Waits until a pod has a condition and an Event of this finding.
-pub(crate) fn found(cluster: &Cluster, scope: &Scope, pod: &str, kind: &str) -> Result<()> {
+/// Waits until a pod has the condition and an Event for this finding.
+pub(crate) fn wait_for_condition_and_event(cluster: &Cluster, scope: &Scope, pod: &str, kind: &str) -> Result<()> {
     wait_until(&format!("{pod} has the condition {kind}"), || {
         let condition = within(cluster, scope, pod)?;
         ensure!(condition == Some(("False".to_owned(), kind.to_owned())), "its condition is {condition:?}");
@@ -66,13 +67,13 @@ fn a_pod_that_escapes_its_memory_limit_is_told_and_its_neighbour_is_not() -> Res
     let cluster = Cluster::connect()?;
     let scope = watched(&cluster, "tenants-memory", "Report")?;
     scope.pod("neighbour", &json!({SHARES: 1}), HOLD)?;
-    scope.running("neighbour")?;
-    scope.pod("escape", &json!({SHARES: 1}), ESCAPE)?;
-    found(&cluster, &scope, "escape", "MemoryExceeded")?;
+    scope.wait_until_running("neighbour")?;
+    scope.pod("escape", &json!({SHARES: 1}), ESCAPE_MEMORY_LIMIT)?;
+    wait_for_condition_and_event(&cluster, &scope, "escape", "MemoryExceeded")?;
     let reported = events(&cluster, &scope, "escape", "MemoryExceeded")?;
     let note = text(&reported[0]["note"]);
     ensure!(note.contains("MiB") && note.contains("request more shares"), "the Event says {note:?}");
-    let figures = wait_for("the metrics have both pods", PATIENCE, || {
+    let figures = wait_for("the metrics have both pods", WAIT_TIMEOUT, || {
         let text = query_agent(&cluster, "metrics")?;
         let of = |pod| {
             let memory = series(&text, "cleave_tenant_memory_bytes", &scope, pod)?;
@@ -86,12 +87,12 @@ fn a_pod_that_escapes_its_memory_limit_is_told_and_its_neighbour_is_not() -> Res
     ensure!(events(&cluster, &scope, "neighbour", "MemoryExceeded")?.is_empty(), "the neighbour has a finding");
     ensure!(cluster.find(&scope.pod_path("escape"))?.is_some(), "the pod was evicted although the policy only reports");
 
-    // The finding ends: the program exits, the pod's next program stays within its share, and the
-    // condition changes.
+    // The finding is cleared: the program exits, the pod's next program stays within its share, and
+    // the condition changes.
     scope.delete_pod("escape", 0)?;
     let first = "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --hold forever & echo $! >/pid; wait";
     scope.pod("outside", &json!({SHARES: 1}), &format!("{first}; {HOLD}"))?;
-    found(&cluster, &scope, "outside", "OutsideMps")?;
+    wait_for_condition_and_event(&cluster, &scope, "outside", "OutsideMps")?;
     scope.exec("outside", &["sh", "-c", "kill $(cat /pid)"])?;
     wait_until("the condition says that the pod is within its share", || {
         let condition = within(&cluster, &scope, "outside")?;
@@ -108,15 +109,15 @@ fn where_the_policy_says_so_who_left_its_share_is_evicted() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = watched(&cluster, "tenants-evict", "Evict")?;
     scope.pod("neighbour", &json!({SHARES: 1}), HOLD)?;
-    scope.running("neighbour")?;
-    for (pod, script) in [("escape", ESCAPE), ("outside", OUTSIDE)] {
+    scope.wait_until_running("neighbour")?;
+    for (pod, script) in [("escape", ESCAPE_MEMORY_LIMIT), ("outside", RUN_OUTSIDE_MPS)] {
         scope.pod(pod, &json!({SHARES: 1}), script)?;
         wait_until(&format!("{pod} is evicted"), || Ok(cluster.find(&scope.pod_path(pod))?.is_none()))?;
         wait_until(&format!("an Event says why {pod} was evicted"), || {
             Ok(!events(&cluster, &scope, pod, "EvictedOutsideShare")?.is_empty())
         })?;
     }
-    scope.running("neighbour")?;
+    scope.wait_until_running("neighbour")?;
     ensure!(within(&cluster, &scope, "neighbour")?.is_none(), "the neighbour has a finding");
     wait_until("the status has no finding", || {
         let node = cluster.gpunode(NODE)?;

@@ -12,7 +12,7 @@ use crate::restarts::{component_pod, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, offers, ten_shares};
 
 /// Annotation of the template. The tests change it to simulate an upgrade of the chart.
-const RELEASE: &str = "e2e/release";
+const RELEASE_ANNOTATION: &str = "e2e/release";
 
 /// The `DaemonSet` of the MPS hosts. Dropping the value restores it, and waits until all hosts
 /// match.
@@ -35,7 +35,7 @@ impl<'a> Template<'a> {
 
     /// Changes the annotation of the template.
     fn annotate(&self, release: &Value) -> Result<()> {
-        let change = json!({"spec": {"template": {"metadata": {"annotations": {RELEASE: release}}}}});
+        let change = json!({"spec": {"template": {"metadata": {"annotations": {RELEASE_ANNOTATION: release}}}}});
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
@@ -48,7 +48,7 @@ impl<'a> Template<'a> {
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
-    /// Whether all hosts match the template and are ready. An error has the status.
+    /// Whether all hosts match the template and are ready. An error contains the status.
     fn is_rolled_out(&self) -> Result<bool> {
         let set = self.cluster.get(&self.path)?;
         let status = &set["status"];
@@ -91,7 +91,7 @@ fn uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
     Ok(hosts(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
 }
 
-/// A violation if more than one node has no MPS host that is ready.
+/// A violation if more than one node has no ready MPS host.
 fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result<Option<String>> + '_ {
     move || {
         let hosts = hosts(cluster)?;
@@ -106,7 +106,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_has_left_its_node
     let template = Template::of(&cluster)?;
     let scope = ten_shares(&cluster, "idle-upgrade")?;
     scope.pod_on(NODE, "holder", &json!({SHARES: 2}), HOLD)?;
-    scope.running("holder")?;
+    scope.wait_until_running("holder")?;
     scope.client_report("holder")?;
     let (before, daemons, old) =
         (container_and_restarts(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, uids(&cluster)?);
@@ -130,7 +130,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_has_left_its_node
     )?;
     // The node accepts new pods while the replacement is pending.
     scope.pod_on(NODE, "guest", &json!({SHARES: 3}), HOLD)?;
-    scope.running("guest")?;
+    scope.wait_until_running("guest")?;
     scope.delete_pod("guest", 0)?;
     ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "a running pod was disturbed");
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
@@ -139,7 +139,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_has_left_its_node
     wait_until("the host is replaced", || Ok(uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE))))?;
     // The new pod waits at the gate or for its MPS daemon, but does not fail.
     scope.pod_on(NODE, "next", &json!({SHARES: 2}), HOLD)?;
-    scope.running("next")?;
+    scope.wait_until_running("next")?;
     ensure!(
         scope.client_report("next")?["sms"] == 26,
         "the new pod has other limits: {}",
@@ -152,7 +152,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_has_left_its_node
         let names = |event: &Value| text(&event["note"]).starts_with(&format!("{SYSTEM}/{name} is replaced"));
         Ok(events.iter().any(|event| event["reason"] == "MpsHostReplaced" && names(event)))
     })?;
-    // The restored template can roll out only after this pod has left.
+    // The restored template can roll out only after this pod is gone.
     scope.delete_pod("next", 0)
 }
 
@@ -162,7 +162,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
     let template = Template::of(&cluster)?;
     let scope = ten_shares(&cluster, "drained-upgrade")?;
     scope.pod_on(NODE, "holder", &json!({SHARES: 2}), HOLD)?;
-    scope.running("holder")?;
+    scope.wait_until_running("holder")?;
     let old = uids(&cluster)?;
     template.annotate(&json!("drained"))?;
     let uncordon = || (0..GPUS).try_for_each(|gpu| run(&cleave(), &["uncordon", NODE, &gpu.to_string()]).map(drop));
@@ -180,7 +180,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
     outcome?;
     offers(&cluster, SHARES, 10 * GPUS)?;
     scope.pod_on(NODE, "next", &json!({SHARES: 2}), HOLD)?;
-    scope.running("next")?;
+    scope.wait_until_running("next")?;
     scope.delete_pod("next", 0)
 }
 

@@ -18,7 +18,7 @@ use serde_json::Value;
 use sim_machine::{ComputeMode, Description, Effect, Fault, GpuDescription, Machine};
 use sim_mps::handshake;
 
-/// Exceeds the time of every step, even on a busy machine.
+/// Timeout of every step, sufficient even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// A node with one GPU.
@@ -193,7 +193,7 @@ impl Node {
         Client::spawn(command).line()
     }
 
-    /// Runs other programs from start to end, so that an unwanted event had time to happen.
+    /// Runs other programs to completion, which gives an unwanted event time to happen.
     pub(crate) fn give_time(&self) {
         for _ in 0..5 {
             assert_eq!(self.first_line(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);

@@ -18,10 +18,10 @@ use crate::seqpacket::Connection;
 use crate::server::clients::INVALID_VALUE;
 use crate::wire::{self, Status, ToServer};
 
-/// How long the daemon waits for a server to exit before it exits itself.
-const END: Duration = Duration::from_secs(5);
-/// How often a waiting command checks its condition.
-const WAITING: Duration = Duration::from_millis(50);
+/// Maximum time for which the daemon waits for its servers to exit.
+const SERVER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval at which a waiting command checks its condition.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The lines of an answer, or of an error.
 type Answer = Result<Vec<String>, Vec<String>>;
@@ -168,7 +168,7 @@ impl Daemon {
             if !state.servers.contains_key(&pid) {
                 return Err(no_server(pid));
             }
-            state = self.wait(state, WAITING);
+            state = self.wait(state, CHECK_INTERVAL);
         }
     }
 
@@ -198,11 +198,11 @@ impl Daemon {
         let mut state = self.lock();
         state.servers.get_mut(&pid).ok_or_else(|| no_server(pid))?.leaving = true;
         while !force && state.servers.get(&pid).is_some_and(|server| !server.clients.is_empty()) {
-            state = self.wait(state, WAITING);
+            state = self.wait(state, CHECK_INTERVAL);
         }
         self.end_server(&mut state, pid);
         while state.servers.contains_key(&pid) {
-            state = self.wait(state, WAITING);
+            state = self.wait(state, CHECK_INTERVAL);
         }
         Ok(Vec::new())
     }
@@ -220,15 +220,15 @@ impl Daemon {
         while deadline.is_none_or(|deadline| Instant::now() < deadline)
             && state.servers.values().any(|server| !server.clients.is_empty())
         {
-            state = self.wait(state, WAITING);
+            state = self.wait(state, CHECK_INTERVAL);
         }
         let pids: Vec<u32> = state.servers.keys().copied().collect();
         for pid in pids {
             self.end_server(&mut state, pid);
         }
-        let deadline = Instant::now() + END;
+        let deadline = Instant::now() + SERVER_EXIT_TIMEOUT;
         while !state.servers.is_empty() && Instant::now() < deadline {
-            state = self.wait(state, WAITING);
+            state = self.wait(state, CHECK_INTERVAL);
         }
         // A hanging server exits when it notices that the daemon is gone.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {

@@ -31,7 +31,7 @@ use state::{Pending, State};
 
 /// Set for the background process of `-d`.
 const DETACHED_ENV: &str = "SIM_MPS_DETACHED";
-const READY: &str = "ready";
+const READY_MESSAGE: &str = "ready";
 
 /// How the daemon runs.
 #[derive(Debug, Clone)]
@@ -83,20 +83,20 @@ pub fn background(config: Config) -> anyhow::Result<ExitCode> {
         BufReader::new(stdout).read_line(&mut said)?;
     }
     match said.trim() {
-        READY => Ok(ExitCode::SUCCESS),
+        READY_MESSAGE => Ok(ExitCode::SUCCESS),
         "" => Ok(exit_code(daemon.wait()?.code().unwrap_or(1))),
         error => anyhow::bail!("{error}"),
     }
 }
 
-/// Runs the daemon of `-d`. Its messages before it listens go to the process that started it.
+/// Runs the daemon of `-d`. Until it listens, its messages go to the process that started it.
 fn detached(config: Config) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
         // Errors are ignored: the parent may be gone, and the daemon continues.
         let _ = writeln!(io::stdout(), "{text}");
     };
     let sinks = Sinks::Files(config.log_directory.clone());
-    let outcome = run(config, &sinks, || send(READY));
+    let outcome = run(config, &sinks, || send(READY_MESSAGE));
     if let Err(error) = &outcome {
         send(&format!("{error:#}"));
     }
@@ -265,8 +265,8 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
         }
         let mode = rustix::fs::Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0)?;
-        // Open for both directions, so that it has no end between two servers and does not wait for
-        // the first.
+        // Open the FIFO for both directions: reading then neither ends between two servers nor
+        // waits for the first.
         let reader = OpenOptions::new().read(true).write(true).open(path)?;
         Ok((reader, OpenOptions::new().write(true).open(path)?))
     };

@@ -14,7 +14,7 @@ use crate::handshake;
 use crate::seqpacket::Connection;
 use crate::wire::{self, FromServer, Status, ToServer};
 
-/// How many failed server starts a client waits for before it is rejected.
+/// Number of failed server starts after which a waiting client is rejected.
 const START_RETRIES: u32 = 5;
 
 impl Daemon {
@@ -106,7 +106,7 @@ impl Daemon {
         Ok(pid)
     }
 
-    /// Requests a server's exit. It accepts no more clients.
+    /// Requests a server's exit. The server accepts no more clients.
     pub(super) fn end_server(&self, state: &mut State, pid: u32) {
         if let Some(server) = state.servers.get_mut(&pid) {
             server.leaving = true;

@@ -31,16 +31,16 @@ pub(super) struct Server {
     pub(super) link: Arc<Connection>,
     /// The clients by connection.
     pub(super) clients: BTreeMap<u64, Client>,
-    /// Whether the server was requested to exit. It accepts no clients.
+    /// Whether the server was requested to exit. It then accepts no clients.
     pub(super) leaving: bool,
 }
 
 /// A connection that was passed on to a server.
 #[derive(Debug, Default)]
 pub(super) struct Client {
-    /// None before the introduction.
+    /// `None` before the introduction.
     pub(super) pid: Option<u32>,
-    /// None before the context is created, and for the connection of a process.
+    /// `None` before the context is created, and for the connection of a process.
     pub(super) context: Option<ClientContext>,
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use cleave_e2e::{Cluster, Random, SYSTEM, launcher, on_node, process, signal, signal_component, text, wait_until};
 
-use crate::common::{Counts, DYNAMIC, SHARED, listed, pick};
+use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
 
 /// One disruption that was carried out.
 pub(crate) struct Disruption {
@@ -12,7 +12,7 @@ pub(crate) struct Disruption {
     pub(crate) what: &'static str,
     /// The node on which it happened.
     pub(crate) node: &'static str,
-    /// Whether the MPS clients of the node may fail because of it.
+    /// Whether the disruption can make the node's MPS clients fail.
     pub(crate) breaks_clients: bool,
 }
 
@@ -45,16 +45,16 @@ const DISRUPTIONS: [(&str, bool); 16] = [
 impl Chaos {
     /// Carries out a random disruption, and waits until the component has recovered.
     pub(crate) fn disrupt(&mut self, cluster: &Cluster, random: &mut Random) -> Result<Disruption> {
-        let node = *pick(random, &[SHARED, DYNAMIC]).context("no node")?;
+        let node = *pick(random, &[SHARES_NODE, DYNAMIC_NODE]).context("no node")?;
         let &(what, breaks_clients) = pick(random, &DISRUPTIONS).context("no disruption")?;
         carry_out(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
         *self.done.entry(what).or_default() += 1;
         Ok(Disruption { what, node, breaks_clients })
     }
 
-    /// Ends all disruptions that last.
+    /// Repairs all lasting disruptions.
     pub(crate) fn repair() -> Result<()> {
-        for node in [SHARED, DYNAMIC] {
+        for node in [SHARES_NODE, DYNAMIC_NODE] {
             simgpu(node, &["clear"])?;
             on_node(node, &["chattr", "-i", "/var/lib/cleave"])?;
         }
@@ -63,7 +63,7 @@ impl Chaos {
 
     /// The disruptions so far, counted by kind.
     pub(crate) fn summary(&self) -> String {
-        format!("disrupted: {}", listed(&self.done))
+        format!("disrupted: {}", format_counts(&self.done))
     }
 }
 
@@ -93,8 +93,8 @@ fn carry_out(cluster: &Cluster, random: &mut Random, what: &str, node: &'static 
         }
         "agent's container" => {
             signal(node, "cleave-supervise", "KILL")?;
-            // The kubelet restarts a container that was killed often only after minutes, but starts
-            // a new pod at once.
+            // The kubelet delays the restart of an often-killed container by minutes, but starts a
+            // new pod at once.
             replace_pods(cluster, node, "agent")
         }
         "MPS host" => {
@@ -147,7 +147,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();
     let Some(pid) = pick(random, &pids) else { return Ok(()) };
-    // It may have exited by itself meanwhile.
+    // The process may have exited meanwhile.
     let _ = on_node(node, &["kill", "-9", pid]);
     wait_until("the killed process is gone", || {
         Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())
@@ -162,7 +162,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     })
 }
 
-/// A component's pods: the one of the node, or that of the operator.
+/// The component's pods: those of the node, or the operator's.
 fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
     let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}");
     let is_on_node = |pod: &serde_json::Value| component == "operator" || pod["spec"]["nodeName"] == node;

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use cleave_e2e::Random;
 
 /// The node whose GPUs have ten shares each.
-pub(crate) const SHARED: &str = "node1";
+pub(crate) const SHARES_NODE: &str = "node1";
 /// The node whose GPUs are partitioned as pods request slices.
-pub(crate) const DYNAMIC: &str = "node2";
-/// Resource of the shares on [`SHARED`].
+pub(crate) const DYNAMIC_NODE: &str = "node2";
+/// Resource of the shares on [`SHARES_NODE`].
 pub(crate) const SHARES: &str = "nvidia.com/gpu-mps";
-/// Shares of each GPU of [`SHARED`].
+/// Shares of each GPU of [`SHARES_NODE`].
 pub(crate) const UNITS: usize = 10;
 
 /// Picks one element at random; `None` if there is none.
@@ -17,11 +17,11 @@ pub(crate) fn pick<'a, T>(random: &mut Random, from: &'a [T]) -> Option<&'a T> {
     from.get(usize::try_from(random.below(from.len() as u64)).unwrap_or_default())
 }
 
-/// Numbers of events, by kind, for the summary.
+/// Number of events of each kind, for the summary.
 pub(crate) type Counts = BTreeMap<&'static str, u64>;
 
 /// Formats counts for the summary.
-pub(crate) fn listed(counts: &Counts) -> String {
+pub(crate) fn format_counts(counts: &Counts) -> String {
     let all: Vec<String> = counts.iter().map(|(what, times)| format!("{what} {times}")).collect();
     if all.is_empty() { "nothing".into() } else { all.join(", ") }
 }

@@ -1,5 +1,5 @@
 //! Runs pod churn and component failures for a given time, and checks Cleave's promises throughout.
-//! At the end it checks that nothing is left behind on the nodes and that no program has grown.
+//! At the end it checks that no object is left behind on the nodes and that no program has grown.
 //!
 //! `make soak MINUTES=30 SEED=1` starts a cluster of two nodes with four GPUs each and runs this
 //! program. A seed determines all choices; their effects depend on timing.
@@ -11,24 +11,24 @@ mod resources;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use cleave_e2e::{Cluster, PATIENCE, Random, Scope, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, Random, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use crate::chaos::Chaos;
-use crate::common::{DYNAMIC, SHARED, SHARES, UNITS};
+use crate::common::{DYNAMIC_NODE, SHARES, SHARES_NODE, UNITS};
 use crate::promises::{Observation, Tracker};
 use crate::resources::ObjectCounts;
 
 /// Resource of whole GPUs.
-const WHOLE: &str = "nvidia.com/gpu";
+const WHOLE_GPUS: &str = "nvidia.com/gpu";
 /// Maximum number of pods at a time. The kubelet accepts 110, but two cores cannot run that many
 /// sandboxes.
 const MAX_PODS: usize = 40;
-/// Keeps its allocation without using MPS, so that no failure of MPS affects it.
-const STAY: &str = "exec sleep 1000000";
+/// Keeps an allocation without using MPS, so that no failure of MPS affects the pod.
+const SLEEP_FOREVER: &str = "exec sleep 1000000";
 /// An MPS client. It may fail when its MPS daemon or server is killed, and must not fail otherwise.
-const CLIENT: &str = "exec cleave-client --hold forever";
+const HOLD_CLIENT: &str = "exec cleave-client --hold forever";
 
 /// Reads a number from an environment variable.
 fn number(name: &str, default: u64) -> Result<u64> {
@@ -56,8 +56,9 @@ fn main() -> Result<()> {
         churn(&scope, &mut random, &mut tracker)?;
         tracker.observe(&Observation::read(&scope)?);
         if random.below(6) == 0 {
-            // Wait first: a kubelet refuses for good the pods that it admits during a disruption.
-            // The cluster tests measure that, and docs/explanation/placement.md describes it.
+            // Wait first: a kubelet permanently refuses pods that reach it during a disruption. The
+            // cluster tests measure these refusals, and docs/explanation/placement.md describes
+            // them.
             if wait_idle(&scope, &mut tracker)? {
                 let since = Timestamp::now();
                 let disruption = chaos.disrupt(&cluster, &mut random)?;
@@ -94,7 +95,7 @@ fn main() -> Result<()> {
     wait_settled(&scope).context("slices were lost")?;
     // The kubelet needs a minute or two to clean up after a killed container runtime.
     let mut left = Vec::new();
-    let _ = wait_for("nothing is left behind", 2 * PATIENCE, || {
+    let _ = wait_for("nothing is left behind", 2 * WAIT_TIMEOUT, || {
         left = resources::left(&before, &ObjectCounts::of_nodes()?);
         Ok(left.is_empty().then_some(()))
     });
@@ -130,9 +131,9 @@ fn agent_logs(cluster: &Cluster) -> Result<String> {
 fn policies(scope: &Scope) -> Result<()> {
     scope.policy(
         "soak-shares",
-        &json!({"nodeSelector": {"kubernetes.io/hostname": SHARED}, "mode": "Mps", "mps": {"units": UNITS, "threads": "Strict"}}),
+        &json!({"nodeSelector": {"kubernetes.io/hostname": SHARES_NODE}, "mode": "Mps", "mps": {"units": UNITS, "threads": "Strict"}}),
     )?;
-    scope.policy("soak-dynamic", &json!({"nodeSelector": {"kubernetes.io/hostname": DYNAMIC}, "mode": "Auto"}))?;
+    scope.policy("soak-dynamic", &json!({"nodeSelector": {"kubernetes.io/hostname": DYNAMIC_NODE}, "mode": "Auto"}))?;
     Ok(())
 }
 
@@ -143,9 +144,9 @@ fn wait_settled(scope: &Scope) -> Result<()> {
         let gpus = |node: &str| -> Result<u64> {
             Ok(cluster.gpunode(node)?["status"]["gpus"].as_array().map_or(0, Vec::len) as u64)
         };
-        let (all, offered) = (UNITS as u64 * gpus(SHARED)?, cluster.allocatable(SHARED, SHARES)?);
-        ensure!(all > 0 && offered == all, "{SHARED} offers {offered} of {all} shares");
-        for node in [SHARED, DYNAMIC] {
+        let (all, offered) = (UNITS as u64 * gpus(SHARES_NODE)?, cluster.allocatable(SHARES_NODE, SHARES)?);
+        ensure!(all > 0 && offered == all, "{SHARES_NODE} offers {offered} of {all} shares");
+        for node in [SHARES_NODE, DYNAMIC_NODE] {
             let object = cluster.gpunode(node)?;
             for gpu in object["status"]["gpus"].as_array().into_iter().flatten() {
                 ensure!(gpu["health"]["healthy"] == true, "{node}: {}", gpu["health"]);
@@ -167,15 +168,15 @@ fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()
         }
         let name = format!("p{}", tracker.created);
         let (node, limits): (_, Value) = match random.below(10) {
-            0 => (DYNAMIC, json!({"nvidia.com/mig-1g.5gb": 1})),
-            1 => (DYNAMIC, json!({"nvidia.com/mig-3g.20gb": 1})),
-            2 => (DYNAMIC, json!({"nvidia.com/gpu-10gb": 1})),
-            3 => (DYNAMIC, json!({WHOLE: 1})),
-            _ => (SHARED, json!({SHARES: 1 + random.below(UNITS as u64)})),
+            0 => (DYNAMIC_NODE, json!({"nvidia.com/mig-1g.5gb": 1})),
+            1 => (DYNAMIC_NODE, json!({"nvidia.com/mig-3g.20gb": 1})),
+            2 => (DYNAMIC_NODE, json!({"nvidia.com/gpu-10gb": 1})),
+            3 => (DYNAMIC_NODE, json!({WHOLE_GPUS: 1})),
+            _ => (SHARES_NODE, json!({SHARES: 1 + random.below(UNITS as u64)})),
         };
-        let script = if random.below(5) == 0 { CLIENT } else { STAY };
+        let script = if random.below(5) == 0 { HOLD_CLIENT } else { SLEEP_FOREVER };
         scope.pod_on(node, &name, &limits, script)?;
-        tracker.pod_created(&name, node, limits[WHOLE].is_null(), script == CLIENT);
+        tracker.pod_created(&name, node, limits[WHOLE_GPUS].is_null(), script == HOLD_CLIENT);
     }
     for pod in &living {
         let name = text(&pod["metadata"]["name"]);
@@ -192,7 +193,7 @@ fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()
     Ok(())
 }
 
-/// Waits a few seconds until no pod is in transit to a node. Returns whether that is so.
+/// Waits a few seconds until no pod is in transit to a node. Returns false if one still is.
 fn wait_idle(scope: &Scope, tracker: &mut Tracker) -> Result<bool> {
     let until = Instant::now() + Duration::from_secs(5);
     loop {

@@ -9,7 +9,7 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
 
 use crate::chaos::Disruption;
-use crate::common::{Counts, DYNAMIC, SHARED, SHARES, UNITS, listed};
+use crate::common::{Counts, DYNAMIC_NODE, SHARES, SHARES_NODE, UNITS, format_counts};
 
 /// The pods and the `GpuNode`s at one moment.
 pub(crate) struct Observation {
@@ -18,10 +18,10 @@ pub(crate) struct Observation {
 }
 
 impl Observation {
-    /// Reads them from the API server.
+    /// Reads the pods and the `GpuNode`s from the API server.
     pub(crate) fn read(scope: &Scope) -> Result<Self> {
         let pods = scope.pods()?;
-        let nodes = [SHARED, DYNAMIC]
+        let nodes = [SHARES_NODE, DYNAMIC_NODE]
             .into_iter()
             .map(|node| Ok((node, scope.cluster.gpunode(node)?)))
             .collect::<Result<_>>()?;
@@ -45,11 +45,11 @@ fn requests_shares(pod: &Value) -> bool {
     limits.is_some_and(|limits| limits.keys().any(|name| name == SHARES))
 }
 
-/// How long after a disruption slices may be unhealthy that were healthy when a pod was released.
-/// The agent retries a failed NVML call after 10 s.
-const AFTERMATH: Duration = Duration::from_secs(40);
+/// Time after a disruption in which slices may still be unhealthy. The agent retries a failed NVML
+/// call after 10 s.
+const AFTERMATH_DURATION: Duration = Duration::from_secs(40);
 
-/// From the start of a disruption to the recovery of the component.
+/// Time from the start of a disruption until the component has recovered.
 type Period = std::ops::Range<Timestamp>;
 
 /// Whether a disruption or its aftermath explains a kubelet's refusal at this time. The kubelet
@@ -57,7 +57,7 @@ type Period = std::ops::Range<Timestamp>;
 fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
     disruptions.iter().any(|period| {
         failed.duration_since(period.start) > SignedDuration::from_secs(-1)
-            && failed.duration_since(period.end) < SignedDuration::try_from(AFTERMATH).unwrap_or_default()
+            && failed.duration_since(period.end) < SignedDuration::try_from(AFTERMATH_DURATION).unwrap_or_default()
     })
 }
 
@@ -71,11 +71,11 @@ struct TrackedPod {
     gated: bool,
     /// Whether it is an MPS client.
     client: bool,
-    /// Whether its end was already counted, or expected because it was deleted.
+    /// Whether its end was already counted, or is expected because the soak deleted it.
     done: bool,
-    /// Whether an MPS process of its node was killed during its life.
+    /// Whether an MPS process of its node was killed while the pod existed.
     mps_killed: bool,
-    /// Id of its container, once it ran.
+    /// Id of its container, once the container has run.
     container: Option<String>,
 }
 
@@ -100,7 +100,7 @@ impl Tracker {
         self.pods.insert(name.to_owned(), pod);
     }
 
-    /// Records that the soak deletes a pod: its end says nothing about Cleave.
+    /// Records that the soak deletes a pod. The pod's end then says nothing about Cleave.
     pub(crate) fn pod_deleted(&mut self, name: &str) {
         if let Some(pod) = self.pods.get_mut(name) {
             pod.done = true;
@@ -116,14 +116,14 @@ impl Tracker {
         }
     }
 
-    /// Checks the promises on an observation.
+    /// Checks an observation against the promises.
     pub(crate) fn observe(&mut self, observation: &Observation) {
         for pod in &observation.pods {
             self.check_pod(pod);
         }
         let pods = not_deleted(&observation.pods);
         for (node, object) in &observation.nodes {
-            let units = (*node == SHARED).then_some(UNITS);
+            let units = (*node == SHARES_NODE).then_some(UNITS);
             let errors = allocation_errors(object, &pods, units);
             self.violations.extend(errors.into_iter().map(|error| format!("{node}: {error}")));
         }
@@ -172,7 +172,7 @@ impl Tracker {
 
     /// The outcomes so far, counted by kind.
     pub(crate) fn summary(&self) -> String {
-        format!("{} pods: {}; violations: {}", self.created, listed(&self.outcomes), self.violations.len())
+        format!("{} pods: {}; violations: {}", self.created, format_counts(&self.outcomes), self.violations.len())
     }
 }
 

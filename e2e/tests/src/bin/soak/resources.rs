@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result};
 use cleave_e2e::on_node;
 
-use crate::common::{DYNAMIC, SHARED};
+use crate::common::{DYNAMIC_NODE, SHARES_NODE};
 
 /// Counts of objects that come and go with pods, by node and kind.
 pub(crate) struct ObjectCounts(BTreeMap<(&'static str, String), u64>);
 
 /// Prints one line `KIND COUNT` for each kind of object.
-const COUNT: &str = r"
+const COUNT_SCRIPT: &str = r"
 echo clients $(grep -lz '^cleave-client' /proc/[0-9]*/cmdline 2>/dev/null | wc -l)
 echo folders $(ls /run/cleave/alloc 2>/dev/null | wc -l)
 echo mounts $(grep -c /run/cleave/alloc /proc/mounts)
@@ -22,8 +22,8 @@ impl ObjectCounts {
     /// Counts the objects on all nodes.
     pub(crate) fn of_nodes() -> Result<Self> {
         let mut counts = BTreeMap::new();
-        for node in [SHARED, DYNAMIC] {
-            for line in on_node(node, &["sh", "-c", COUNT])?.lines() {
+        for node in [SHARES_NODE, DYNAMIC_NODE] {
+            for line in on_node(node, &["sh", "-c", COUNT_SCRIPT])?.lines() {
                 let (kind, count) = line.split_once(' ').with_context(|| format!("{line:?}"))?;
                 counts.insert((node, kind.to_owned()), count.trim().parse().with_context(|| format!("{line:?}"))?);
             }
@@ -32,7 +32,7 @@ impl ObjectCounts {
     }
 }
 
-/// Describes the kinds of which there are more objects than before.
+/// Describes the kinds with more objects than before.
 pub(crate) fn left(before: &ObjectCounts, after: &ObjectCounts) -> Vec<String> {
     let more = |(of, now): (&(&'static str, String), &u64)| {
         let was = before.0.get(of).copied().unwrap_or_default();
@@ -45,7 +45,7 @@ pub(crate) fn left(before: &ObjectCounts, after: &ObjectCounts) -> Vec<String> {
 pub(crate) type Memory = BTreeMap<(&'static str, String), u64>;
 
 /// Prints one line `PROGRAM KIB` for each program.
-const RESIDENT: &str = r#"
+const RESIDENT_SCRIPT: &str = r#"
 for p in /proc/[0-9]*; do
   case "$(tr '\0' ' ' <$p/cmdline 2>/dev/null)" in
     "/usr/bin/cleave-agent "*) what=agent ;;
@@ -60,8 +60,8 @@ done
 /// Measures the memory of Cleave's programs on all nodes.
 pub(crate) fn memory() -> Result<Memory> {
     let mut all = Memory::new();
-    for node in [SHARED, DYNAMIC] {
-        for line in on_node(node, &["sh", "-c", RESIDENT])?.lines() {
+    for node in [SHARES_NODE, DYNAMIC_NODE] {
+        for line in on_node(node, &["sh", "-c", RESIDENT_SCRIPT])?.lines() {
             if let Some((what, kib)) = line.split_once(' ') {
                 all.insert((node, what.to_owned()), kib.trim().parse().unwrap_or_default());
             }
@@ -82,16 +82,18 @@ pub(crate) fn course(memory: &[Memory]) -> String {
     last.keys().map(figures).collect::<Vec<_>>().join("; ")
 }
 
-/// How much more memory a program may have at the end than in the middle of the run, in KiB. An
-/// allocator keeps this much after a burst.
-const LEEWAY: u64 = 4096;
+/// Maximum growth of a program's memory in the second half of the run, in KiB. An allocator keeps
+/// this much after a burst.
+const MAX_GROWTH_KIB: u64 = 4096;
 
-/// Describes the programs whose memory grew by more than [`LEEWAY`] in the second half of the run.
+/// Describes the programs whose memory grew by more than [`MAX_GROWTH_KIB`] in the second half of
+/// the run.
 pub(crate) fn grown(memory: &[Memory]) -> Vec<String> {
     let (Some(middle), Some(last)) = (memory.get(memory.len() / 2), memory.last()) else { return Vec::new() };
     let more = |(of, now): (&(&'static str, String), &u64)| {
         let was = *middle.get(of)?;
-        (*now > was + LEEWAY).then(|| format!("{} of {}: {was} KiB in the middle, {now} at the end", of.1, of.0))
+        (*now > was + MAX_GROWTH_KIB)
+            .then(|| format!("{} of {}: {was} KiB in the middle, {now} at the end", of.1, of.0))
     };
     last.iter().filter_map(more).collect()
 }

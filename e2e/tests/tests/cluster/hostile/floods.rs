@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use cleave_e2e::{pod, text, wait_until};
 use serde_json::{Value, json};
 
-use super::programs::{NEIGHBOUR, shell, within};
+use super::programs::{NEIGHBOUR, check_limits, shell};
 use super::requests::FORGED;
 use super::{Attempt, Expected, Outcome, TestBed};
 use crate::gate_admission::label;
@@ -14,16 +14,16 @@ use crate::restarts::{component_pod, ready};
 use crate::{NODE, SHARES};
 
 /// The pod that opens connections to the agent's port.
-const FROM: &str = "hostile";
-const CONNECTIONS: usize = 200;
-const EVENTS: usize = 300;
-const PODS: usize = 60;
+const FLOODING_POD: &str = "hostile";
+const FLOOD_CONNECTIONS: usize = 200;
+const FLOOD_EVENTS: usize = 300;
+const FLOOD_PODS: usize = 60;
 /// Number of node selector terms. The JSON Patch that releases the pod has one operation for each.
-const TERMS: usize = 1000;
-/// Length of the longest name that the API server accepts.
-const LONGEST: usize = 253;
-const ONCE: &str = "exec cleave-client --once";
-/// The annotation in which the operator notes reservations.
+const SELECTOR_TERMS: usize = 1000;
+/// Maximum length of a name that the API server accepts.
+const MAX_NAME_LENGTH: usize = 253;
+const RUN_ONCE: &str = "exec cleave-client --once";
+/// The annotation in which the operator records reservations.
 const ANNOTATION: &str = "cleave.dev/placement";
 
 pub(super) const ATTEMPTS: &[Attempt] = &[
@@ -36,8 +36,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "a resource of Cleave's prefix that nobody serves",
         expected: Expected::NoEffect,
         run: |bed| {
-            bed.tenant.create(&bed.pods(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), ONCE))?;
-            crate::gate::told(&bed.scope, "nobody", "NoGpuFits")?;
+            bed.tenant.create(&bed.pods(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE))?;
+            crate::gate::wait_for_event(&bed.scope, "nobody", "NoGpuFits")?;
             let placed = bed.scope.cluster.get(&bed.scope.pod_path("nobody"))?;
             ensure!(placed["spec"]["nodeName"].is_null(), "{placed}");
             Ok(Outcome::NoEffect("an Event says that no node has it, and it is not bound".to_owned()))
@@ -59,18 +59,18 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt { name: "sixty pods of a whole GPU's shares at once", expected: Expected::NoEffect, run: pods },
 ];
 
-/// Checks that another pod of one share starts and has its limits. `besides` is put before the
+/// Checks that another pod of one share starts and has its limits. `besides` precedes the
 /// description of the outcome.
-fn newcomer(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
-    bed.scope.pod(name, &json!({SHARES: 1}), ONCE)?;
-    runs(bed, name, besides)
+fn check_new_pod(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
+    bed.scope.pod(name, &json!({SHARES: 1}), RUN_ONCE)?;
+    check_runs(bed, name, besides)
 }
 
 /// Checks that a pod of one share succeeds and has its limits.
-fn runs(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
-    let (phase, log) = bed.scope.finished(name)?;
+fn check_runs(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
+    let (phase, log) = bed.scope.wait_until_finished(name)?;
     ensure!(phase == "Succeeded", "{name} is {phase}: {log}");
-    match within(bed, 1, &log, 1)? {
+    match check_limits(bed, 1, &log, 1)? {
         Outcome::NoEffect(limits) => Ok(Outcome::NoEffect(format!("{besides}; {name} runs: {limits}"))),
         other => Ok(other),
     }
@@ -86,25 +86,25 @@ fn connections(bed: &TestBed<'_>) -> Result<Outcome> {
     let label = json!({"metadata": {"labels": {"metrics": "enabled"}}});
     bed.scope.cluster.patch(&format!("/api/v1/namespaces/{}", bed.scope.namespace), &label)?;
     wait_until("the agent's port can be reached", || {
-        let answer = shell(bed, FROM, &request)?;
+        let answer = shell(bed, FLOODING_POD, &request)?;
         ensure!(answer.contains("200 OK"), "{answer}");
         Ok(true)
     })?;
     let flood = format!(
         "mkfifo /tmp/silence; sleep 20 >/tmp/silence 2>&1 </dev/null &
-        for i in $(seq {CONNECTIONS}); do nc {address} 8080 </tmp/silence >/dev/null 2>&1 & done"
+        for i in $(seq {FLOOD_CONNECTIONS}); do nc {address} 8080 </tmp/silence >/dev/null 2>&1 & done"
     );
-    shell(bed, FROM, &flood)?;
+    shell(bed, FLOODING_POD, &flood)?;
     let established = format!("netstat -tn | grep -c '{address}:8080 .*ESTABLISHED'");
     wait_until("all connections are open", || {
-        let open = shell(bed, FROM, &established)?;
+        let open = shell(bed, FLOODING_POD, &established)?;
         let count: usize = open.lines().next().unwrap_or_default().trim().parse().unwrap_or(0);
-        ensure!(count >= CONNECTIONS, "{count} are open");
+        ensure!(count >= FLOOD_CONNECTIONS, "{count} are open");
         Ok(true)
     })?;
-    let answer = shell(bed, FROM, &request)?;
+    let answer = shell(bed, FLOODING_POD, &request)?;
     ensure!(answer.contains("200 OK"), "the agent does not answer another request: {answer}");
-    let outcome = newcomer(bed, "after-connections", "the agent answers")?;
+    let outcome = check_new_pod(bed, "after-connections", "the agent answers")?;
     ensure!(ready(&component_pod(bed.scope.cluster, "agent")?), "the agent is not ready");
     Ok(outcome)
 }
@@ -112,12 +112,12 @@ fn connections(bed: &TestBed<'_>) -> Result<Outcome> {
 /// Creates a pod with a forged annotation. The operator releases it with a reservation, which
 /// replaces the forged value.
 fn forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcome> {
-    let mut object = pod(name, &json!({SHARES: 1}), ONCE);
+    let mut object = pod(name, &json!({SHARES: 1}), RUN_ONCE);
     object["metadata"]["annotations"] = json!({ANNOTATION: value});
     label(&bed.scope, "annotations")?;
     // The API server applies the label with a short delay.
     wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods(), &object).map(|_| true))?;
-    let outcome = runs(bed, name, "its annotation is the operator's")?;
+    let outcome = check_runs(bed, name, "its annotation is the operator's")?;
     let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][ANNOTATION]);
     ensure!(now != value && now.contains("\"device\":\"GPU-"), "its annotation is {now:.200}");
     label(&bed.scope, "")?;
@@ -131,24 +131,24 @@ fn terms(bed: &TestBed<'_>) -> Result<Outcome> {
         let values = json!([NODE, format!("elsewhere-{index}")]);
         json!({"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": values}]})
     };
-    let terms: Vec<Value> = (0..TERMS).map(term).collect();
-    let mut object = pod("terms", &json!({SHARES: 1}), ONCE);
+    let terms: Vec<Value> = (0..SELECTOR_TERMS).map(term).collect();
+    let mut object = pod("terms", &json!({SHARES: 1}), RUN_ONCE);
     object["spec"]["affinity"] =
         json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}});
     bed.tenant.create(&bed.pods(), &object)?;
-    runs(bed, "terms", "it is released")
+    check_runs(bed, "terms", "it is released")
 }
 
 /// Creates a pod with the longest name, and waits until it is bound. The kubelet may fail to run
 /// it, because a folder for its logs would have the name too.
 fn longest(bed: &TestBed<'_>) -> Result<Outcome> {
-    let name = "x".repeat(LONGEST);
+    let name = "x".repeat(MAX_NAME_LENGTH);
     bed.tenant.create(&bed.pods(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
     let path = bed.scope.pod_path(&name);
     wait_until("the pod is released and bound", || {
         Ok(text(&bed.scope.cluster.get(&path)?["spec"]["nodeName"]) == NODE)
     })?;
-    let outcome = newcomer(bed, "after-longest", "it is released")?;
+    let outcome = check_new_pod(bed, "after-longest", "it is released")?;
     bed.scope.delete_pod(&name, 0)?;
     Ok(outcome)
 }
@@ -162,20 +162,20 @@ fn events(bed: &TestBed<'_>) -> Result<Outcome> {
         "reason": "EvictedOutsideShare", "message": "it is evicted: ".repeat(60),
         "source": {"component": "cleave-operator"},
     });
-    for _ in 0..EVENTS {
+    for _ in 0..FLOOD_EVENTS {
         bed.tenant.create(&format!("/api/v1/namespaces/{ns}/events"), &event)?;
     }
-    newcomer(bed, "after-events", "the neighbour stays")
+    check_new_pod(bed, "after-events", "the neighbour stays")
 }
 
 /// Creates pods that cannot all be served, and then one that can.
 fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = |index: usize| format!("flood-{index}");
-    for index in 0..PODS {
+    for index in 0..FLOOD_PODS {
         bed.tenant.create(&bed.pods(), &pod(&name(index), &json!({SHARES: 10}), "exec sleep infinity"))?;
     }
-    let outcome = newcomer(bed, "after-pods", "no pod was refused")?;
-    let flood: BTreeSet<String> = (0..PODS).map(name).collect();
+    let outcome = check_new_pod(bed, "after-pods", "no pod was refused")?;
+    let flood: BTreeSet<String> = (0..FLOOD_PODS).map(name).collect();
     let (mut there, mut bound) = (0, 0);
     for pod in bed.scope.pods()?.iter().filter(|pod| flood.contains(&text(&pod["metadata"]["name"]))) {
         ensure!(text(&pod["status"]["phase"]) != "Failed", "a pod was refused: {}", pod["status"]);
@@ -183,7 +183,7 @@ fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
     // The other two GPUs have pods with some of the shares.
-    ensure!(there == PODS && bound <= 2, "{there} of {PODS} pods exist, and {bound} are bound");
+    ensure!(there == FLOOD_PODS && bound <= 2, "{there} of {FLOOD_PODS} pods exist, and {bound} are bound");
     for name in flood {
         bed.scope.cluster.delete(&bed.scope.pod_path(&name), Some(0))?;
     }

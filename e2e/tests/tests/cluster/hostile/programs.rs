@@ -3,12 +3,12 @@
 use std::fmt::Write as _;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, PATIENCE, Scope, on_node, output, pod, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, on_node, output, pod, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use super::{Attempt, Expected, Outcome, TestBed, lines};
 use crate::shares::limits;
-use crate::tenants::found;
+use crate::tenants::wait_for_condition_and_event;
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, offers};
 
 /// The pod in which most attempts run, and its shares.
@@ -20,10 +20,10 @@ const NEIGHBOUR_SHARES: u32 = 2;
 /// A pod that violates the protocol of the door in several connections at once, from its start.
 const LIAR: &str = "liar";
 /// Maximum number of GPU processes of a pod, by the policy.
-const CLIENTS: usize = 8;
-const STAY: &str = "exec sleep infinity";
+const MAX_CLIENTS: usize = 8;
+const SLEEP_FOREVER: &str = "exec sleep infinity";
 /// Folder of the door in a container.
-const FOLDER: &str = "/run/cleave-mps";
+const DOOR_FOLDER: &str = "/run/cleave-mps";
 
 /// The violations of [`LIAR`], as `cleave-client --lie` names them.
 const LIES: [&str; 18] = [
@@ -60,15 +60,15 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let scope = Scope::new(cluster, "hostile")?;
     let spec = json!({
         "nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps",
-        "mps": {"units": 10, "threads": "Strict", "clients": {"max": CLIENTS}},
+        "mps": {"units": 10, "threads": "Strict", "clients": {"max": MAX_CLIENTS}},
     });
     scope.policy("hostile", &spec)?;
     offers(cluster, SHARES, 10 * GPUS)?;
     let bed = TestBed::new(scope)?;
     let scope = &bed.scope;
-    // These two first, so that they are on one GPU.
-    scope.pod(HOSTILE, &json!({SHARES: HOSTILE_SHARES}), STAY)?;
-    scope.running(HOSTILE)?;
+    // Create these two first, so that they are on one GPU.
+    scope.pod(HOSTILE, &json!({SHARES: HOSTILE_SHARES}), SLEEP_FOREVER)?;
+    scope.wait_until_running(HOSTILE)?;
     scope.pod(NEIGHBOUR, &json!({SHARES: NEIGHBOUR_SHARES}), HOLD)?;
     scope.client_report(NEIGHBOUR)?;
     ensure!(device(&bed, HOSTILE)? == device(&bed, NEIGHBOUR)?, "the hostile pod and its neighbour are on two GPUs");
@@ -83,7 +83,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
         bed.tenant.create(&bed.pods(), &pod)?;
     }
     for pod in other_pods() {
-        scope.running(&text(&pod["metadata"]["name"]))?;
+        scope.wait_until_running(&text(&pod["metadata"]["name"]))?;
     }
     Ok(bed)
 }
@@ -91,7 +91,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
 /// The pods other than [`HOSTILE`] and [`NEIGHBOUR`].
 fn other_pods() -> Vec<Value> {
     let lies = format!(
-        "for lie in {}; do cleave-client --lie $lie --hold 30 >/tmp/$lie 2>&1 & done; wait; {STAY}",
+        "for lie in {}; do cleave-client --lie $lie --hold 30 >/tmp/$lie 2>&1 & done; wait; {SLEEP_FOREVER}",
         LIES.join(" ")
     );
     let one = json!({SHARES: 1});
@@ -101,25 +101,26 @@ fn other_pods() -> Vec<Value> {
         pod
     };
     let from = |name: &str| json!([{"configMapRef": {"name": name}}]);
-    // In this order: the kernel refuses the first at once, and the flood waits until its
-    // connections are closed.
+    // The order matters: the kernel refuses the first attempt at once, and the flood waits until
+    // its connections are closed.
     let user = format!(
         "cleave-client --lie root --hold 10 >/tmp/root 2>&1; \
-         cleave-client --lie flood=200 --hold 60 >/tmp/flood=200 2>&1; {STAY}"
+         cleave-client --lie flood=200 --hold 60 >/tmp/flood=200 2>&1; {SLEEP_FOREVER}"
     );
-    let administrator = format!("cleave-client --lie pid=1 --hold 10 >/tmp/pid=1 2>&1; {STAY}");
+    let administrator = format!("cleave-client --lie pid=1 --hold 10 >/tmp/pid=1 2>&1; {SLEEP_FOREVER}");
     let several = "exec cleave-client --processes 2 --allocate 6000 --hold forever";
     let junk = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
-    let mut over = with("over", &one, STAY, "volumeMounts", json!([{"name": "over", "mountPath": FOLDER}]));
+    let mut over =
+        with("over", &one, SLEEP_FOREVER, "volumeMounts", json!([{"name": "over", "mountPath": DOOR_FOLDER}]));
     over["spec"]["volumes"] = json!([{"name": "over", "emptyDir": {}}]);
     vec![
         pod(LIAR, &one, &lies),
         with("user", &one, &user, "securityContext", json!({"runAsUser": 1000, "runAsGroup": 1000})),
         with("capable", &one, &administrator, "securityContext", json!({"capabilities": {"add": ["SYS_ADMIN"]}})),
-        with("more", &json!({SHARES: 2}), STAY, "envFrom", from("more")),
-        with("away", &one, STAY, "envFrom", from("away")),
+        with("more", &json!({SHARES: 2}), SLEEP_FOREVER, "envFrom", from("more")),
+        with("away", &one, SLEEP_FOREVER, "envFrom", from("away")),
         over,
-        pod("none", &json!({SHARES: 0}), STAY),
+        pod("none", &json!({SHARES: 0}), SLEEP_FOREVER),
         pod("junk", &one, junk),
         pod("several", &one, several),
     ]
@@ -132,7 +133,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let values =
                 "for p in 100 1000 abc 0 -1; do CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$p cleave-client --once; done";
-            within(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, values)?, 5)
+            check_limits(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, values)?, 5)
         },
     },
     Attempt {
@@ -141,7 +142,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let values =
                 "for m in 0=1000G 0=99999999M; do CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=$m cleave-client --once; done";
-            within(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, values)?, 2)
+            check_limits(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, values)?, 2)
         },
     },
     Attempt {
@@ -152,7 +153,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; cleave-client --once";
             let said = shell(bed, "more", script)?;
             ensure!(said.starts_with("100 0=1000G"), "the container does not have the ConfigMap's values: {said}");
-            within(bed, 2, &said, 1)
+            check_limits(bed, 2, &said, 1)
         },
     },
     Attempt {
@@ -161,7 +162,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let said = shell(bed, "away", "echo $CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
             ensure!(said.starts_with("/nowhere"), "the container does not have the ConfigMap's value: {said}");
-            without_context(&said, 1)
+            check_no_context(&said, 1)
         },
     },
     Attempt {
@@ -169,7 +170,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: NO_CONTEXT,
         run: |bed| {
             let said = shell(bed, HOSTILE, "unset CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
-            without_context(&said, 1)
+            check_no_context(&said, 1)
         },
     },
     Attempt {
@@ -177,7 +178,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: NO_CONTEXT,
         run: |bed| {
             let said = shell(bed, HOSTILE, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
-            without_context(&said, 1)
+            check_no_context(&said, 1)
         },
     },
     Attempt { name: "a volume over the door's folder", expected: Expected::NoEffect, run: volume_over },
@@ -267,7 +268,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 "set_default_client_priority 0".to_owned(),
             ];
             let refused = administrator(bed, &set)?;
-            let still = within(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, "cleave-client --once")?, 1)?;
+            let still = check_limits(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, "cleave-client --once")?, 1)?;
             Ok(if matches!(still, Outcome::NoEffect(_)) { refused } else { still })
         },
     },
@@ -292,54 +293,62 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "a handshake cut short",
         expected: CLOSED,
-        run: |bed| lied(bed, LIAR, &["stall=0", "stall=4", "stall=9"]),
+        run: |bed| wait_for_violations(bed, LIAR, &["stall=0", "stall=4", "stall=9"]),
     },
     Attempt {
         name: "a handshake of other words",
         expected: CLOSED,
-        run: |bed| lied(bed, LIAR, &["garbage", "kind=3", "short-kind"]),
+        run: |bed| wait_for_violations(bed, LIAR, &["garbage", "kind=3", "short-kind"]),
     },
     Attempt {
         name: "a handshake that is too long",
         expected: CLOSED,
-        run: |bed| lied(bed, LIAR, &["huge", "long-command"]),
+        run: |bed| wait_for_violations(bed, LIAR, &["huge", "long-command"]),
     },
-    Attempt { name: "two introductions on one connection", expected: CLOSED, run: |bed| lied(bed, LIAR, &["twice"]) },
+    Attempt {
+        name: "two introductions on one connection",
+        expected: CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR, &["twice"]),
+    },
     Attempt {
         name: "descriptors with the introduction",
         expected: CLOSED,
-        run: |bed| lied(bed, LIAR, &["descriptors"]),
+        run: |bed| wait_for_violations(bed, LIAR, &["descriptors"]),
     },
     Attempt {
         name: "another process's pid in the introduction",
         expected: BY_THE_KERNEL,
-        run: |bed| lied(bed, LIAR, &["pid=1"]),
+        run: |bed| wait_for_violations(bed, LIAR, &["pid=1"]),
     },
     Attempt {
         name: "another process's pid, with CAP_SYS_ADMIN",
         expected: CLOSED,
-        run: |bed| lied(bed, "capable", &["pid=1"]),
+        run: |bed| wait_for_violations(bed, "capable", &["pid=1"]),
     },
     Attempt {
         name: "root's uid in the introduction of another user",
         expected: BY_THE_KERNEL,
-        run: |bed| lied(bed, "user", &["root"]),
+        run: |bed| wait_for_violations(bed, "user", &["root"]),
     },
     Attempt {
         name: "an administrator's command after a client's introduction",
         expected: CLOSED,
-        run: |bed| lied(bed, LIAR, &["administrator-after-client"]),
+        run: |bed| wait_for_violations(bed, LIAR, &["administrator-after-client"]),
     },
-    Attempt { name: "an answer that is never taken", expected: CLOSED, run: |bed| lied(bed, LIAR, &["unread"]) },
+    Attempt {
+        name: "an answer that is never taken",
+        expected: CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR, &["unread"]),
+    },
     Attempt {
         name: "silence with the server's socket in hand",
         expected: CLOSED,
-        run: |bed| lied(bed, LIAR, &["mute=0", "mute=1", "mute=2"]),
+        run: |bed| wait_for_violations(bed, LIAR, &["mute=0", "mute=1", "mute=2"]),
     },
     Attempt {
         name: "a last word that is missing or wrong",
         expected: CLOSED,
-        run: |bed| lied(bed, LIAR, &["no-last-word", "last-word=7"]),
+        run: |bed| wait_for_violations(bed, LIAR, &["no-last-word", "last-word=7"]),
     },
     Attempt { name: "death with the server's socket in hand", expected: Expected::NoEffect, run: vanish },
     Attempt { name: "a socket to the server that is shut down", expected: Expected::NoEffect, run: shut_down },
@@ -347,8 +356,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "two hundred connections at once, and silence",
         expected: CLOSED,
         run: |bed| {
-            neighbour_starts(bed)?;
-            lied(bed, "user", &["flood=200"])
+            check_neighbour_starts(bed)?;
+            wait_for_violations(bed, "user", &["flood=200"])
         },
     },
     Attempt {
@@ -374,8 +383,8 @@ pub(super) fn shell(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<String
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
 }
 
-/// Checks that this many programs reported no more than the limits of this many shares.
-pub(super) fn within(bed: &TestBed<'_>, shares: u32, printed: &str, programs: usize) -> Result<Outcome> {
+/// Checks that this many programs reported at most the limits of this many shares.
+pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, programs: usize) -> Result<Outcome> {
     let node = bed.scope.cluster.gpunode(NODE)?;
     let total = node["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
     let (sms, memory) = limits(shares, total);
@@ -393,7 +402,7 @@ pub(super) fn within(bed: &TestBed<'_>, shares: u32, printed: &str, programs: us
 }
 
 /// Checks that this many programs got no CUDA context.
-fn without_context(printed: &str, programs: usize) -> Result<Outcome> {
+fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
     let reports = lines(printed);
     ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
     match reports.iter().find(|line| line["error"].is_null()) {
@@ -403,15 +412,15 @@ fn without_context(printed: &str, programs: usize) -> Result<Outcome> {
 }
 
 /// Checks that the neighbour can start another program with its own limits.
-fn neighbour_starts(bed: &TestBed<'_>) -> Result<()> {
-    let outcome = within(bed, NEIGHBOUR_SHARES, &shell(bed, NEIGHBOUR, "cleave-client --once")?, 1)?;
+fn check_neighbour_starts(bed: &TestBed<'_>) -> Result<()> {
+    let outcome = check_limits(bed, NEIGHBOUR_SHARES, &shell(bed, NEIGHBOUR, "cleave-client --once")?, 1)?;
     ensure!(matches!(outcome, Outcome::NoEffect(_)), "the neighbour's next program: {outcome:?}");
     Ok(())
 }
 
 /// The GPU on which a pod has its allocation.
 fn device(bed: &TestBed<'_>, pod: &str) -> Result<String> {
-    wait_for(&format!("the node reports the allocation of {pod}"), PATIENCE, || {
+    wait_for(&format!("the node reports the allocation of {pod}"), WAIT_TIMEOUT, || {
         let allocated = allocations(bed.scope.cluster, &bed.scope, pod)?;
         Ok(allocated.first().map(|allocation| text(&allocation["device"])))
     })
@@ -428,7 +437,7 @@ fn other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
         script
     });
     ensure!(!others.is_empty(), "there is no other GPU");
-    without_context(&shell(bed, HOSTILE, &script)?, others.len())
+    check_no_context(&shell(bed, HOSTILE, &script)?, others.len())
 }
 
 /// Starts an MPS daemon in the pod. The simulated client is also the simulated daemon and server,
@@ -446,39 +455,39 @@ fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
         /tmp/own/nvidia-cuda-mps-control quit >/dev/null 2>&1",
     )?;
     ensure!(said.contains("it listens"), "its daemon does not start: {said}");
-    without_context(&said, 1)
+    check_no_context(&said, 1)
 }
 
 /// Mounts a volume over the door's folder. It may hide the door or be hidden by it; neither gives
 /// access around MPS.
 fn volume_over(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = shell(bed, "over", "cleave-client --once")?;
-    match without_context(&said, 1)? {
+    match check_no_context(&said, 1)? {
         Outcome::Refused(errors) => {
             ensure!(errors == ["CUDA_ERROR_DEVICE_UNAVAILABLE"], "{errors:?}");
             Ok(Outcome::NoEffect("it has no context, and its GPU is unchanged".to_owned()))
         }
-        _ => within(bed, 1, &said, 1),
+        _ => check_limits(bed, 1, &said, 1),
     }
 }
 
 /// Starts as many processes as the policy permits, and then one more.
 fn too_many(bed: &TestBed<'_>) -> Result<Outcome> {
     let hold = format!(
-        "cleave-client --processes {CLIENTS} --hold forever --handle-sigterm >/tmp/many 2>&1 </dev/null & \
+        "cleave-client --processes {MAX_CLIENTS} --hold forever --handle-sigterm >/tmp/many 2>&1 </dev/null & \
          echo $! >/tmp/many.pid"
     );
     shell(bed, HOSTILE, &hold)?;
-    let many = wait_for("the pod has its maximum of processes", PATIENCE, || {
+    let many = wait_for("the pod has its maximum of processes", WAIT_TIMEOUT, || {
         let many = shell(bed, HOSTILE, "cat /tmp/many")?;
-        Ok((lines(&many).len() == CLIENTS).then_some(many))
+        Ok((lines(&many).len() == MAX_CLIENTS).then_some(many))
     })?;
-    within(bed, HOSTILE_SHARES, &many, CLIENTS)?;
-    let outcome = without_context(&shell(bed, HOSTILE, "cleave-client --once")?, 1);
+    check_limits(bed, HOSTILE_SHARES, &many, MAX_CLIENTS)?;
+    let outcome = check_no_context(&shell(bed, HOSTILE, "cleave-client --once")?, 1);
     shell(bed, HOSTILE, "kill $(cat /tmp/many.pid)")?;
     wait_until("the pod can start another process", || {
         let said = shell(bed, HOSTILE, "cleave-client --once")?;
-        Ok(matches!(within(bed, HOSTILE_SHARES, &said, 1)?, Outcome::NoEffect(_)))
+        Ok(matches!(check_limits(bed, HOSTILE_SHARES, &said, 1)?, Outcome::NoEffect(_)))
     })?;
     outcome
 }
@@ -530,7 +539,7 @@ fn processes(bed: &TestBed<'_>) -> Result<Processes> {
 /// Id of the neighbour's allocation: the name of its door's folder on the node.
 fn door(bed: &TestBed<'_>) -> Result<String> {
     let mounts = shell(bed, NEIGHBOUR, "cat /proc/self/mountinfo")?;
-    let mount = mounts.lines().find(|line| line.contains(&format!(" {FOLDER} "))).context("no door")?;
+    let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_FOLDER} "))).context("no door")?;
     let root = mount.split(' ').nth(3).and_then(|root| root.rsplit('/').next()).context("no root of the mount")?;
     Ok(root.to_owned())
 }
@@ -550,11 +559,11 @@ fn administrator(bed: &TestBed<'_>, commands: &[String]) -> Result<Outcome> {
     }
 }
 
-/// Waits for the outcomes of protocol violations that a pod started at its beginning.
-fn lied(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Outcome> {
+/// Waits for the outcomes of protocol violations that a pod attempts at its start.
+fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Outcome> {
     let mut outcomes = Vec::new();
     for lie in lies {
-        let outcome = wait_for(&format!("{pod} has the outcome of {lie}"), PATIENCE, || {
+        let outcome = wait_for(&format!("{pod} has the outcome of {lie}"), WAIT_TIMEOUT, || {
             let printed = shell(bed, pod, &format!("cat /tmp/{lie}"))?;
             Ok((!printed.trim().is_empty()).then_some(printed))
         })?;
@@ -573,7 +582,7 @@ fn vanish(bed: &TestBed<'_>) -> Result<Outcome> {
     on_the_same_server(bed, (0..4).map(|words| format!("vanish={words}")))
 }
 
-/// Clients that shut the socket to the server down.
+/// Clients that shut down the socket to the server.
 fn shut_down(bed: &TestBed<'_>) -> Result<Outcome> {
     on_the_same_server(bed, (0..6).map(|step| format!("shutdown={step}")))
 }
@@ -584,7 +593,7 @@ fn on_the_same_server(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> 
     let server = processes(bed)?.server;
     for lie in lies {
         shell(bed, LIAR, &format!("cleave-client --lie {lie}"))?;
-        neighbour_starts(bed)?;
+        check_neighbour_starts(bed)?;
     }
     let now = processes(bed)?.server;
     ensure!(now == server, "the server {server} was replaced by {now}");
@@ -593,7 +602,7 @@ fn on_the_same_server(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> 
 
 /// Waits until the agent reports this finding on a pod.
 fn wait_for_finding(bed: &TestBed<'_>, pod: &str, kind: &'static str) -> Result<Outcome> {
-    found(bed.scope.cluster, &bed.scope, pod, kind)?;
+    wait_for_condition_and_event(bed.scope.cluster, &bed.scope, pod, kind)?;
     Ok(Outcome::Found(kind))
 }
 

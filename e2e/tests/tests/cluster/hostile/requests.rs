@@ -1,6 +1,6 @@
 //! Requests to the API server, by the owner of a namespace and with an agent's token.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, GPUNODES, PATIENCE, POLICIES, SYSTEM, Scope, pod, text, wait_for};
+use cleave_e2e::{Cluster, GPUNODES, POLICIES, SYSTEM, Scope, WAIT_TIMEOUT, pod, text, wait_for};
 use serde_json::{Value, json};
 
 use super::{Attempt, Expected, Outcome, TestBed, owner, refusals};
@@ -9,8 +9,8 @@ use crate::gate_admission::{GATE, OTHER, REGISTRATIONS};
 use crate::{NODE, SHARES};
 
 /// Another node that has an agent.
-const ELSEWHERE: &str = "node2";
-/// The annotation in which the operator notes reservations, and a forged value.
+const OTHER_NODE: &str = "node2";
+/// The annotation in which the operator records reservations, and a forged value.
 const ANNOTATION: &str = "cleave.dev/placement";
 pub(super) const FORGED: &str = concat!(
     r#"{"until":99999999999,"nodes":{"../../node2":[],"#,
@@ -245,13 +245,13 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "the status of another node's GpuNode by an agent's token",
         expected: Expected::Refused(&["the Cleave agent of node node2 may write only GpuNode node2, not node1"]),
-        run: |bed| refusals([agent(bed, ELSEWHERE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &no_gpus())]),
+        run: |bed| refusals([agent(bed, OTHER_NODE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &no_gpus())]),
     },
     Attempt {
         name: "labels, owners and finalizers of another node's GpuNode by an agent's token",
         expected: Expected::Refused(&["\"node1\" is forbidden"]),
         run: |bed| {
-            let (agent, path) = (agent(bed, ELSEWHERE)?, format!("{GPUNODES}/{NODE}"));
+            let (agent, path) = (agent(bed, OTHER_NODE)?, format!("{GPUNODES}/{NODE}"));
             refusals([agent.patch(&path, &metadata()), agent.patch(&format!("{path}/status"), &metadata())])
         },
     },
@@ -283,7 +283,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": "mine"},
                 "spec": {"planId": "x", "gpus": []},
             });
-            let deleted = agent.delete(&format!("{GPUNODES}/{ELSEWHERE}"), None).map(|()| Value::Null);
+            let deleted = agent.delete(&format!("{GPUNODES}/{OTHER_NODE}"), None).map(|()| Value::Null);
             refusals([agent.create(GPUNODES, &made), deleted])
         },
     },
@@ -408,7 +408,7 @@ fn host_path(bed: &TestBed<'_>) -> Result<Outcome> {
         spec["containers"][0]["volumeMounts"] = json!([{"name": "run", "mountPath": "/mine"}]);
     });
     // The API server applies the label with a short delay.
-    wait_for("the API server applies the namespace's label", PATIENCE, || match refused(bed, &pod)? {
+    wait_for("the API server applies the namespace's label", WAIT_TIMEOUT, || match refused(bed, &pod)? {
         outcome @ Outcome::Refused(_) => Ok(Some(outcome)),
         _ => Ok(None),
     })
