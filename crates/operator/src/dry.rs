@@ -31,7 +31,7 @@ pub struct DryRun {
 /// Computes what one pass would do. Pure.
 ///
 /// # Errors
-/// The plan breaks a rule. The operator would not apply it either.
+/// The plan violates a rule, so the operator would not apply it.
 pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     let mut plan = plan::plan(observed);
     let outcome = demand::overlay(&mut plan, observed, &mut History::default(), Duration::ZERO);
@@ -65,7 +65,7 @@ impl Objects {
     /// `namespace` is where Cleave runs; `agent_selector` selects the agents' pods in it.
     ///
     /// # Errors
-    /// The API server refused a list.
+    /// The API server refused a list request.
     pub async fn list(client: &Client, namespace: &str, agent_selector: &str) -> Result<Self> {
         let all = ListParams::default();
         let nodes = Api::<NodeObject>::all(client.clone()).list(&all).await.context("failed to list Nodes")?;
@@ -103,7 +103,7 @@ impl Objects {
 /// Lists a cluster's objects and converts them to the operator's view; see [`Objects::list`].
 ///
 /// # Errors
-/// The API server refused a list.
+/// The API server refused a list request.
 pub async fn observe(client: &Client, namespace: &str, agent_selector: &str) -> Result<Observed> {
     Ok(Objects::list(client, namespace, agent_selector).await?.observed())
 }

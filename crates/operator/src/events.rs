@@ -1,5 +1,5 @@
-//! Decides which Events pods and nodes get: each once, and a limited number at a time. Pure:
-//! callers pass in the time.
+//! Decides which Events to publish about pods and nodes: each Event once, and a limited number per
+//! pass. Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -10,13 +10,14 @@ use crate::policies::demand::{Outcome, Reason, Waiting};
 use crate::policies::status::shorten;
 use crate::read::Observed;
 
-/// How long a pod must be without room before it gets an Event. Most pods find room sooner.
+/// How long a pod must wait for room before it gets an Event. Most pods find room sooner.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The least time between two Events of one pod with different messages.
+/// Minimum time between two Events of one pod with different messages.
 const REPEAT: Duration = Duration::from_secs(300);
-/// The most Events of one pass. A thousand waiting pods must not cause a thousand Events at once.
+/// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events at
+/// once.
 const MAX_PER_PASS: usize = 20;
-/// The longest note in bytes. The API server refuses notes above 1 KiB.
+/// Maximum length of an Event's note in bytes. The API server refuses notes above 1 KiB.
 const MAX_NOTE: usize = 1000;
 
 /// Remembers what was reported, so that each Event is published once.
@@ -31,13 +32,13 @@ pub(crate) struct EventPublisher {
 #[derive(Debug)]
 struct Reported {
     reason: Reason,
-    /// Since when it waits for this reason.
+    /// The time since which it has waited for this reason.
     since: Duration,
     /// The message and time of its last Event.
     last: Option<(String, Duration)>,
 }
 
-/// When to check again for pods that have waited too short a time to get an Event.
+/// Time after which to check again for pods that have not waited long enough to get an Event.
 pub(crate) const LOOK_AGAIN: Duration = PATIENCE;
 
 impl EventPublisher {
@@ -55,7 +56,8 @@ impl EventPublisher {
         events
     }
 
-    /// Returns the Events to publish now for pods that wait. `uids` has the pods that exist.
+    /// Returns the Events to publish now for pods that wait. `uids` contains the UIDs of the pods
+    /// that exist.
     pub(crate) fn of_pods(
         &mut self,
         waiting: &BTreeMap<String, Waiting>,
@@ -75,7 +77,8 @@ impl EventPublisher {
                 Reason::Repartitioning => (EventType::Normal, "GpuPlanned", Duration::ZERO),
                 Reason::NoRoom => (EventType::Warning, "NoGpu", PATIENCE),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
-                // The scheduler reports such pods itself, and a node's change is short.
+                // The scheduler reports pods that it has not bound, and a change of a node does not
+                // take long.
                 Reason::Scheduler | Reason::NodeChanging => continue,
             };
             let is_new = reported
@@ -113,7 +116,7 @@ impl EventPublisher {
         events
     }
 
-    /// Whether some pod without room has not had its Event yet.
+    /// Whether a pod without room has not got its Event yet.
     pub(crate) fn is_waiting(&self) -> bool {
         self.pods.values().any(|reported| reported.last.is_none() && reported.reason == Reason::NoRoom)
     }
@@ -140,7 +143,7 @@ pub(crate) fn unschedulable(message: &str) -> Event {
     event(EventType::Warning, "NoGpuFits", &note)
 }
 
-/// The Event of a released pod that no node accepts any more.
+/// The Event of a released pod that nodes no longer accept.
 pub(crate) fn stranded(message: &str) -> Event {
     Event { action: "Recreate".to_owned(), ..event(EventType::Warning, "Stranded", message) }
 }
@@ -174,7 +177,7 @@ pub(crate) fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
     Event { action: "Replace".to_owned(), secondary, ..event(EventType::Normal, "MpsHostReplaced", &note) }
 }
 
-/// The Event of a stopped replacement of MPS hosts.
+/// The Event that reports that the replacement of MPS hosts has stopped.
 pub(crate) fn rollout_stopped(message: &str) -> Event {
     Event { action: "Replace".to_owned(), ..event(EventType::Warning, "MpsHostUpgradeStopped", message) }
 }

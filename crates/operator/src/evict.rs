@@ -33,7 +33,7 @@ impl Evicted {
 /// How a pod is evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Seconds the pod has to terminate. `None` uses the grace period of the pod.
+    /// Seconds the pod has to terminate. `None` means the pod's own grace period.
     pub grace: Option<u32>,
     /// How long to wait for the API server's answer.
     pub timeout: Duration,
@@ -54,7 +54,7 @@ pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> Evicted {
 /// Evicts the pod `namespace/name`, if it still has this UID.
 ///
 /// A client that retries requests on its own repeats an eviction that a disruption budget refuses
-/// (HTTP 429). Pass one with `Config::default_retry` off.
+/// (HTTP 429). Pass a client with `Config::default_retry` off.
 pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Options) -> Evicted {
     let mut delete = serde_json::json!({"preconditions": {"uid": uid}});
     if let Some(grace) = options.grace {

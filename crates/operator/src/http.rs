@@ -31,7 +31,7 @@ pub(crate) struct Health {
     pub(crate) certified: Option<Served>,
 }
 
-/// Serves until `stop`.
+/// Serves until `stop` is cancelled.
 pub(crate) async fn serve(listener: TcpListener, health: Health, stop: CancellationToken) -> std::io::Result<()> {
     let router = Router::new()
         .route("/metrics", get(metrics))

@@ -1,9 +1,10 @@
 //! Leader election: only the process that holds a lease writes to the cluster.
 //!
-//! [`evaluate`] decides, purely. [`Elector::run`] reads, decides and writes. The holder has a
-//! [`LeaseGuard`] that expires before another process may take the lease. So a holder that cannot
-//! reach the API server stops writing before another starts. Clocks of different processes are
-//! never compared: a process measures the age of a renewal from when it saw the lease change.
+//! [`evaluate`] makes the decisions and is pure. [`Elector::run`] reads the lease, decides and
+//! writes. The holder has a [`LeaseGuard`] that expires before another process may take the lease.
+//! So a holder that cannot reach the API server stops writing before another process starts. Clocks
+//! of different processes are never compared: a process measures the age of a renewal from when it
+//! saw the lease change.
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -15,16 +16,16 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// How long a lease is valid after a renewal. The value is that of Kubernetes' own controllers.
+/// How long a lease is valid after a renewal. Kubernetes' own controllers use the same value.
 pub const LEASE: Duration = Duration::from_secs(15);
-/// How long a [`LeaseGuard`] is valid after the renewal request was sent. Writes that start under
-/// it are done, or have timed out, before the lease expires.
+/// How long a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts while
+/// the guard is valid completes or times out before the lease expires.
 pub const GUARD: Duration = Duration::from_secs(10);
-/// How often the holder renews. A guard outlives one failed renewal.
+/// How often the holder renews the lease. A guard outlives one failed renewal.
 const RENEW: Duration = Duration::from_secs(4);
-/// How often other processes read the lease, and how soon a failed request is repeated.
+/// How often other processes read the lease, and how soon a failed request is retried.
 const POLL: Duration = Duration::from_secs(2);
-/// The time limit of a request.
+/// The time limit of a request to the API server.
 const REQUEST: Duration = Duration::from_secs(4);
 
 /// A lease as this process last read it.
@@ -37,7 +38,7 @@ pub struct ObservedLease {
 }
 
 impl ObservedLease {
-    /// Returns the lease after `spec` is read. `before` is what was read last.
+    /// Returns the lease after `spec` was read. `before` is the result of the previous read.
     pub fn next(before: Option<Self>, spec: LeaseSpec, now: Duration) -> Self {
         before.filter(|before| before.spec == spec).unwrap_or(Self { spec, since: now })
     }
@@ -74,7 +75,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
     }
 }
 
-/// The lease's spec when `me` holds it from `now` on.
+/// The spec of a lease that `me` holds from `now` on.
 fn held_by(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     let kept = old.filter(|old| old.holder_identity.as_deref() == Some(me));
     let transitions = old.and_then(|old| old.lease_transitions).unwrap_or(0);
@@ -121,7 +122,7 @@ impl LeaseGuard {
         self.0.borrow().known
     }
 
-    /// Returns when this process becomes the leader or stops being it. Cancel-safe, as
+    /// Returns when this process becomes the leader or stops being the leader. Cancel-safe, as
     /// `watch::Receiver::changed` is.
     pub async fn changed(&mut self) {
         let led = self.is_current();
@@ -130,7 +131,7 @@ impl LeaseGuard {
                 return;
             }
         }
-        // The elector has ended. Another task handles that.
+        // The elector has exited. Another task handles that.
         std::future::pending::<()>().await;
     }
 }
@@ -164,7 +165,7 @@ impl Elector {
     }
 
     /// Holds the lease until `stop` is cancelled, then waits for `released` and releases the lease.
-    /// `released` means that nothing writes any more.
+    /// `released` means that all writers have stopped.
     pub async fn run(mut self, stop: CancellationToken, released: CancellationToken) {
         loop {
             let pause = match self.poll().await {
@@ -219,7 +220,7 @@ impl Elector {
                 self.set_term(Some(sent + GUARD));
                 Ok(RENEW)
             }
-            // Another process was faster. Read again soon to see which.
+            // Another process wrote first. Read the lease again soon.
             Err(Error::Api(kube::Error::Api(status))) if status.code == 409 => Ok(Duration::from_millis(100)),
             Err(error) => Err(error),
         }

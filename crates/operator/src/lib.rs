@@ -20,9 +20,10 @@
 //!  webhook tasks, if the webhook is enabled
 //! ```
 //!
-//! GPUs of one policy are on many nodes, so one pass plans the whole cluster. There is one pass at
-//! a time. A failed watch keeps the last objects it received. Every write needs the lease, and only
-//! the API server can renew the lease. So without an API server the operator writes nothing.
+//! The GPUs of one policy can be on many nodes, so one pass plans the whole cluster. There is one
+//! pass at a time. A failed watch keeps the last objects it received. Every write requires the
+//! lease, and a renewal of the lease requires the API server. So the operator writes nothing while
+//! the API server is unreachable.
 pub mod admission;
 mod args;
 pub mod dry;

@@ -23,7 +23,7 @@ pub(crate) struct Metrics {
     pub(crate) policies: Gauge,
     /// Nodes with a desired state.
     pub(crate) nodes: Gauge,
-    /// Plans of GPUs shared by demand, by result.
+    /// Plans of GPUs that are partitioned on demand, by result.
     pub(crate) plans: Family<Outcome, Counter>,
     /// Time to compute one plan.
     pub(crate) plan_seconds: Histogram,
@@ -44,9 +44,9 @@ pub(crate) struct Metrics {
     pub(crate) recreated: Family<Outcome, Counter>,
     /// Pods evicted because they used a GPU outside their share, by result.
     pub(crate) expelled: Family<Outcome, Counter>,
-    /// Conditions written about whether pods keep within their share, by result.
+    /// Written conditions that say whether pods keep within their share, by result.
     pub(crate) judged: Family<Outcome, Counter>,
-    /// MPS hosts of an older revision than their `DaemonSet`'s newest.
+    /// MPS hosts whose `DaemonSet` has a newer revision.
     pub(crate) hosts_outdated: Gauge,
     /// MPS hosts deleted to be replaced.
     pub(crate) hosts_replaced: Family<Outcome, Counter>,
@@ -54,7 +54,7 @@ pub(crate) struct Metrics {
     pub(crate) rollout_stopped: Gauge,
     /// Pods at the placement gate, by reason.
     pub(crate) gated: Family<Reason, Gauge>,
-    /// The part of the free memory of GPUs shared by demand that is on partly used GPUs.
+    /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs.
     pub(crate) fragmentation: Gauge<f64, AtomicU64>,
     /// Nodes excluded from plans.
     pub(crate) left_out: Gauge,
@@ -65,7 +65,7 @@ pub(crate) struct Metrics {
 
 impl Default for Metrics {
     fn default() -> Self {
-        // A millisecond to half a minute.
+        // Buckets from 1 ms to half a minute.
         let seconds = || Histogram::new(exponential_buckets(0.001, 2.0, 16));
         Self {
             passes: Family::default(),
@@ -103,13 +103,13 @@ pub(crate) struct Reason {
     pub(crate) reason: &'static str,
 }
 
-/// Label: how an operation ended.
+/// Label: the result of an operation.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Outcome {
     pub(crate) result: &'static str,
 }
 
-/// Labels: the kind of the written object, and how the write ended.
+/// Labels: the kind of the written object, and the result of the write.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Write {
     pub(crate) kind: &'static str,

@@ -1,5 +1,5 @@
-//! The controller of GPUs: reads the cluster, plans every GPU by the policies and the pods, writes,
-//! and reports.
+//! The GPU controller: reads the cluster, plans every GPU from the policies and pods, writes the
+//! plan, and reports.
 //!
 //! The steps are in [`crate::policies`]. One pass runs all of them. It writes only while this
 //! process holds the lease.
@@ -29,25 +29,25 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakes;
 use crate::write::{publish, within};
 
-/// How often a pass runs while pods wait for room. CPU and memory that other pods free do not start
+/// Interval between passes while pods wait for room. A pod that frees CPU and memory does not start
 /// a pass.
 const WAITING: Duration = Duration::from_secs(5);
-/// How long after a failed pass the next one runs. Each further failure doubles the time.
+/// Delay between a failed pass and the next one. Each further failure doubles it.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
-/// The longest time after a failed pass.
+/// Maximum delay after a failed pass.
 const LONGEST_RETRY: Duration = Duration::from_secs(30);
 
-/// What the controller needs.
+/// The inputs of the controller.
 pub(crate) struct Parts {
     pub(crate) context: Context,
     pub(crate) wakes: Wakes,
-    /// What pods wait for. The gate reads it.
+    /// What each waiting pod waits for. The gate reads it.
     pub(crate) demand: watch::Sender<Arc<BTreeMap<String, Waiting>>>,
     /// Whether nodes that can serve no pod get a taint.
     pub(crate) taint: bool,
 }
 
-/// The controller of GPUs.
+/// The GPU controller.
 pub(crate) struct Passes {
     context: Context,
     wakes: Wakes,
@@ -58,9 +58,9 @@ pub(crate) struct Passes {
     quiet: QuietPeriod,
     pace: Pace,
     publisher: EventPublisher,
-    /// Steps of each node as last counted.
+    /// The steps of each node that were last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
-    /// Which nodes are out of service. `None` if nodes get no taints.
+    /// Nodes that are out of service. `None` if tainting is disabled.
     taints: Option<Taints>,
     /// When the next pass runs if nothing changes.
     next: Option<Duration>,
@@ -112,8 +112,8 @@ impl Passes {
         self.started.elapsed()
     }
 
-    /// Reads, plans and writes once. Does nothing while another process leads. `seen` is when the
-    /// first change was seen.
+    /// Reads, plans and writes once. Does nothing while another process leads. `seen` is the time
+    /// at which the first change was seen.
     async fn pass(&mut self, seen: Instant) -> Result<(), Failed> {
         self.next = None;
         if !self.context.claim.is_current() {

@@ -34,7 +34,7 @@ pub struct PodObject {
     /// Whether the pod has annotations. [`PodObject::trim`] sets it and drops them.
     #[serde(skip)]
     pub annotated: bool,
-    /// The reservation with which the pod was annotated when it was released.
+    /// The reservation in the pod's annotation, written when it was released.
     #[serde(skip)]
     pub placement: Option<Placement>,
     /// Whether it was released as unschedulable.
@@ -112,16 +112,16 @@ pub struct PodSpec {
     pub volumes: Vec<Volume>,
     /// Claims of dynamic resource allocation.
     pub resource_claims: Vec<IgnoredAny>,
-    /// Groups of units that must each be on one device. Set by [`PodObject::trim`]. Contains
-    /// nothing of [interchangeable](is_interchangeable) resources.
+    /// Groups of units that must each be on one device. Set by [`PodObject::trim`]. Excludes
+    /// [interchangeable](is_interchangeable) resources.
     #[serde(skip)]
     pub asks: Vec<Ask>,
     /// Whether the scheduler may refuse a node for a reason that the operator does not evaluate,
     /// such as a claim of dynamic resource allocation.
     #[serde(skip)]
     pub particular: bool,
-    /// Constraints that other pods have a part in. Set by [`PodObject::trim`]. For a bound pod,
-    /// only those that keep other pods away.
+    /// Constraints that depend on other pods. Set by [`PodObject::trim`]. For a bound pod, only
+    /// those that keep other pods away.
     #[serde(skip)]
     pub rules: Rules,
     /// Names of the `PersistentVolumeClaim`s that it mounts. Kept only while it is not bound.
@@ -208,7 +208,7 @@ pub struct NodeAffinity {
     pub required_during_scheduling_ignored_during_execution: Option<NodeSelector>,
 }
 
-/// Terms of which a node must match one.
+/// Terms. A node must match at least one of them.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeSelector {
@@ -261,9 +261,9 @@ pub struct Resources {
     pub limits: BTreeMap<String, Quantity>,
 }
 
-/// The most claims that are read of one pod. No CSI driver mounts more on one node.
+/// Maximum number of claims that are read from one pod. No CSI driver mounts more on one node.
 const MAX_VOLUME_CLAIMS: usize = 128;
-/// More devices than any node has.
+/// Maximum number of devices that are listed for one pod. No node has more.
 const MAX_DEVICES: u64 = 1024;
 
 /// The condition in which the scheduler reports whether it found a node.
@@ -277,7 +277,7 @@ pub struct Gate {
     pub name: String,
 }
 
-/// A pod that needs or has resources of a node.
+/// A pod that requests or uses resources of a node.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Claimant {
     /// Its UID.
@@ -291,7 +291,7 @@ pub struct Claimant {
 }
 
 impl Claimant {
-    /// Its requests of GPU resources, as whole numbers.
+    /// Its requests for GPU resources, as whole numbers.
     pub fn of_gpus(&self) -> impl Iterator<Item = (&str, u64)> {
         let served = |(name, quantity): (&'_ String, &Quantity)| is_served(name).then(|| quantity.count()).flatten();
         self.pod.requests.iter().filter_map(move |one| Some((one.0.as_str(), served(one).filter(|&count| count > 0)?)))
@@ -299,7 +299,7 @@ impl Claimant {
 }
 
 impl PodObject {
-    /// Everything it requests of devices. Units of [interchangeable](is_interchangeable) resources
+    /// All of its requests for devices. Units of [interchangeable](is_interchangeable) resources
     /// are listed one by one.
     pub fn asks(&self) -> Vec<Ask> {
         let mut asks = self.spec.asks.clone();
@@ -382,8 +382,8 @@ impl PodObject {
     }
 }
 
-/// Whether any unit of a resource is as good as any other on the node: whole GPUs and whole MIG
-/// instances. Placement counts such units and does not choose devices for them.
+/// Whether all units of a resource on a node are equivalent: whole GPUs and whole MIG instances.
+/// Placement counts such units and does not choose devices for them.
 pub fn is_interchangeable(resource: &str) -> bool {
     resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
 }
@@ -403,7 +403,7 @@ fn asks(spec: &PodSpec) -> Vec<Ask> {
     ledger::asks(&init.chain(main).map(container).collect::<Vec<_>>())
 }
 
-/// A limit whose units must be on one device. The API server refuses quantities that are no
+/// A limit whose units must be on one device. The API server refuses quantities that are not
 /// numbers.
 fn limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
     let placed = is_served(resource) && !is_interchangeable(resource);
@@ -411,7 +411,7 @@ fn limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
     Some((resource.clone(), u32::try_from(units).unwrap_or(u32::MAX)))
 }
 
-/// Moves the constraints that other pods have a part in out of a spec.
+/// Takes the constraints that depend on other pods out of a spec.
 fn rules(spec: &mut PodSpec) -> Rules {
     let required = |terms: Option<PodTerms>| {
         terms.map(|terms| terms.required_during_scheduling_ignored_during_execution).unwrap_or_default()
@@ -452,15 +452,15 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
         return None;
     }
     let released_to = || {
-        // One node has a reservation for it. It counts as bound, so that no GPU is repartitioned
-        // under its reservation.
+        // One node has a reservation for the pod. The pod counts as bound, so that no GPU is
+        // repartitioned under its reservation.
         let placement = pod.placement.as_ref().filter(|_| pod.spec.scheduling_gates.is_empty())?;
         placement.nodes.keys().next().filter(|_| placement.nodes.len() == 1).map(String::as_str)
     };
     let node = pod.node().or_else(released_to).map(str::to_owned);
     if node.is_none() {
-        // Another gate, such as a queue's, means that the pod must not run yet. The placement gate
-        // is removed by a plan.
+        // Another gate, such as a queue's, means that the pod must not run yet. A plan removes the
+        // placement gate.
         let gated = pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
         if gated || pod.metadata.deletion_timestamp.is_some() || !pod.wants_gpus() {
             return None;
@@ -579,7 +579,7 @@ impl Sum {
         }
     }
 
-    /// Converts the amounts to quantities as Kubernetes writes them.
+    /// Converts the amounts to quantities in the notation of Kubernetes.
     pub fn into_quantities(self) -> BTreeMap<String, Quantity> {
         let quantity = |amount: Amount| match amount {
             Amount::Milli(milli) if milli % 1000 == 0 => Quantity::whole(milli / 1000),

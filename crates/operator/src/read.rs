@@ -95,7 +95,7 @@ pub struct VolumeNodeAffinity {
 }
 
 impl VolumeObject {
-    /// The terms of which a node must match one; `None` if every node can mount the volume.
+    /// The terms. A node must match at least one. `None` if every node can mount the volume.
     pub fn required(&self) -> Option<&[NodeSelectorTerm]> {
         let required = self.spec.node_affinity.as_ref()?.required.as_ref()?;
         Some(&required.node_selector_terms)
@@ -287,7 +287,7 @@ impl Stores {
     /// Waits until each watch has listed its objects once.
     ///
     /// # Errors
-    /// A watch has ended.
+    /// A watch has stopped.
     pub async fn wait_until_ready(&self) -> Result<(), WriterDropped> {
         let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, namespaces } = self;
         policies.wait_until_ready().await?;

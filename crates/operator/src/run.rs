@@ -29,7 +29,7 @@ use crate::task::{self, Context};
 use crate::tenants::Tenants;
 use crate::watches::{Wakes, Watches};
 
-/// The operator's tasks. Each returns its name and how it ended.
+/// The operator's tasks. Each returns its name and its result.
 type Tasks = JoinSet<(&'static str, Result<()>)>;
 
 /// Connects to the API server, without the client's own retries. Each task retries within its own
@@ -152,7 +152,8 @@ async fn finish(mut tasks: Tasks, stop: CancellationToken) -> Result<()> {
     let mut interrupt = signal(SignalKind::interrupt()).context("failed to listen for SIGINT")?;
     let mut outcome = Ok(());
     loop {
-        // All cancel-safe: signals are streams, and `join_next` loses no task when it is dropped.
+        // All branches are cancel-safe: signals are streams, and `join_next` loses no task when it
+        // is dropped.
         tokio::select! {
             _ = terminate.recv(), if !stop.is_cancelled() => tracing::info!("received SIGTERM; shutting down"),
             _ = interrupt.recv(), if !stop.is_cancelled() => tracing::info!("received SIGINT; shutting down"),

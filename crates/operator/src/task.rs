@@ -14,7 +14,7 @@ use crate::leader::LeaseGuard;
 use crate::metrics::Metrics;
 use crate::read::Stores;
 
-/// What every controller reads and writes with. Clones share everything.
+/// The client and state that all controllers share. Clones share everything.
 #[derive(Clone)]
 pub(crate) struct Context {
     pub(crate) client: Client,
@@ -28,12 +28,12 @@ pub(crate) struct Context {
     pub(crate) stop: CancellationToken,
 }
 
-/// What caused a reconcile.
+/// The cause of a reconcile.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Trigger {
-    /// When the first change was seen.
+    /// The time at which the first change was seen.
     pub(crate) seen: Instant,
-    /// Whether more changes followed while the controller gathered.
+    /// Whether more changes followed while the controller gathered changes.
     pub(crate) more: bool,
 }
 
@@ -42,17 +42,17 @@ pub(crate) trait Controller {
     /// How long to gather further changes after the first, so that one reconcile handles a burst.
     fn gather(&mut self) -> Duration;
 
-    /// Reconciles once. Returns when to do so again if nothing changes.
+    /// Reconciles once. Returns when to reconcile again if nothing changes.
     fn reconcile(&mut self, trigger: Trigger) -> impl Future<Output = Option<Duration>> + Send;
 }
 
-/// Runs a controller until `stop`. It reconciles after each `wake`, when the lease changes hands,
-/// and after the time that it returned.
+/// Runs a controller until `stop` is cancelled. It reconciles after each `wake`, when the lease
+/// changes hands, and after the time that the last reconcile returned.
 ///
 /// A reconcile is never interrupted. It must check the claim before each write.
 ///
 /// # Errors
-/// The stores ended before all objects were listed.
+/// A watch stopped before all objects were listed.
 pub(crate) async fn run(mut controller: impl Controller, context: Context, wake: Arc<Notify>) -> Result<()> {
     let Context { stores, mut claim, listed, stop, .. } = context;
     tokio::select! {
@@ -72,7 +72,7 @@ pub(crate) async fn run(mut controller: impl Controller, context: Context, wake:
             () = wake.notified() => {
                 let seen = Instant::now();
                 tokio::time::sleep(controller.gather()).await;
-                // The stores already contain what woke the controller meanwhile.
+                // The stores already contain the changes that woke the controller meanwhile.
                 let more = wake.notified().now_or_never().is_some();
                 trigger = Some(Trigger { seen, more });
             }

@@ -33,7 +33,8 @@ pub(crate) struct Wakes {
     pub(crate) passes: Arc<Notify>,
     pub(crate) gate: Arc<Notify>,
     pub(crate) tenants: Arc<Notify>,
-    /// Whether the last pass found that no GPU is shared by demand. Pods then do not wake passes.
+    /// Whether the last pass found that no GPU is partitioned on demand. Pods then do not wake
+    /// passes.
     ignore_pods: Arc<AtomicBool>,
 }
 
@@ -46,7 +47,7 @@ impl Wakes {
     }
 
     /// Wakes the controllers that a changed pod concerns. Pods change often and a pass covers all
-    /// nodes, so pods wake passes only if some GPU is shared by demand.
+    /// nodes, so pods wake passes only if a GPU is partitioned on demand.
     fn pod(&self) {
         if !self.ignore_pods.load(Ordering::Acquire) {
             self.passes.notify_one();
@@ -55,8 +56,9 @@ impl Wakes {
         self.tenants.notify_one();
     }
 
-    /// Records whether some GPU is shared by demand, as the current pass found. If that was not so
-    /// before, wakes the passes again: a pod that changed during the pass did not.
+    /// Records whether the current pass found a GPU that is partitioned on demand. If the last pass
+    /// found none, wakes the passes again, because a pod that changed during the current pass did
+    /// not wake them.
     pub(crate) fn pods_decide(&self, decide: bool) {
         let before = self.ignore_pods.swap(!decide, Ordering::AcqRel);
         if decide && before {
@@ -112,7 +114,7 @@ impl Watches<'_> {
                 (trim, |_| true),
                 Wakes::all,
             ),
-            // Other pods have little influence. The next pass reads them anyway.
+            // Other pods have little influence on plans. The next pass reads them anyway.
             pods: self.keep(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
@@ -175,7 +177,8 @@ impl Watches<'_> {
     {
         let (store, writer) = reflector::store();
         let (wakes, metrics, stop) = (self.wakes.clone(), self.metrics.clone(), self.stop.clone());
-        // A bare watcher repeats a failed request at once. This backs off from 0.8 to 30 s.
+        // Without a backoff, a watcher retries a failed request at once. This one backs off from
+        // 0.8 to 30 s.
         let events = watch.default_backoff().modify(trim).reflect(writer);
         self.tasks.spawn(async move {
             let handled = events.for_each(|event| {
@@ -209,8 +212,8 @@ fn trim<K: Resource>(object: &mut K) {
     meta.annotations = None;
 }
 
-/// Drops metadata that others wrote. Annotations of Cleave stay: they hold what administrators ask
-/// of a GPU.
+/// Drops metadata of other writers. Cleave's annotations stay: administrators use them to cordon
+/// GPUs, for example.
 fn trim_others<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
@@ -253,7 +256,7 @@ mod tests {
         wakes.all();
         assert!(woken(&wakes.passes) && woken(&wakes.gate));
         // This pod changes after the pass has read the pods and before the pass reports that GPUs
-        // are shared by demand.
+        // are partitioned on demand.
         wakes.pod();
         wakes.pods_decide(true);
         assert!(woken(&wakes.passes));

@@ -483,7 +483,7 @@ fn a_mistake_in_a_policy_repartitions_nothing() {
     world.write();
     let before = world.object("n1").spec.clone();
     // The policy becomes malformed, then invalid (stored under an older CRD), then one that its
-    // GPUs do not support, then one by demand.
+    // GPUs do not support, then one with on-demand partitioning.
     let malformed = World { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
     for spec in [

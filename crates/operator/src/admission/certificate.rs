@@ -1,11 +1,11 @@
-//! The webhook's TLS certificate: created by the operators, kept in a Secret, and renewed before it
-//! expires.
+//! The webhook's TLS certificate. The operator creates it, stores it in a Secret, and renews it
+//! before it expires.
 //!
-//! Each certificate has its own CA, whose key is dropped after signing, so it can sign no other
-//! certificate. The Secret holds the certificate, its key, and the CAs that API servers must trust:
-//! the certificate's own, and the one before it, so that a replica that still serves the previous
-//! certificate is trusted too. [`step`] decides, purely. It finds out when a certificate expires by
-//! verifying it as a client would at that time.
+//! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
+//! another certificate. The Secret holds the certificate, its key, and the CAs that API servers
+//! must trust: the certificate's own CA and the previous one. So API servers also trust a replica
+//! that still serves the previous certificate. [`step`] makes the decisions and is pure. It detects
+//! expiry by verifying the certificate as a client would at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -35,16 +35,16 @@ use crate::leader::LeaseGuard;
 
 /// How long a certificate is valid.
 pub(crate) const LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
-/// How long before its expiry a certificate is renewed.
+/// Time before expiry at which a certificate is renewed.
 pub(crate) const RENEWAL: Duration = Duration::from_secs(30 * 24 * 3600);
-/// How far an API server's clock may be behind ours.
+/// Maximum time by which an API server's clock may be behind ours.
 const SKEW: Duration = Duration::from_secs(3600);
-/// How long API servers have to learn of a new CA before a certificate of it is served. They watch
-/// the webhook configuration.
+/// Delay between publishing a new CA and serving a certificate that it signed. In that time, API
+/// servers receive the CA through their watch of the webhook configuration.
 const SETTLE: Duration = Duration::from_secs(2);
-/// How often the Secret is read: normally, and while no certificate is served.
+/// Interval between reads of the Secret: normally, and while no certificate is served.
 const POLL: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
-/// The time limit of a request.
+/// The time limit of a request to the API server.
 const REQUEST: Duration = Duration::from_secs(4);
 /// Keys of the Secret, as in Secrets of type `kubernetes.io/tls`.
 const CERTIFICATE: &str = "tls.crt";
@@ -54,7 +54,7 @@ const AUTHORITIES: &str = "ca.crt";
 /// A certificate could not be created or read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The library failed to create it.
+    /// The library failed to create the certificate.
     #[error("failed to create a certificate")]
     Create(#[source] rcgen::Error),
     /// The Secret lacks a key.
@@ -63,7 +63,7 @@ pub(crate) enum Error {
     /// A value is not PEM.
     #[error("{0} of the Secret is not valid PEM")]
     Pem(&'static str, #[source] rustls::pki_types::pem::Error),
-    /// The values do not belong together or are not supported.
+    /// The certificate and the key do not match, or are not supported.
     #[error("the Secret's certificate, key and CAs do not belong together")]
     Unusable(#[source] rustls::Error),
     /// The CAs cannot be used to verify a certificate.
@@ -85,7 +85,7 @@ pub(crate) struct Certificate {
 
 impl Certificate {
     /// Creates a certificate for a host, valid from `now`, with a new CA. The CA of `before` stays
-    /// trusted while it may still be served.
+    /// trusted, because a replica may still serve that certificate.
     pub(crate) fn create(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
         let key = KeyPair::generate().map_err(Error::Create)?;
         let mut leaf = params(vec![host.to_owned()], host.to_owned(), now)?;
@@ -141,7 +141,7 @@ impl Certificate {
         Ok(Self { chain_pem, key_pem, authorities, authorities_pem, served: Arc::new(served), verifier })
     }
 
-    /// The certificate and key in the form that connections are served with.
+    /// The certificate and key in the form that the TLS server uses.
     pub(crate) fn certified(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.served)
     }
@@ -223,10 +223,10 @@ pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, le
     }
 }
 
-/// The certificate served now; `None` at first.
+/// Receives the certificate to serve; `None` until there is one.
 pub(crate) type Served = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
-/// Gives each new connection the certificate served now.
+/// Gives each new connection the current certificate.
 #[derive(Debug)]
 struct Current(Served);
 
@@ -239,7 +239,7 @@ impl ResolvesServerCert for Current {
 /// The TLS configuration of the webhook.
 ///
 /// # Errors
-/// The library does not support it.
+/// The TLS library does not support the configuration.
 pub(crate) fn tls(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
@@ -285,7 +285,7 @@ impl CertificateManager {
         (Self { secrets, webhooks: Api::all(client.clone()), name, host, claim, known: None, served }, receiver)
     }
 
-    /// Updates the certificate until `stop`.
+    /// Updates the certificate until `stop` is cancelled.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
         let mut leadership = self.claim.clone();
         loop {
@@ -293,7 +293,7 @@ impl CertificateManager {
                 tracing::warn!(error = &error as &dyn std::error::Error, "failed to update the webhook's certificate");
             }
             let pause = if self.served.borrow().is_some() { POLL.0 } else { POLL.1 };
-            // All cancel-safe: a token, a watch channel and a timer.
+            // All branches are cancel-safe: a token, a watch channel and a timer.
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = leadership.changed() => {}
@@ -418,7 +418,7 @@ mod tests {
             data.remove(part);
             assert!(Certificate::read(&data).is_err(), "no {part}");
         }
-        // A key or a CA of another certificate.
+        // The key or the CA belongs to another certificate.
         let mut data = made.data();
         data.insert(KEY.to_owned(), other.data()[KEY].clone());
         assert!(Certificate::read(&data).is_err());
@@ -433,7 +433,7 @@ mod tests {
         let second = Certificate::create(HOST, now() + RENEWAL, Some(&first)).unwrap();
         let third = Certificate::create(HOST, now() + LIFE, Some(&second)).unwrap();
         let bundle = |current: &Certificate| current.data()[AUTHORITIES].clone();
-        // What a client sees that trusts the second certificate's CAs and is served the first.
+        // A client that trusts the second certificate's CAs is served the first certificate.
         let mut served = second.data();
         served.insert(CERTIFICATE.to_owned(), first.data()[CERTIFICATE].clone());
         served.insert(KEY.to_owned(), first.data()[KEY].clone());

@@ -1,9 +1,9 @@
 //! The admission webhook. It gates new pods and adds `preStop` hooks to containers with shares, on
 //! API servers without mutating admission policies (Kubernetes before 1.36).
 //!
-//! [`review`] answers, purely and without state, so any replica can answer any request. Besides the
-//! pod, it needs only the exempt namespaces, which a review does not include.
-//! [`crate::admission::certificate`] keeps the certificate.
+//! [`review`] is pure and has no state, so any replica can answer any request. Besides the pod, it
+//! needs only the exempt namespaces, which a review does not include.
+//! [`crate::admission::certificate`] manages the certificate.
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -43,25 +43,25 @@ pub const PATH: &str = "/gate";
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
 /// The default grace period of a pod, in seconds.
 const GRACE: i64 = 30;
-/// The largest body. The API server accepts objects of up to 3 MiB, and a review has one object and
-/// its sender.
+/// Maximum size of a request body in bytes. The API server accepts objects of up to 3 MiB, and a
+/// review contains one object and its sender.
 const BODY: usize = 4 << 20;
-/// The most bodies that are read at once. Together with [`BODY`], it bounds the memory that unknown
-/// clients can use.
+/// Maximum number of bodies that are read at once. Together with [`MAX_BODY_BYTES`], it limits the
+/// memory that unknown clients can use.
 const BODIES: usize = 16;
-/// The most connections at once. An API server keeps some tens of them.
+/// Maximum number of open connections. An API server keeps a few dozen open.
 const CONNECTIONS: usize = 256;
 /// The time limit of a TLS handshake.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// The time limit for a request's header, and of an idle connection. API servers close idle
-/// connections after 90 s, and it is better if they close them first.
+/// The time limit for a request's header and for an idle connection. API servers close idle
+/// connections after 90 s. The limit is longer, so that they close connections first.
 const IDLE: Duration = Duration::from_secs(120);
 /// The time limit of a whole request. The API server waits for 10 s.
 const REQUEST: Duration = Duration::from_secs(8);
-/// How long requests are still answered after `stop` is cancelled. API servers learn a
-/// moment later to use another replica.
+/// How long the webhook still answers requests after `stop` is cancelled. API servers need a moment
+/// to switch to another replica.
 pub(crate) const LINGER: Duration = Duration::from_secs(3);
-/// How long open requests may take after that.
+/// How long open requests may take after [`DRAIN_TIME`].
 const SHUTDOWN: Duration = Duration::from_secs(2);
 
 /// The request is not a review of a pod.
@@ -114,7 +114,7 @@ fn start_of(error: &serde_json::Error) -> String {
     error.to_string().chars().take(300).collect()
 }
 
-/// Answers a review: the pod is allowed, and changed if necessary. `exempt` tells whether a
+/// Answers a review: the pod is allowed, and changed if necessary. `exempt` returns whether a
 /// namespace is exempt.
 ///
 /// # Errors
@@ -143,7 +143,7 @@ pub fn review(
 fn gate(pod: &PodObject) -> Option<Patch> {
     let spec = &pod.spec;
     let mut containers = spec.containers.iter().chain(&spec.init_containers);
-    // Extended resources are always in the limits. The API server refuses quantities that are no
+    // Extended resources are always in the limits. The API server refuses quantities that are not
     // numbers.
     let asks = containers.any(|container| {
         container.resources.limits.iter().any(|(name, quantity)| is_shared(name) && quantity.milli() != Some(0))
@@ -203,7 +203,7 @@ fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
 /// Namespaces with the label [`ALLOW_LABEL`].
 pub(crate) type Namespaces = Store<PartialObjectMeta<Namespace>>;
 
-/// The state that requests share.
+/// State shared by all requests.
 #[derive(Clone)]
 struct Reviewer {
     namespaces: Namespaces,
@@ -248,7 +248,7 @@ fn refuse(status: StatusCode, why: &str) -> Response {
     (status, format!("{why}\n")).into_response()
 }
 
-/// Answers reviews until `stop`, and for `linger` after it.
+/// Answers reviews until `stop` is cancelled, and for `linger` after that.
 pub(crate) async fn serve(
     listener: TcpListener,
     tls: Arc<ServerConfig>,
@@ -267,7 +267,7 @@ pub(crate) async fn serve(
         tokio::time::sleep(linger).await;
     });
     loop {
-        // Cancel-safe: a permit or a connection that was not returned stays where it was.
+        // Cancel-safe: a permit or a connection that was not returned is not lost.
         let (stream, permit) = tokio::select! {
             () = &mut end => break,
             accepted = accept(&listener, &connections) => match accepted {
@@ -437,8 +437,7 @@ mod tests {
         assert!(!Change::Gate.is_exempt(Some(&labels("pre-stop"))));
     }
 
-    /// How long each container and init container of the pod sleeps before it terminates, after the
-    /// change.
+    /// The preStop sleep of each container and init container of the pod after the change.
     fn sleeps(review: &Value, seconds: u16, exempt: bool) -> Vec<Option<i64>> {
         let pod = changed(Change::PreStop(seconds), review, exempt);
         let all =
@@ -474,7 +473,7 @@ mod tests {
         assert_eq!(pod["spec"]["containers"][2], spec["containers"][2]);
         assert!(pod["spec"]["containers"][3]["lifecycle"]["postStart"]["exec"].is_object(), "existing hooks are kept");
         assert_eq!(pod["spec"]["schedulingGates"], Value::Null);
-        // The change is made only once.
+        // A second review of the changed pod changes nothing.
         let mut again = review;
         again["request"]["object"] = pod;
         assert_eq!(changed(Change::PreStop(5), &again, false), again["request"]["object"]);
@@ -638,7 +637,7 @@ mod tests {
         async fn malformed_requests_do_not_affect_other_clients() {
             let current = certificate(None);
             let server = Server::start(Some(&current)).await;
-            // One client that sends nothing, and one that stops in the middle of a request.
+            // One client sends nothing, and another stops in the middle of a request.
             let idle = TcpStream::connect(server.addr).await.unwrap();
             let mut halting = server.connect(&current).await.unwrap();
             halting.write_all(b"POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{").await.unwrap();

@@ -17,7 +17,7 @@ pub enum ReleaseReason {
     Reserved(Placement),
     /// It requests nothing that Cleave serves.
     NotServed,
-    /// No GPU of the cluster can hold it. Holds the explanation for its owner.
+    /// No GPU of the cluster can hold it. Contains the explanation for its owner.
     Unschedulable(String),
 }
 
@@ -71,7 +71,7 @@ pub struct Actions {
     pub rescue: Rescue,
     /// What to do about MPS hosts. `None` if this reconcile did not examine them.
     pub rollout: Option<Step>,
-    /// Whether more pods could be released at once.
+    /// Whether more pods can be released immediately.
     pub more: bool,
     /// When to reconcile again if nothing changes, from now.
     pub requeue: Option<Duration>,
@@ -91,6 +91,6 @@ pub(super) enum Destination<'a> {
     Anywhere,
     /// The nodes with these hostname labels.
     Hostnames(Vec<&'a str>),
-    /// Nodes whose GPUs are larger than those of the cluster, for the largest of these requests.
+    /// Nodes with larger GPUs than the cluster has, for the largest of these requests.
     LargerGpus(&'a [Ask]),
 }

@@ -1,4 +1,4 @@
-//! Keeps the ledger's claims in step with the pods: reservations of released pods, and allocations
+//! Keeps the ledger's claims in sync with the pods: reservations of released pods, and allocations
 //! of bound pods.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,27 +10,30 @@ use super::cluster::{Now, is_released};
 use super::facts::annotated_reservations;
 use crate::pods::{PodObject, full_name};
 
-/// How long a reservation lasts before it is renewed or ends.
+/// How long a reservation lasts before it is renewed or expires.
 pub(super) const RESERVATION: Duration = Duration::from_secs(300);
-/// How often a reservation is renewed. After an hour, no scheduler seems to handle the pod.
+/// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
+/// scheduler handles the pod.
 pub(super) const MOST_RENEWALS: u32 = 11;
 /// How long the claim of a deleted pod is kept if its allocation was never reported. A pod that is
 /// deleted without a grace period may still use its shares.
 pub(super) const LINGER: Duration = Duration::from_secs(5);
 
-/// What is known of the pods with claims in the ledger, by pod name.
+/// State of the pods that have claims in the ledger, by pod name.
 #[derive(Debug, Default)]
 pub(super) struct PodClaims {
     /// UIDs of the pods with a claim.
     uids: BTreeMap<String, String>,
-    /// Pods whose node reported all their allocations. Their claims end with them.
+    /// Pods whose node reported all their allocations. The claims of these pods end when the pods
+    /// are gone.
     allocated: BTreeSet<String>,
-    /// UIDs of pods whose reservation expired. Their annotation no longer counts, whatever end it
-    /// names.
+    /// UIDs of pods whose reservation expired. Their annotation is ignored, even if it names a
+    /// later end.
     expired: BTreeMap<String, String>,
-    /// How often each reservation was renewed, by the pod's UID.
+    /// Number of renewals of each reservation, by the pod's UID.
     renewals: BTreeMap<String, u32>,
-    /// Pods that are gone but may still use shares, and until when their claims are kept.
+    /// Pods that are gone but may still use shares, with the time until which their claims are
+    /// kept.
     lingering: BTreeMap<String, Duration>,
 }
 
@@ -74,8 +77,8 @@ impl PodClaims {
         }
     }
 
-    /// Records that a pod is bound to a node. Returns whether all its allocations are reported and
-    /// it is not terminating: then it needs no further examination.
+    /// Records that a pod is bound to a node. Returns true if the node has reported all allocations
+    /// of the pod and the pod is not terminating. Such a pod needs no further examination.
     pub(super) fn bind(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
         let terminating = pod.metadata.deletion_timestamp.is_some();
         if terminating && self.allocated.contains(name) {
@@ -116,8 +119,8 @@ impl PodClaims {
         self.uids.insert(name.to_owned(), uid);
     }
 
-    /// Ends the claims of pods that are gone. `maybe_gone` are candidates; those in `present` are
-    /// not gone. A claim without a reported allocation is kept for [`LINGER`].
+    /// Ends the claims of pods that are gone. `maybe_gone` lists the candidates. Pods in `present`
+    /// are not gone. A claim without a reported allocation is kept for [`LINGER`].
     pub(super) fn remove_gone(
         &mut self,
         ledger: &mut Ledger,
@@ -144,10 +147,10 @@ impl PodClaims {
         }
     }
 
-    /// Ends reservations whose time is over and whose pod the scheduler refuses.
+    /// Ends each expired reservation whose pod the scheduler refuses.
     ///
-    /// Other reservations are renewed: the scheduler may be slow or may wait for a volume, and a
-    /// temporary obstacle on the node may end. [`super::stranded`] limits how long that takes.
+    /// Other expired reservations are renewed: the scheduler may be slow or may wait for a volume,
+    /// and a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
     pub(super) fn expire(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: Now) {
         let mut due: BTreeSet<String> = ledger.overdue(Moment(now.epoch)).into_iter().collect();
         for pod in unsettled.iter().filter(|pod| is_released(pod)) {
@@ -173,20 +176,20 @@ impl PodClaims {
         }
     }
 
-    /// Forgets how often reservations were renewed, except for pods that are still not bound.
+    /// Drops the number of renewals of all pods except those that are still not bound.
     pub(super) fn forget_renewals(&mut self, unsettled: &[&PodObject]) {
         let unbound: BTreeSet<&str> =
             unsettled.iter().filter(|pod| is_released(pod)).filter_map(|pod| pod.metadata.uid.as_deref()).collect();
         self.renewals.retain(|uid, _| unbound.contains(uid.as_str()));
     }
 
-    /// The times from now at which lingering claims end.
+    /// The time until each lingering claim ends.
     pub(super) fn lingering_ends(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
     }
 }
 
-/// When a reservation that is made or renewed now ends.
+/// The end of a reservation that is made or renewed now.
 pub(super) fn expiry(now: Now) -> Moment {
     Moment(now.epoch.saturating_add(RESERVATION.as_secs()))
 }
@@ -200,8 +203,9 @@ fn place(pod: &PodObject, now: Now) -> Option<Place> {
         return None;
     }
     let placement = pod.placement.as_ref()?;
-    // The operator that wrote the annotation may have had another clock, or may have renewed the
-    // reservation. It lasts no longer than a new one, and one that is over is due at once.
+    // The operator that wrote the annotation may have had a different clock, or may have renewed
+    // the reservation. So the reservation lasts no longer than a new one. If it is over, it is due
+    // at once.
     let expires = Moment(placement.until.clamp(now.epoch, expiry(now).0));
     Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })
 }

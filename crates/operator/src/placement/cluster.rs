@@ -38,8 +38,8 @@ pub struct Cluster {
 pub struct Now {
     /// Time since the process started.
     pub up: Duration,
-    /// Seconds of the Unix epoch, by a clock that nobody sets while this process leads. A step of
-    /// the node's clock must not end or prolong reservations.
+    /// Seconds of the Unix epoch, by a clock that is never adjusted while this process leads. An
+    /// adjustment of the node's clock must not end or prolong reservations.
     pub epoch: u64,
 }
 
@@ -48,9 +48,9 @@ pub(super) struct Input<'a> {
     pub(super) cluster: &'a Cluster,
     /// Pods that have not ended and can still run.
     pub(super) living: &'a [&'a PodObject],
-    /// Those of `living` that are not settled ([`super::pod_tracker`]).
+    /// The pods in `living` that are not settled. See [`super::pod_tracker`].
     pub(super) unsettled: &'a [&'a PodObject],
-    /// What pods wait for, by the plan of GPUs that are partitioned on demand.
+    /// What each pod waits for, according to the plan for GPUs that are partitioned on demand.
     pub(super) demand: &'a BTreeMap<String, Waiting>,
     pub(super) now: Now,
 }

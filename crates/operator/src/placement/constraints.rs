@@ -1,9 +1,9 @@
-//! What the scheduler checks besides labels, taints and amounts: rules between pods, the spread of
-//! replicas, host ports, and where volumes are.
+//! Evaluates the scheduler's rules other than labels, taints and amounts of resources: rules
+//! between pods, the spread of replicas, host ports, and the location of volumes.
 //!
-//! Pods that are released but not bound count on every node of their reservation, including those
-//! of this reconcile. So replicas that must not share a node are released to different nodes before
-//! the scheduler has bound any of them.
+//! A released pod that is not bound counts on every node of its reservation, even if the current
+//! reconcile releases it. So replicas that must not share a node are released to different nodes
+//! before the scheduler has bound any of them.
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,8 +25,8 @@ pub(super) struct Constraints<'a> {
     living: &'a [&'a PodObject],
     /// Bound pods whose rules keep others away.
     repelling: Vec<&'a PodObject>,
-    /// Their anti-affinity terms and those of pods with a reservation, each with its pod's
-    /// namespace. Replicas share one term.
+    /// The anti-affinity terms of `repelling` pods and of pods with a reservation, each with its
+    /// pod's namespace. Replicas share one term.
     terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
     /// Pods that have a reservation and are not bound.
     reserved: Vec<Reserved<'a>>,
@@ -52,8 +52,8 @@ pub(super) struct Volumes {
     pub(super) unbound: bool,
 }
 
-/// Namespace, labels, rules and volumes of a pod: what decides which nodes these checks allow. Pods
-/// with the same key get the same answer.
+/// Namespace, labels, rules and volumes of a pod. They decide which nodes these checks allow, so
+/// pods with the same key get the same answer.
 pub(super) type ConstraintKey<'a> = (&'a str, &'a BTreeMap<String, String>, &'a Rules, Volumes);
 
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();

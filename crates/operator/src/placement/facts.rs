@@ -1,4 +1,4 @@
-//! Translates a `GpuNode` and the annotations of pods into what the ledger records.
+//! Translates a `GpuNode` and the annotations of pods into entries of the ledger.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNode;
@@ -13,9 +13,9 @@ use crate::policies::partition;
 use crate::rollout::Mps;
 
 /// The devices of a node for the ledger, and the pods on devices that serve no new pods: evicting
-/// those frees nothing.
+/// those pods frees nothing.
 ///
-/// Units that are unavailable now, and may be available later, count as used:
+/// Units that are unavailable now but may be available later count as used:
 ///
 /// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
 /// - units that are reported as unhealthy

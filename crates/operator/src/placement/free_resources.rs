@@ -1,4 +1,4 @@
-//! How much CPU, memory and other resources nodes have free within one reconcile.
+//! The free CPU, memory and other resources of nodes within one reconcile.
 use std::collections::BTreeMap;
 
 use cleave_api::names::is_served;

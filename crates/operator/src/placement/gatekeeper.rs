@@ -1,5 +1,5 @@
-//! Decides which pods are released, and keeps what the next decision needs. Pure: callers pass in
-//! the time.
+//! Decides which pods are released, and keeps the state that the next decision needs. Pure: callers
+//! pass in the time.
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -23,15 +23,15 @@ use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, Waiting};
 use crate::rollout::{self, Rollout, Step};
 
-/// Default of how long a pod must be unplaceable before it is released as unschedulable. A policy,
-/// a node or its `GpuNode` may be absent for some time.
+/// Default time for which a pod must be unplaceable before it is released as unschedulable. A
+/// policy, a node or its `GpuNode` may be absent for some time.
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
 /// How long a pod counts as protected after a disruption budget refused its eviction.
 const PROTECTED: Duration = Duration::from_secs(30);
 /// Maximum number of pods released per reconcile. Their patches are written before the next
 /// reconcile.
 const BATCH: usize = 128;
-/// Why a pod waits whose controller's pods were re-created repeatedly: see [`stranded`].
+/// Why a pod waits if pods of its controller were re-created repeatedly. See [`stranded`].
 const DELAYED: &str = "The scheduler repeatedly did not bind pods of this controller, and they were re-created. This pod is released later";
 
 /// Keeps the ledger, and decides which pods are released.
@@ -44,7 +44,8 @@ pub struct Gatekeeper {
     tracker: PodTracker,
     claims: PodClaims,
     queue: Queue,
-    /// Pods whose eviction a disruption budget refused, and until when they count as protected.
+    /// Pods whose eviction a disruption budget refused, with the time until which they count as
+    /// protected.
     protected: BTreeMap<String, Duration>,
     stranded: Stranded,
     /// The replacement of MPS hosts.
@@ -87,8 +88,8 @@ impl Gatekeeper {
         self.claims.release(self.ledger.as_mut(), pod);
     }
 
-    /// Records that the API server refused to release a pod, with its message. After some refusals
-    /// the pod is paused.
+    /// Records that the API server refused to release a pod, with its message. After several
+    /// refusals, the release is delayed.
     pub fn release_refused(&mut self, pod: &str, message: &str, up: Duration) {
         self.release_failed(pod);
         self.queue.refuse(pod, message, up);
@@ -114,8 +115,8 @@ impl Gatekeeper {
         self.ledger.as_ref()
     }
 
-    /// Decides what to do in this state of the cluster. `demand` is what pods wait for, by the plan
-    /// of GPUs that are partitioned on demand.
+    /// Decides what to do in this state of the cluster. `demand` is what each pod waits for,
+    /// according to the plan for GPUs that are partitioned on demand.
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, now: Now) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout);
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
@@ -137,8 +138,8 @@ impl Gatekeeper {
         let (unsettled, maybe_gone) = self.tracker.update(&cluster.pods);
         let waiting = self.track_pods(&mut ledger, &unsettled, maybe_gone, now);
         self.claims.expire(&mut ledger, &unsettled, now);
-        // This comes before any reservation: a node that is found idle here gets none in the same
-        // reconcile.
+        // This comes before any reservation, so that a node found idle here gets no reservation in
+        // the same reconcile.
         let rollout = self.plan_rollout(cluster, &mut ledger, now.up);
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
@@ -152,7 +153,7 @@ impl Gatekeeper {
         actions
     }
 
-    /// Updates claims and queue by the pods that are not settled. Returns the pods at the gate
+    /// Updates claims and queue from the pods that are not settled. Returns the pods at the gate
     /// without a reservation, in order of priority and age. `maybe_gone` are names of pods that may
     /// be gone.
     fn track_pods<'a>(
@@ -208,8 +209,8 @@ impl Gatekeeper {
         Some(step)
     }
 
-    /// When to reconcile again if nothing changes: at the next end of a reservation or of a
-    /// lingering claim, and for MPS hosts.
+    /// When to reconcile again if nothing changes: when the next reservation or lingering claim
+    /// ends, or when MPS hosts are due.
     fn next_deadline(&self, ledger: &Ledger, cluster: &Cluster, rollout: Option<&Step>, now: Now) -> Option<Duration> {
         let reservations = ledger.claims().values().filter_map(|claim| match &claim.place {
             Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
@@ -217,7 +218,7 @@ impl Gatekeeper {
         });
         let hosts = match rollout {
             Some(step) => step.next,
-            // Changes since the hosts were last examined are handled then.
+            // Changes since the hosts were last examined are handled at that time.
             None => cluster.hosts.as_ref().map(|_| self.next_rollout.saturating_sub(now.up)),
         };
         reservations.chain(self.claims.lingering_ends(now.up)).chain(hosts).min()
@@ -356,8 +357,8 @@ fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObjec
     over.iter().for_each(|pod| drop(ledger.withdraw(pod)));
 }
 
-/// The reservation for the pod's annotation. It lists what must be of one device each, in the order
-/// of the pod's requests.
+/// The reservation for the pod's annotation. It lists the groups of units that must each be on one
+/// device, in the order of the pod's requests.
 fn placement(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();

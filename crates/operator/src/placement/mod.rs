@@ -27,7 +27,7 @@
 //! | fits no GPU for [`UNSCHEDULABLE_AFTER`], with temporary obstacles ignored | It is released as unschedulable, to nodes with larger GPUs than exist. |
 //! | requests nothing that Cleave serves | It is released unchanged. |
 //!
-//! `stranded` helps a released pod that no node takes.
+//! `stranded` helps a released pod that no node accepts.
 mod actions;
 mod claims;
 mod cluster;

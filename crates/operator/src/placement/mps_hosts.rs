@@ -1,4 +1,4 @@
-//! Describes each node's MPS host for the decision which hosts to replace.
+//! Describes each node's MPS host, as input for the decision which hosts to replace.
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::Ledger;
@@ -26,7 +26,8 @@ pub(super) fn views(cluster: &Cluster, hosts: &Hosts, nodes: &Nodes, ledger: &Le
         let agent = agents.get(name.as_str());
         if host.is_some() || agent.is_some() {
             let user = state.mps.user.clone().or_else(|| pending.remove(name.as_str()));
-            // The newest agent also understands hosts of the older revision, but not the reverse.
+            // The newest agent also supports hosts of the older revision. An older agent may not
+            // support the newest host.
             let agent_first = || (agent == Some(&true)).then(|| "its agent is upgraded first".to_owned());
             let busy = user.or_else(agent_first);
             let excused = rollout::is_excused(&state.node);

@@ -1,4 +1,4 @@
-//! The cluster's nodes: which of them can take a pod, who serves a resource, and why a pod has no
+//! The cluster's nodes: which nodes can take a pod, what serves a resource, and why a pod has no
 //! place.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -26,7 +26,7 @@ use crate::rollout::{Mps, Rollout};
 #[derive(Debug, Default)]
 pub(super) struct Nodes(pub(super) BTreeMap<String, NodeState>);
 
-/// What is known of one node.
+/// The state of one node.
 #[derive(Debug, Default)]
 pub(super) struct NodeState {
     versions: Versions,
@@ -101,7 +101,7 @@ impl NodeState {
         facts
     }
 
-    /// Whether a pod may run on the node now, by selector, affinity and taints.
+    /// Whether a pod may run on the node now, according to selector, affinity and taints.
     fn admits(&self, pod: &PlanPod) -> bool {
         self.is_usable() && scheduling::admit(pod, &self.node).is_ok()
     }
@@ -128,7 +128,7 @@ impl NodeState {
         self.managed && self.node.labels.contains_key(HOSTNAME)
     }
 
-    /// Why a pod cannot use the node, whatever its GPUs have free.
+    /// Why a pod cannot use the node, regardless of the free units of its GPUs.
     fn exclusion(&self, pod: &PlanPod, checks: &NodeChecks<'_>) -> Option<Exclusion> {
         if !self.is_usable() {
             Some(Exclusion::NoHostname)
@@ -192,12 +192,12 @@ impl Nodes {
         changed
     }
 
-    /// The nodes that a pod may run on by selector, affinity and taints.
+    /// The nodes that a pod may run on according to selector, affinity and taints.
     pub(super) fn eligible(&self, pod: &PlanPod) -> Vec<&str> {
         self.0.values().filter(|state| state.admits(pod)).map(|state| state.node.name.as_str()).collect()
     }
 
-    /// Whether a pod may run on a node by selector, affinity and taints.
+    /// Whether a pod may run on a node according to selector, affinity and taints.
     pub(super) fn admits(&self, node: &str, pod: &PlanPod) -> bool {
         self.0.get(node).is_some_and(|state| state.admits(pod))
     }
@@ -224,9 +224,9 @@ impl Nodes {
         refused.or_else(|| full().then(|| "it does not have enough CPU, memory or another resource".to_owned()))
     }
 
-    /// Pods that preemption can evict, and pods that are gone but still have allocations as far as
-    /// their node has reported. The latter count as terminating, so that no other pod is evicted
-    /// for what they free.
+    /// Pods that preemption can evict, and pods that are gone but whose node still reports their
+    /// allocations. The latter count as terminating, so that no other pod is evicted for the units
+    /// that they free.
     pub(super) fn holders(
         &self,
         living: &[&PodObject],
@@ -306,10 +306,10 @@ impl Nodes {
         format!("No eligible GPU node: {}", clauses.join("; "))
     }
 
-    /// Who serves a resource.
+    /// What serves a resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
-    /// Cleave's resources. That alone does not prove another plugin.
+    /// Cleave's resources. That alone does not prove that another plugin serves them.
     pub(super) fn provider(&self, resource: &str) -> Provider {
         if self.0.values().any(|state| state.offers.contains(resource)) {
             return Provider::Cleave;
@@ -333,7 +333,7 @@ pub(super) struct NodeChecks<'a> {
     pub(super) has_room: &'a dyn Fn(&str) -> bool,
 }
 
-/// Who serves a resource.
+/// What serves a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Provider {
     /// GPUs that Cleave manages, now or after a repartitioning.

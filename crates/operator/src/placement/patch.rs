@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use super::actions::{Destination, ReleaseReason};
 use crate::pods::PodObject;
 
-/// The JSON Patch that narrows the pod, annotates it with its reservation and removes its gate,
-/// which is the only one.
+/// The JSON Patch that narrows the pod, annotates it with its reservation and removes its only
+/// gate.
 ///
 /// The patch applies as a whole or not at all, and only to the version of the pod that the decision
 /// was based on.
@@ -72,7 +72,7 @@ pub(super) fn without_larger_gpus(terms: &[NodeSelectorTerm]) -> Vec<NodeSelecto
     let mut terms = terms.to_vec();
     let added = |requirement: &Requirement| requirement.key.starts_with(LARGEST_PREFIX);
     terms.iter_mut().for_each(|term| term.match_expressions.retain(|requirement| !added(requirement)));
-    // The release added the term if it held only that requirement: the pod had no required
+    // If the term held only that requirement, the release added the term: the pod had no required
     // affinity.
     if matches!(terms.as_slice(), [term] if term.match_expressions.is_empty() && term.match_fields.is_empty()) {
         terms.clear();

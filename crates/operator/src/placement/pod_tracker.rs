@@ -13,13 +13,13 @@ use crate::pods::{PodObject, full_name};
 /// A pod is settled if it needs no further examination until it changes.
 #[derive(Debug, Default)]
 pub(super) struct PodTracker {
-    /// By address. The watch creates a new object for each change. Its address differs from those
-    /// of all objects that are kept here.
+    /// By the address of the pod's object. The watch creates a new object for each change. The
+    /// address of the new object differs from those of all objects that are kept here.
     rows: HashMap<usize, Row>,
     /// Number of updates so far.
     updates: u64,
-    /// Sums of the requests of the pods that are bound to each node, in thousandths. Pods count as
-    /// `pods`, as the scheduler counts them.
+    /// Sums of the requests of the pods that are bound to each node, in thousandths. Each pod also
+    /// counts as one unit of `pods`, as in the scheduler.
     requested: BTreeMap<String, BTreeMap<String, u128>>,
     /// Names of the pods that were not settled at the previous reconcile.
     unsettled_names: BTreeSet<String>,
@@ -46,7 +46,7 @@ impl PodTracker {
         let (update, mut unsettled) = (self.updates, Vec::new());
         for pod in pods {
             let row = self.rows.entry(address(pod)).or_insert_with(|| {
-                // Of a pod that has no GPU and waits for none, only the requests are of interest.
+                // For a pod that has no GPU and waits for none, only the requests matter.
                 let settled = !is_living(pod) || !pod.waits_at_gate() && !pod.wants_gpus();
                 if is_living(pod) {
                     count(&mut self.requested, pod, u128::saturating_add);
@@ -98,8 +98,8 @@ fn address(pod: &Arc<PodObject>) -> usize {
     Arc::as_ptr(pod).addr()
 }
 
-/// Adds a pod's requests to the sums of its node, or subtracts them. Requests are of 64 bits each,
-/// so sums of 128 bits do not overflow.
+/// Adds a pod's requests to the sums of its node, or subtracts them. Each request has 64 bits, so
+/// sums of 128 bits do not overflow.
 fn count(requested: &mut BTreeMap<String, BTreeMap<String, u128>>, pod: &PodObject, change: fn(u128, u128) -> u128) {
     let Some(node) = pod.node() else { return };
     let mut change = |resource: &str, milli: u64| {

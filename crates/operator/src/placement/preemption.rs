@@ -17,10 +17,11 @@ const PREEMPTORS: usize = 8;
 pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> {
     /// Pods with allocations. Computed only if a pod waits.
     pub(super) holders: &'a LazyCell<BTreeMap<String, Holder>, F>,
-    /// Pods whose eviction a disruption budget refused, and until when they count as protected.
+    /// Pods whose eviction a disruption budget refused, with the time until which they count as
+    /// protected.
     pub(super) protected: &'a BTreeMap<String, Duration>,
     pub(super) claims: &'a PodClaims,
-    /// How many preemptors were considered so far.
+    /// The number of preemptors considered so far.
     pub(super) considered: usize,
 }
 

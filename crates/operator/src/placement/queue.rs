@@ -1,4 +1,5 @@
-//! The pods that wait at the gate: since when, and which releases the API server refused.
+//! The pods that wait at the gate: how long each has waited, and which releases the API server
+//! refused.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,12 +11,12 @@ use super::actions::Actions;
 use crate::pods::PodObject;
 use crate::policies::demand::{Reason, Waiting};
 
-/// How often in a row the API server may refuse a release before the pod is paused. It also refuses
-/// a pod that has changed meanwhile.
+/// Number of consecutive refusals by the API server after which a pod's release is delayed. The API
+/// server also refuses to release a pod that has changed meanwhile.
 pub(super) const REFUSALS: u32 = 3;
-/// The first pause after [`REFUSALS`] refusals. Each further refusal doubles it.
+/// The first delay, after [`REFUSALS`] refusals. Each further refusal doubles it.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest pause.
+/// Maximum delay.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Maximum length of the API server's message that is reported, in characters.
 const LONGEST_MESSAGE: usize = 300;
@@ -29,17 +30,17 @@ pub(super) struct Queue(BTreeMap<String, Gated>);
 struct Gated {
     uid: String,
     since: Duration,
-    /// Since when no GPU can hold it.
+    /// The time since which no GPU can hold it.
     unplaceable_since: Option<Duration>,
     refused: Option<Refused>,
 }
 
-/// The API server refused to release a pod.
+/// Refusals of the API server to release a pod.
 #[derive(Debug)]
 struct Refused {
-    /// How often in a row.
+    /// The number of consecutive refusals.
     times: u32,
-    /// The end of the pause.
+    /// The end of the delay.
     until: Duration,
     /// The API server's message.
     message: String,
@@ -64,7 +65,7 @@ impl Queue {
         self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
     }
 
-    /// How long no GPU could hold a pod. `None` if it may have a place later.
+    /// How long no GPU has been able to hold a pod. `None` if it may have a place later.
     pub(super) fn unplaceable_for(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
         let gated = self.0.get_mut(name)?;
         gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };
@@ -73,8 +74,8 @@ impl Queue {
 
     /// Records that the API server refused to release a pod.
     ///
-    /// It may always refuse the pod, for its size for example. Such a pod must not reserve shares
-    /// at each reconcile, and its owner must learn the reason.
+    /// It may refuse the pod every time, for example because of its size. Such a pod must not
+    /// reserve shares at each reconcile, and its owner must learn the reason.
     pub(super) fn refuse(&mut self, name: &str, message: &str, up: Duration) {
         let Some(gated) = self.0.get_mut(name) else { return };
         let times = gated.refused.as_ref().map_or(1, |before| before.times.saturating_add(1));
@@ -86,7 +87,7 @@ impl Queue {
         gated.refused = Some(Refused { times, until: up.saturating_add(pause), message });
     }
 
-    /// Drops the pods that are paused, and reports why they wait.
+    /// Drops the pods whose release is delayed, and reports why they wait.
     pub(super) fn skip_refused<'a>(
         &self,
         ledger: &mut Ledger,

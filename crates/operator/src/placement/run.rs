@@ -1,5 +1,5 @@
-//! The controller of the gate: writes what the gatekeeper decides, and reports it. It is separate
-//! from the passes, so that a pod that waits does not wait for nodes to be written.
+//! The gate controller: applies the gatekeeper's decisions and reports them. It is separate from
+//! the passes, so that a release does not wait for writes to nodes.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,19 +24,19 @@ use crate::rollout::{self, Deleted, Replacement, Step, Watched};
 use crate::task::{Context, Controller, Trigger};
 use crate::write::{WRITE, publish};
 
-/// How long the first change waits for others. Pods are often created in bursts.
+/// How long to gather further changes after the first. Pods are often created in bursts.
 const GATHER: Duration = Duration::from_millis(5);
 /// Maximum number of patches in flight.
 const WRITERS: usize = 16;
 /// How long after a failed write the gate reconciles again, even if nothing has changed.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// What the controller needs.
+/// The inputs of the controller.
 pub(crate) struct Parts {
     pub(crate) context: Context,
     /// Wakes this controller.
     pub(crate) wake: Arc<Notify>,
-    /// What pods wait for, by the plan of GPUs that are partitioned on demand.
+    /// What each pod waits for, according to the plan for GPUs that are partitioned on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, Waiting>>>,
     /// MPS hosts. `None` if the operator does not replace them.
     pub(crate) hosts: Option<Watched>,
@@ -46,14 +46,14 @@ pub(crate) struct Parts {
 
 /// Why a pod was not released.
 enum Failure {
-    /// The next try may succeed.
+    /// A retry may succeed.
     Retry,
     /// The API server refused the patch. Holds its message.
     Refused(String),
 }
 
-/// The time of day, read once and then counted by a monotonic clock. Reservations last until a time
-/// of day. A step of the node's clock must not end or prolong them.
+/// The time of day, read once and then advanced by a monotonic clock. Reservations end at a time of
+/// day. An adjustment of the node's clock must not end or prolong them.
 #[derive(Debug, Clone, Copy)]
 struct SteadyClock {
     time: Timestamp,
@@ -79,7 +79,7 @@ impl SteadyClock {
     }
 }
 
-/// The controller of the gate.
+/// The gate controller.
 pub(crate) struct Gate {
     context: Context,
     wake: Arc<Notify>,
@@ -212,7 +212,8 @@ impl Gate {
                 tracing::debug!(pod, code = status.code, message = status.message, "failed to release a changed pod");
                 Err(Failure::Retry)
             }
-            // The API server also answers so if the `test` of the patch fails on a changed pod.
+            // The API server returns the same status if the `test` of the patch fails on a changed
+            // pod.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 400 | 403 | 413 | 422) => {
                 tracing::debug!(pod, code = status.code, message = status.message, "release refused");
                 Err(Failure::Refused(status.message.clone()))
@@ -259,7 +260,7 @@ impl Gate {
     }
 
     /// Evicts stranded pods so that their controllers re-create them, and writes the condition of
-    /// the others. A later reconcile decides again about what failed.
+    /// the others. A later reconcile decides again about failed writes.
     async fn rescue(&mut self, rescue: &Rescue) {
         for recreation in &rescue.recreate {
             if !self.context.claim.is_current() {
@@ -328,7 +329,7 @@ impl Gate {
                 return;
             }
             events.extend(self.replace_host(replacement).await);
-            // The node's shares are now withheld, or no longer.
+            // The node's shares are now withheld or no longer withheld.
             self.wake.notify_one();
         }
         for (regarding, event) in events {

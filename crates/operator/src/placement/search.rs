@@ -1,4 +1,4 @@
-//! Searches places for pods at the gate, within one reconcile.
+//! Searches for places for pods at the gate, within one reconcile.
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -19,8 +19,8 @@ use super::pod_tracker::PodTracker;
 use super::verdict::{Impossible, Verdict};
 use crate::pods::PodObject;
 
-/// To how many nodes a pod is released if the operator does not evaluate all of its rules. The
-/// scheduler may refuse some of them.
+/// Maximum number of nodes that a pod is released to if the operator does not evaluate all of its
+/// rules. The scheduler may refuse some of these nodes.
 const SEVERAL: usize = 4;
 
 /// A pod at the gate.
@@ -31,7 +31,8 @@ pub(super) struct Candidate<'a> {
     pub(super) plan_pod: PlanPod,
     /// Its requests, sorted, without those that another plugin serves.
     pub(super) asks: Vec<Ask>,
-    /// Nodes to which the scheduler did not bind pods of its controller. Others are tried first.
+    /// Nodes to which the scheduler did not bind pods of its controller. Other nodes are tried
+    /// first.
     avoided: Option<&'a BTreeSet<String>>,
     /// Whether Cleave serves at least one of the requested resources.
     offered: bool,
@@ -72,12 +73,13 @@ impl<'a> Candidate<'a> {
     /// Releases the pod without a reservation, because no GPU could hold it for a long time.
     pub(super) fn give_up(&self, impossible: Option<Impossible>, message: String, waited: Duration) -> Release {
         if self.unclear {
-            // No kubelet's report is as old as that: another plugin serves the resources on nodes
+            // A kubelet's report is never that old, so another plugin serves the resources on nodes
             // where Cleave runs.
             return self.release(ReleaseReason::NotServed, Destination::Anywhere, waited);
         }
-        // On a node that offers the resource the pod would fail without a reservation, also on one
-        // that it may not use now. If no node offers it, any node that is added may serve it.
+        // Without a reservation, the pod would fail on any node that offers the resource, including
+        // nodes that it may not use now. If no node offers the resource, any node that is added may
+        // serve the pod.
         let needs_larger = impossible == Some(Impossible::TooLarge) || self.offered;
         let destination = if needs_larger { Destination::LargerGpus(&self.asks) } else { Destination::Anywhere };
         self.release(ReleaseReason::Unschedulable(message), destination, waited)
@@ -88,14 +90,14 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Node selector, affinity and tolerations: what decides which nodes a pod may run on.
+/// Node selector, affinity and tolerations. They decide which nodes a pod may run on.
 type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
 /// Everything that decides whether a pod has a place.
 type SearchKey<'a> = (&'a [Ask], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
 
-/// Searches places within one reconcile. Remembers which pods have none, because replicas of a
-/// workload have the same answer.
+/// Searches for places within one reconcile. Remembers which pods have no place, because replicas
+/// of a workload have the same answer.
 pub(super) struct PlacementSearch<'a> {
     nodes: &'a Nodes,
     free: RefCell<FreeResources<'a>>,
@@ -118,7 +120,7 @@ impl<'a> PlacementSearch<'a> {
     /// Finds places for a pod.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Why the pod has no place.
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
         let Candidate { name, pod, plan_pod, asks, .. } = candidate;
         let constraint_key = self.constraints.key(pod);
@@ -132,7 +134,7 @@ impl<'a> PlacementSearch<'a> {
         let has_room = |node: &str| self.has_room(node, candidate);
         let allows = |node: &str| self.allows(node, judge.as_ref());
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));
-        // Most pods have a place. Then the search ends before it has checked every node.
+        // Most pods have a place, so the search usually ends before it has checked every node.
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
         if let Some(fits) = ledger.fit_tightest(candidate.asking(), most, may_use) {
             return Ok(fits);
@@ -164,7 +166,7 @@ impl<'a> PlacementSearch<'a> {
         self.constraints.add_reserved(candidate.pod, fits.iter().map(|fit| fit.node().to_owned()).collect());
     }
 
-    /// Nodes that a pod may run on by selector, affinity and taints.
+    /// Nodes that a pod may run on according to selector, affinity and taints.
     pub(super) fn eligible(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
         let mut known = self.eligible.borrow_mut();
         known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible(&candidate.plan_pod)).clone()

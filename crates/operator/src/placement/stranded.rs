@@ -1,10 +1,10 @@
-//! Stranded pods: released, not bound, and no node takes them any more. Pure: callers pass in the
-//! time.
+//! Handles stranded pods: released pods that are not bound and that nodes no longer accept. Pure:
+//! callers pass in the time.
 //!
 //! A scheduling gate cannot be added again. If a pod has lost its reservation, or its nodes no
 //! longer accept it, its controller must re-create it: the operator evicts it, and its replacement
-//! waits at the gate. A pod that no controller re-creates is never deleted. A condition and an
-//! Event say what to do.
+//! waits at the gate. A pod that no controller re-creates is never deleted. Instead, a condition
+//! and an Event say what to do.
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
@@ -25,18 +25,17 @@ use crate::pods::{Controller, PodObject, Replacement, full_name};
 
 /// How long a pod's nodes must be gone before the operator acts. A watch may lag.
 pub(super) const GONE_AFTER: Duration = Duration::from_secs(20);
-/// The first pause between two re-creations for one controller. Each following pause is twice as
+/// The first delay between two re-creations for one controller. Each following delay is twice as
 /// long.
 const FIRST_PAUSE: Duration = Duration::from_secs(10);
-/// The longest pause.
+/// Maximum delay.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
-/// How long a controller must have had no stranded pod before its pauses start from the first
-/// again.
+/// How long a controller must have no stranded pod before its delay is reset.
 const FORGET_AFTER: Duration = Duration::from_secs(1800);
-/// From this pause on, replacements also wait at the gate. Otherwise pods that the scheduler keeps
+/// From this delay on, replacements also wait at the gate. Otherwise pods that the scheduler keeps
 /// refusing would reserve GPUs all the time.
 const DELAY_FROM: Duration = Duration::from_secs(40);
-/// How long the operator waits after a failed eviction before it tries again.
+/// How long the operator waits before it retries a failed eviction.
 const EVICTION_RETRY: Duration = Duration::from_secs(30);
 /// Maximum number of pods that are evicted, and that are reported, in one reconcile.
 const BATCH: usize = 32;
@@ -48,15 +47,15 @@ pub(super) enum Reason {
     Expired(Vec<String>),
     /// All nodes that it was released to are gone.
     Gone(Vec<String>),
-    /// All nodes that it was released to refuse it. Holds the refusal of each node.
+    /// Every node that it was released to refuses it. Holds each node's refusal.
     Refused(String),
     /// It was released as unschedulable, and a GPU could hold it now.
     Possible,
 }
 
 impl Reason {
-    /// Why a pod that was released to nodes is not bound and will not be. `None` if the scheduler
-    /// may still bind it.
+    /// Why a pod that was released to nodes will not be bound. `None` if the scheduler may still
+    /// bind it.
     pub(super) fn find(pod: &PodObject, ledger: &Ledger, nodes: &Nodes, tracker: &PodTracker) -> Option<Self> {
         let placement = pod.placement.as_ref()?;
         let names = || placement.nodes.keys().cloned().collect();
@@ -133,27 +132,27 @@ pub struct Rescue {
     pub requeue: Option<Duration>,
 }
 
-/// What is known of stranded pods between two reconciles.
+/// State of stranded pods between two reconciles.
 #[derive(Debug, Default)]
 pub(super) struct Stranded {
-    /// Since when each pod has had a reason, by UID.
+    /// The time since which each pod has had a reason not to be bound, by UID.
     since: BTreeMap<String, Duration>,
     /// UIDs of pods whose condition was written.
     advised: BTreeSet<String>,
     /// Controllers whose pods were re-created, by UID.
     owners: BTreeMap<String, BackOff>,
-    /// Pods whose eviction failed, by UID, and until when it is not tried again.
+    /// Pods whose eviction failed, by UID, with the time before which it is not retried.
     failed: BTreeMap<String, Duration>,
 }
 
-/// The pause after pods of a controller were re-created.
+/// The delay after pods of a controller were re-created.
 #[derive(Debug, Clone)]
 struct BackOff {
-    /// When the pause began. Pods that were due by then are still re-created.
+    /// When the delay began. Pods that were due by then are still re-created.
     began: Duration,
-    /// When the pause ends. No other pod is re-created before.
+    /// When the delay ends. No other pod is re-created before that.
     until: Duration,
-    /// How long the pause is.
+    /// The length of the delay.
     pause: Duration,
     /// Nodes to which the scheduler did not bind the controller's pods.
     avoid: BTreeSet<String>,
@@ -196,7 +195,7 @@ impl Stranded {
         rescue
     }
 
-    /// Adds what to do about one pod that is stranded since `due`.
+    /// Adds the action for one pod that has been stranded since `due`.
     fn help(
         &mut self,
         rescue: &mut Rescue,
@@ -208,8 +207,8 @@ impl Stranded {
         let (name, uid) = (full_name(&pod.metadata), uid.to_owned());
         let owner = pod.controller.as_ref().filter(|owner| match owner.replacement() {
             Replacement::Free => true,
-            // A Job counts the eviction as a failure. If the pod cannot run any more, that is no
-            // worse than the death of a node.
+            // A Job counts the eviction as a failure. If the pod can no longer run, that is not
+            // worse than the failure of a node.
             Replacement::CountsAsFailure => matches!(reason, Reason::Gone(_) | Reason::Refused(_)),
             Replacement::Unknown => false,
         });
@@ -246,8 +245,8 @@ impl Stranded {
         }
     }
 
-    /// Begins the next pause of a controller whose pods are re-created now. Pods that are stranded
-    /// later wait for its end.
+    /// Begins the next delay of a controller whose pods are re-created now. Pods that are stranded
+    /// later wait for the end of the delay.
     fn begin_pause(&mut self, owner: &Controller, up: Duration) {
         let (pause, avoid) = match self.owners.remove(&owner.uid) {
             Some(before) => (before.pause.saturating_mul(2).min(LONGEST_PAUSE), before.avoid),
@@ -257,7 +256,7 @@ impl Stranded {
         self.owners.insert(owner.uid.clone(), next);
     }
 
-    /// Records that a pod could not be evicted. Other pods come first.
+    /// Records that a pod could not be evicted. Other pods are evicted first.
     pub(super) fn eviction_failed(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY));
     }
@@ -274,8 +273,8 @@ impl Stranded {
         delayed.then(|| back_off.until.saturating_sub(up))
     }
 
-    /// Nodes to which the scheduler did not bind pods of this pod's controller. Others are tried
-    /// first.
+    /// Nodes to which the scheduler did not bind pods of this pod's controller. Other nodes are
+    /// tried first.
     pub(super) fn avoided_nodes(&self, pod: &PodObject) -> Option<&BTreeSet<String>> {
         let avoid = &self.owners.get(&pod.controller.as_ref()?.uid)?.avoid;
         (!avoid.is_empty()).then_some(avoid)
@@ -374,7 +373,7 @@ mod tests {
         let other = owned("c", "ReplicaSet", "other");
         let mut stranded = Stranded::default();
         let all = |stranded: &mut Stranded, second| {
-            // Each time they are new pods of the same names.
+            // Each time, these are new pods with the same names.
             stranded.since.clear();
             stranded.reconcile(pods.iter().map(|pod| (pod, expired())), PATIENCE, at(second))
         };

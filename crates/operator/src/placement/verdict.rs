@@ -6,7 +6,7 @@ use cleave_plan::ledger::Ask;
 
 use crate::policies::demand::{Reason, Waiting};
 
-/// How many nodes a message names for each reason.
+/// Maximum number of nodes that a message names for each reason.
 const NAMED: usize = 3;
 
 /// Why a pod has no place.
@@ -25,7 +25,7 @@ pub(super) enum Impossible {
     Excluded,
     /// The nodes that the pod may use do not offer what it requests.
     NotOffered,
-    /// They offer it, but no GPU is large enough, or no node has enough of them.
+    /// These nodes offer it, but no GPU is large enough, or no node has enough GPUs.
     TooLarge,
 }
 
@@ -44,7 +44,8 @@ impl Verdict {
         let is_partitioned =
             |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
         match (self, demand) {
-            // Demand decides which resources exist: what is missing now may be created for the pod.
+            // Demand decides which resources exist, so a missing resource may be created for the
+            // pod.
             (Self::Never { impossible, .. }, Some(waiting))
                 if waiting.reason != Reason::Malformed
                     && (impossible == Impossible::NotOffered || asks.iter().any(is_partitioned)) =>
@@ -57,10 +58,10 @@ impl Verdict {
     }
 }
 
-/// Why a pod cannot use a node with GPUs, whatever its GPUs have free.
+/// Why a pod cannot use a node with GPUs, regardless of their free units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Exclusion {
-    /// The node has no hostname label, by which pods are narrowed to it.
+    /// The node has no hostname label. Pods are narrowed to a node by this label.
     NoHostname,
     /// The node is cordoned.
     Cordoned,
@@ -72,7 +73,7 @@ pub(super) enum Exclusion {
     Taint(String),
     /// A rule between pods, or a volume, excludes the node. Holds the explanation.
     Conflict(String),
-    /// CPU, memory, pod slots or another resource do not suffice.
+    /// The node does not have enough CPU, memory, pod slots or another resource.
     Full,
 }
 

@@ -1,8 +1,8 @@
-//! Decides the partition of each GPU that is shared by demand. Pure: callers pass in the time.
+//! Decides the partition of each GPU that is partitioned on demand. Pure: callers pass in the time.
 //!
 //! ```text
 //!  Observed + plan::Plan ──[snapshot]──▶ Snapshot ──cleave_plan::plan──▶ Plan ──check──▶
-//!      [partition] ──▶ GpuNode.spec of GPUs shared by demand
+//!      [partition] ──▶ GpuNode.spec of GPUs partitioned on demand
 //! ```
 //!
 //! Other GPUs keep the partition that [`crate::policies::plan`] gives them. Their free slices
@@ -21,10 +21,10 @@ use crate::policies::plan::{ByDemand, Plan, plan_id};
 use crate::policies::snapshot::{GpuKey, History, PlannerInput, build};
 use crate::read::Observed;
 
-/// The decisions of one pass about GPUs shared by demand, and what to report.
+/// The decisions of one pass about GPUs that are partitioned on demand, and what to report.
 #[derive(Debug, Clone, Default)]
 pub struct Outcome {
-    /// The plan; `None` if no GPU is shared by demand.
+    /// The plan; `None` if no GPU is partitioned on demand.
     pub planned: Option<Planned>,
     /// Rules that the plan violates. If there are any, the plan was not applied.
     pub violations: Vec<Violation>,
@@ -32,25 +32,25 @@ pub struct Outcome {
     pub repartitioned: Vec<GpuKey>,
     /// Pods that wait, and the reason.
     pub waiting: BTreeMap<String, Waiting>,
-    /// Nodes with a partition in progress.
+    /// Nodes on which a repartitioning is in progress.
     pub changing: BTreeSet<String>,
     /// Nodes excluded from the plan, and the reason.
     pub excluded_nodes: BTreeMap<String, String>,
-    /// GPUs excluded from the plan, or left as they are for a while, and the reason.
+    /// GPUs that are excluded from the plan or stay unchanged after a failure, and the reason.
     pub excluded_gpus: BTreeMap<GpuKey, String>,
     /// The part of the free memory of GPUs shared by demand that is on partly used GPUs, in
     /// thousandths.
     pub fragmentation: u32,
-    /// How long until the next pass, even if nothing changes.
+    /// Time until the next pass, even if nothing changes.
     pub next: Option<Duration>,
 }
 
 /// Why a pod waits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Waiting {
-    /// The reason as a metric label and as a case for callers.
+    /// The reason, for metrics and for callers.
     pub reason: Reason,
-    /// A sentence for the pod's owner.
+    /// The explanation for the pod's owner.
     pub message: String,
 }
 
@@ -86,7 +86,7 @@ impl Reason {
     }
 }
 
-/// Decides the partitions of GPUs shared by demand and writes them into `plan`.
+/// Decides the partitions of on-demand GPUs and writes them into `plan`.
 pub fn overlay(plan: &mut Plan, observed: &Observed, history: &mut History, now: Duration) -> Outcome {
     if plan.demand.is_empty() {
         return Outcome::default();
@@ -129,8 +129,8 @@ fn apply_plan(plan: &mut Plan, observed: &Observed, input: &PlannerInput, planne
                 }
                 desired.partition = partition;
             }
-            // It serves slices that its policy no longer makes. They stay until their pods release
-            // them.
+            // The GPU serves slices that its policy no longer allows. They stay until their pods
+            // free them.
             Err(why) => {
                 outcome.excluded_gpus.insert(at, why);
             }

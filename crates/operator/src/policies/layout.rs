@@ -1,7 +1,7 @@
 //! Places the MIG instances of a fixed layout on one GPU. Pure.
 //!
-//! Possible placements are those that NVML reports, never a table of counts. Existing instances
-//! with a valid placement stay where they are.
+//! Possible placements come from NVML, never from a fixed table. Existing instances with a valid
+//! placement stay where they are.
 use cleave_api::gpunode::{MigInstanceStatus, MigProfileStatus};
 
 /// Why a layout is not possible on a GPU.

@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | validate | [`validate`] | `SharingPolicySpec` → [`validate::Policy`], which is always valid |
 //! | decide | `select`, [`plan`], `layout` | the policy of each GPU, and fixed partitions |
-//! | decide | [`demand`], [`snapshot`], `partition` | partitions by demand, and why pods wait |
+//! | decide | [`demand`], [`snapshot`], `partition` | on-demand partitions, and why pods wait |
 //! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
 //! | report | [`status`] | `SharingPolicy.status`, and an Event for each condition that changes |
 //! | report | `taint` | the taint on nodes that can serve no pod, if enabled |

@@ -2,12 +2,12 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// How long the first change of a quiet cluster waits for further changes, so that one `kubectl
-/// apply` of several objects causes one plan.
+/// Delay between the first change of a quiet cluster and the plan, so that one `kubectl apply` of
+/// several objects causes one plan.
 pub(crate) const FIRST: Duration = Duration::from_millis(50);
-/// The least and the most time between two plans under load.
+/// Minimum and maximum time between two plans under load.
 const BETWEEN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// The longest wait for further pods if a policy sets `dynamic.idle` and no `dynamic.timeout`.
+/// Maximum time to wait for further pods if a policy sets `dynamic.idle` and no `dynamic.timeout`.
 const MAX_GATHERING: Duration = Duration::from_secs(60);
 
 /// Spaces plans out while changes keep coming, and plans at once when the cluster is quiet.
@@ -24,7 +24,7 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Returns how long to wait before planning, after a change.
+    /// Returns the delay between a change and the plan for it.
     pub(crate) fn wait(&mut self, now: Duration) -> Duration {
         let Some(last) = self.last else { return FIRST };
         let since = now.saturating_sub(last);
@@ -35,7 +35,7 @@ impl Pace {
         self.between.saturating_sub(since).max(FIRST)
     }
 
-    /// Records a plan. `more` says whether further changes came during the wait before it.
+    /// Records a plan. `more` is whether further changes came during the wait before it.
     pub(crate) fn planned(&mut self, now: Duration, more: bool) {
         self.last = Some(now);
         self.between = if more { (self.between * 2).min(BETWEEN.1) } else { BETWEEN.0 };
@@ -54,7 +54,7 @@ impl QuietPeriod {
     /// Checks whether to plan for these pods now.
     ///
     /// # Errors
-    /// It is too early. Holds how long to wait.
+    /// It is too early. The error is the time to wait.
     pub(crate) fn due<'a>(
         &mut self,
         pods: impl Iterator<Item = &'a str>,

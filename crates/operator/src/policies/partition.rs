@@ -3,7 +3,7 @@
 //!
 //! Slices in use keep their device ids and limits; otherwise the agent would have to remove and
 //! re-create them. So the limits of a slice never depend on the number of other slices, and ids in
-//! use stay where they are while others are added and removed around them.
+//! use do not change when other slices are added or removed.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -18,8 +18,8 @@ use cleave_plan::units::Mebibytes;
 use crate::policies::plan::{mig_instance_partition, time_sliced_partition};
 use crate::policies::validate::{Demand, InstanceShare, MpsRules, ShareSize, shared_instance_resource};
 
-/// The number of MPS shares of a GPU under a policy; `None` if no share fits or the policy makes
-/// none.
+/// The number of MPS shares of a GPU under a policy; `None` if no share fits or the policy has no
+/// shares.
 pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     match demand.shares? {
         ShareSize::Units(units) => Some(units),
@@ -30,7 +30,7 @@ pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     }
 }
 
-/// The slices that the kubelet has of a GPU. An empty list is a whole GPU that is free.
+/// The slices of a GPU that the kubelet has. An empty list means that the whole GPU is free.
 pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
     let mut slices = Vec::new();
     for status in &gpu.slices {
@@ -74,7 +74,7 @@ pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Sli
     slices
 }
 
-/// The slices of a GPU once it has this partition. Slices in use now are in use then.
+/// The slices of a GPU once it has this partition. Slices in use now remain in use.
 pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
     let mut all: Vec<Slice> = Vec::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
@@ -142,8 +142,8 @@ fn counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
     counts
 }
 
-/// Whether the device ids of some slice in use are not reported yet. Until they are, it is unknown
-/// which slices may be removed.
+/// Whether the device ids of a slice in use are not reported yet. Until they are reported, it is
+/// unknown which slices may be removed.
 pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
     gpu.slices.iter().filter(|status| status.device == gpu.uuid && status.resource != RESOURCE_GPU).any(|status| {
         u32::try_from(numbers_in_use(gpu, &status.resource).len()).is_ok_and(|known| known < status.in_use)
@@ -153,7 +153,7 @@ pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
 /// Builds the partition that has these slices.
 ///
 /// # Errors
-/// The policy does not make such slices. Holds a sentence for people.
+/// The policy does not allow such slices. The error is a message for users.
 pub(crate) fn partition(
     slices: &[Slice],
     family: Family,
@@ -230,7 +230,7 @@ fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>,
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
     let all = mps::shareable(total);
-    // The memory of k slices, and the fraction of the GPU that they are.
+    // The memory of k slices, and their fraction of the GPU.
     let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized(resource) {
         let one = Mebibytes::from_gib(gib);
         let most = total.0.div_ceil(one.0).clamp(1, u64::from(MAX_CLIENTS));
@@ -289,7 +289,7 @@ fn numbers_in_use(gpu: &GpuStatus, resource: &str) -> BTreeSet<u32> {
     allocations.flat_map(|allocation| &allocation.ids).filter_map(number).collect()
 }
 
-/// Groups numbers to ranges of (first, count).
+/// Groups numbers into ranges of (first, count).
 fn ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for &number in numbers {

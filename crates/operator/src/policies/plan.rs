@@ -1,8 +1,9 @@
 //! Computes the desired state of each node's GPUs from the policies that they follow. Pure.
 //!
 //! A GPU that no policy matches is a whole GPU. A GPU keeps the partition in its `GpuNode.spec` if
-//! its policy is malformed or invalid, if it is shared by demand (which [`crate::policies::demand`]
-//! plans), or if it does not support the policy. So a mistake in a policy never repartitions a GPU.
+//! its policy is malformed or invalid, if it is partitioned on demand ([`crate::policies::demand`]
+//! plans it), or if it does not support the policy. So a mistake in a policy never repartitions a
+//! GPU.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -30,12 +31,12 @@ pub struct Plan {
     pub nodes: BTreeMap<String, GpuNodeSpec>,
     /// The result of each policy, by name. Includes malformed and invalid policies.
     pub policies: BTreeMap<String, Report>,
-    /// GPUs that are shared by demand, by node and UUID. In `nodes` they keep their partition until
-    /// [`crate::policies::demand`] decides.
+    /// GPUs that are partitioned on demand, by node and UUID. In `nodes` they keep their partition
+    /// until [`crate::policies::demand`] decides.
     pub demand: BTreeMap<String, BTreeMap<String, ByDemand>>,
 }
 
-/// A GPU that is shared by demand.
+/// A GPU that is partitioned on demand.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ByDemand {
     /// The name of its policy.
@@ -51,9 +52,9 @@ pub struct ByDemand {
 pub struct Report {
     /// Why the policy is invalid. If it is, the other fields are empty.
     pub invalid: Option<Invalid>,
-    /// The setting that selects sharing by demand, if the policy does.
+    /// The setting that selects on-demand partitioning, if the policy has one.
     pub demand: Option<&'static str>,
-    /// Slices that pods request and that its GPUs do not have yet.
+    /// The number of slices that pods request and that its GPUs do not have yet.
     pub wanted: u32,
     /// Its nodes and GPUs that plans exclude, and the reason.
     pub left_out: BTreeMap<String, String>,
@@ -80,7 +81,7 @@ pub struct Report {
 /// Why a policy is ignored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Invalid {
-    /// It does not fit the schema of the CRD. Holds the error.
+    /// It does not match the schema of the CRD. Holds the error.
     Malformed(String),
     /// Its fields violate a rule.
     Refused(validate::Error),
@@ -178,7 +179,7 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
         return;
     };
     if gpus.is_empty() && !current.gpus.is_empty() {
-        // If all GPUs are gone at once, the driver does not answer. They were not removed.
+        // If all GPUs disappear at once, the driver does not answer, and the GPUs were not removed.
         return;
     }
     let mut desired: Vec<GpuSpec> = Vec::with_capacity(gpus.len());
@@ -292,7 +293,7 @@ fn whole(uuid: &str) -> GpuSpec {
     }
 }
 
-/// Returns the partition that a policy gives a GPU; `None` if the GPU is shared by demand.
+/// Returns the partition that a policy gives a GPU; `None` if the GPU is partitioned on demand.
 fn partition(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Unsupported> {
     let partition = match &policy.share {
         SharingMode::Demand(_) => return Ok(None),
@@ -385,7 +386,7 @@ pub(crate) fn mig_instance_partition(
         }
         InstanceShare::Mps(share) => {
             let resource = shared_instance_resource(profile, share.resource.as_deref());
-            // The compute mode is the GPU's. Under MIG it is never EXCLUSIVE_PROCESS.
+            // The compute mode is a setting of the GPU. With MIG, it is never EXCLUSIVE_PROCESS.
             let partition = mps_partition(share, &resource, Mebibytes(memory), ComputeMode::Default)?;
             MigPartition { mps: Some(partition), ..MigPartition::default() }
         }
@@ -399,7 +400,7 @@ pub(crate) fn mig_instance_partition(
 /// A hash of the desired state: the first 16 hexadecimal digits of the SHA-256 of its JSON, whose
 /// fields are in a fixed order.
 pub(crate) fn plan_id(gpus: &[GpuSpec]) -> String {
-    // Serialization cannot fail: these types have no maps with other keys than strings.
+    // Serialization cannot fail: the maps of these types have only strings as keys.
     let json = serde_json::to_vec(gpus).unwrap_or_default();
     let digits = Sha256::digest(json).iter().fold(String::new(), |digits, byte| format!("{digits}{byte:02x}"));
     digits.chars().take(16).collect()

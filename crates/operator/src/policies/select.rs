@@ -13,10 +13,10 @@ use jiff::Timestamp;
 
 use crate::policies::validate::Policy;
 
-/// How precisely a policy selects GPUs. The least rank wins.
+/// How precisely a policy selects GPUs. The lowest rank wins.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank<'a> {
-    // `true` is larger than `false`, and more labels are more specific: reversed.
+    // Reversed, because `true` is larger than `false`, and more labels are more specific.
     uuids: Reverse<bool>,
     indices: Reverse<bool>,
     models: Reverse<bool>,

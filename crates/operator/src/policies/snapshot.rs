@@ -1,17 +1,17 @@
-//! Converts the state of the cluster to the planner's input, and remembers how changes of GPUs go.
-//! Pure.
+//! Converts the state of the cluster to the planner's input, and tracks the progress of GPU
+//! changes. Pure.
 //!
 //! | a GPU that … | is planned with |
 //! |---|---|
-//! | is shared by demand and has its desired partition | its slices. It may be repartitioned. |
+//! | is partitioned on demand and up to date | its slices. It may be repartitioned. |
 //! | is being repartitioned | its desired slices. No GPU of its node is repartitioned meanwhile. |
 //! | waits for pods that use slices to remove | its slices. It may be repartitioned around them. |
-//! | failed to reach its partition, or too late | its slices. It stays as it is for a while. |
+//! | did not reach its partition in time | its slices. It stays unchanged during a backoff. |
 //! | is cordoned or unhealthy, or whose agent does not answer | nothing. |
 //! | follows another policy, or none | its slices. It is never repartitioned. |
 //!
 //! If the kubelet does not list the devices of a bound pod yet, it is unknown which slices are in
-//! use. Until it is known, every GPU that could hold them keeps its slices.
+//! use. Until the kubelet lists them, every GPU that could hold them keeps its slices.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,26 +31,28 @@ use crate::read::{Node, Observed};
 
 /// How long a node may take to reach its desired state, unless its policy sets `dynamic.timeout`.
 pub const DEADLINE: Duration = Duration::from_secs(30);
-/// The least value of `dynamic.timeout` that is used. Creating one MIG instance takes a second.
+/// Minimum deadline, even if `dynamic.timeout` is shorter. Creating one MIG instance takes a
+/// second.
 const MIN_DEADLINE: Duration = Duration::from_secs(5);
-/// How long a GPU is left as it is after it failed to reach a partition: at first, and at most.
+/// How long a GPU stays unchanged after it failed to reach a partition: the first and the maximum
+/// backoff.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
-/// How long a watch may lag behind a write. After that, a different spec is the write of another
-/// writer.
+/// Maximum time by which a watch may lag behind a write. After that, a different spec comes from
+/// another writer.
 const LAG: Duration = Duration::from_secs(10);
 
 /// A GPU: the name of its node, and its UUID.
 pub type GpuKey = (String, String);
 
-/// How far a GPU has come towards its desired partition.
+/// Progress of a GPU towards its desired partition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Progress {
     /// It has the partition.
     Reached,
     /// The agent is working on it.
     Changing,
-    /// Pods use slices that would have to go.
+    /// Pods use slices that must be removed first.
     Blocked,
     /// It failed or was refused. Holds the agent's message.
     Failed(String),
@@ -59,9 +61,10 @@ pub enum Progress {
 /// What the operator remembers between passes. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub struct History {
-    /// GPUs being repartitioned, with the partition and the start.
+    /// GPUs being repartitioned, with the partition and the start time.
     changing: BTreeMap<GpuKey, (Partition, Duration)>,
-    /// Nodes whose agent has not read its spec yet, with the generation and since when.
+    /// Nodes whose agent has not read its spec yet, with the generation and the time since which it
+    /// is unread.
     unread: BTreeMap<String, (Option<i64>, Duration)>,
     /// GPUs that failed to reach a partition.
     failures: BTreeMap<GpuKey, Failure>,
@@ -79,7 +82,7 @@ struct Failure {
     partition: Partition,
     /// The agent's message.
     message: String,
-    /// The number of failures in a row.
+    /// The number of consecutive failures.
     times: u32,
     /// When the next attempt is allowed.
     until: Duration,
@@ -90,19 +93,19 @@ struct Failure {
 pub struct PlannerInput {
     /// The planner's input.
     pub snapshot: Snapshot,
-    /// GPUs shared by demand that may be repartitioned now.
+    /// On-demand GPUs that may be repartitioned now.
     pub repartitionable: BTreeSet<GpuKey>,
-    /// Nodes with a partition in progress.
+    /// Nodes on which a repartitioning is in progress.
     pub changing: BTreeSet<String>,
     /// Nodes excluded from the plan, and the reason.
     pub excluded_nodes: BTreeMap<String, String>,
-    /// GPUs excluded from the plan, or left as they are for a while, and the reason.
+    /// GPUs that are excluded from the plan or stay unchanged after a failure, and the reason.
     pub excluded_gpus: BTreeMap<GpuKey, String>,
-    /// How long until the next deadline.
+    /// Time until the next deadline.
     pub next: Option<Duration>,
 }
 
-/// Returns how far a GPU has come towards its spec.
+/// Returns the progress of a GPU towards its spec.
 pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     if partition::is_reached(&spec.partition, gpu) {
         return Progress::Reached;
@@ -112,7 +115,7 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
-    // The agent retries for a while. Pods need not wait for it, as they may find room elsewhere.
+    // The agent retries. Pods need not wait for it, because they may find room elsewhere.
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return Progress::Failed(step.message.clone());
     }
@@ -164,7 +167,7 @@ impl History {
     }
 
     /// Replaces specs in `observed` by specs that were written since, if the watch lags. A plan
-    /// from the older spec could tell a node to do something else while it is changing.
+    /// from the older spec could give a node a different spec while it is changing.
     pub fn restore_writes(&mut self, observed: &mut Observed, now: Duration) {
         self.written.retain(|name, (before, spec, at)| {
             let Some(shared) = observed.nodes.get_mut(name).and_then(|node| node.gpu_node.as_mut()) else {
@@ -215,8 +218,8 @@ impl History {
                 }
                 match &progress {
                     Progress::Changing => {}
-                    // Keep the start time. A GPU that keeps its desired partition stays late, and
-                    // its deadline does not restart.
+                    // Keep the start time, so that the deadline of a late GPU does not restart
+                    // while its desired partition stays the same.
                     Progress::Failed(message) => self.fail(&at, &spec.partition, message, now),
                     Progress::Reached | Progress::Blocked => {
                         self.changing.remove(&at);
@@ -231,7 +234,7 @@ impl History {
         }
         let known = |at: &GpuKey| all.contains_key(at);
         self.changing.retain(|at, _| known(at));
-        // Old failures do not lengthen the next pause.
+        // Old failures do not lengthen the next backoff.
         self.failures.retain(|at, failure| known(at) && now < failure.until.saturating_add(BACKOFF.1));
         self.unread.retain(|name, _| observed.nodes.contains_key(name));
         let waiting: BTreeSet<&str> = observed.pods.iter().map(|claimant| claimant.pod.name.as_str()).collect();
@@ -239,7 +242,7 @@ impl History {
         all
     }
 
-    /// Records a failure. The pause doubles with each failure in a row.
+    /// Records a failure. The backoff doubles with each consecutive failure.
     fn fail(&mut self, at: &GpuKey, partition: &Partition, message: &str, now: Duration) {
         let before = self.failures.get(at);
         if before.is_some_and(|failure| failure.partition == *partition && now < failure.until) {
@@ -342,7 +345,7 @@ impl NodeBuilder<'_> {
                     limit_next(input, failure.until, self.now);
                     input.excluded_gpus.insert(at.clone(), format!("failed to repartition it: {}", failure.message));
                     pin(&mut planned);
-                    // The plan gives it its present slices.
+                    // The plan keeps its present slices.
                     if !changing && left_out.is_none() {
                         input.repartitionable.insert(at);
                     }
@@ -432,7 +435,7 @@ impl NodeBuilder<'_> {
         planned
     }
 
-    /// Converts a GPU that is not shared by demand. Its present or desired slices can be used.
+    /// Converts a GPU that is not partitioned on demand. Its present or desired slices can be used.
     fn fixed(&self, gpu: &GpuStatus, planned: &mut Gpu) {
         let wanted =
             self.plan.nodes.get(self.name).and_then(|spec| spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid));
@@ -507,7 +510,7 @@ fn pin(gpu: &mut Gpu) {
     }
 }
 
-/// Whether a resource is one of shares or replicas of whole GPUs.
+/// Whether a resource stands for shares or replicas of whole GPUs.
 fn is_shares(resource: &str) -> bool {
     resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized(resource).is_none()
 }

@@ -20,7 +20,7 @@ use serde_json::json;
 use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
 use crate::read::{Node, Observed};
 
-/// The most names that a sentence lists. It then states how many more there are.
+/// Maximum number of names that a sentence lists. It then states the number of names left out.
 const LISTED: usize = 8;
 
 /// A policy's status could not be written.
@@ -105,13 +105,13 @@ pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) 
     written.map(drop).map_err(|source| Error { policy: update.policy.clone(), source })
 }
 
-/// Returns the Event for a changed condition; `None` if people need no Event.
+/// Returns the Event for a changed condition; `None` if the change needs no Event.
 pub fn event(changed: &Condition) -> Option<Event> {
     let good = match changed.type_.as_str() {
         CONDITION_CONFLICT => changed.status == "False",
         _ => changed.status == "True",
     };
-    // The only good news that people wait for is that the GPUs are ready.
+    // Of the changes for the better, only Ready gets an Event: users wait for it.
     if good && changed.type_ != CONDITION_READY {
         return None;
     }
@@ -405,7 +405,7 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
         return Some((Problem::Unhealthy, format!("{} is unhealthy: {why}", name(at))));
     }
-    // A daemon that restarts is back within moments. If not, the GPU's health reports it.
+    // A restarting daemon serves again within moments. Otherwise, the GPU's health reports it.
     let serves = |state: &str| matches!(state, "Active" | "Starting" | "Restarting" | "");
     if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {
         let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };

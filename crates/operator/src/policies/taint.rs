@@ -1,7 +1,8 @@
 //! Taints nodes that can serve no pod: all of their GPUs are lost or need a reset, or their agent
 //! is not ready. Off by default.
 //!
-//! [`Taints`] decides, purely. [`write`] changes only this taint of a node, by a JSON patch.
+//! [`Taints`] makes the decisions and is pure. [`write`] changes only this taint of a node, by a
+//! JSON patch.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -12,8 +13,8 @@ use serde_json::{Value, json};
 
 use crate::read::{Node, Observed};
 
-/// How long an agent may be not ready before its node is tainted. An upgrade takes a second; a
-/// node's start takes longer.
+/// How long an agent may be not ready before its node is tainted. An upgrade of the agent takes a
+/// second; the start of a node takes longer.
 pub(crate) const AWAY: Duration = Duration::from_secs(60);
 /// Keeps new pods away. Running pods stay.
 const EFFECT: &str = "NoSchedule";
@@ -32,15 +33,15 @@ pub(crate) struct Change {
 /// Whether a node can serve pods with GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// It can, or it is unknown.
+    /// It can serve pods, or its state is unknown.
     Usable,
-    /// It cannot. Holds the reason.
+    /// It cannot serve pods. Holds the reason.
     Unusable(&'static str),
     /// Its agent has been not ready for this long.
     Away(Duration),
 }
 
-/// The nodes whose agent is not ready, and since when.
+/// The nodes whose agent is not ready, with the time since which it is not.
 #[derive(Debug, Default)]
 pub(crate) struct Taints {
     away: BTreeMap<String, Duration>,
@@ -231,7 +232,7 @@ mod tests {
         let tainted = Node { taints: vec![taint("other", "NoExecute")], ..node(&["Lost"]) };
         assert_eq!(patched(&tainted, &add(&tainted), json!({"taints": [other]})).unwrap(), json!([other, ours]));
         assert_eq!(patched(&tainted, &remove(1), json!({"taints": [other, ours]})).unwrap(), json!([other]));
-        // Another writer was faster.
+        // Another writer changed the node first.
         let another = json!({"key": "another", "effect": "NoSchedule"});
         assert!(patched(&tainted, &remove(1), json!({"taints": [ours, another]})).is_err());
         assert!(patched(&tainted, &remove(1), json!({"taints": [other]})).is_err());

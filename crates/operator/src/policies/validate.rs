@@ -17,7 +17,7 @@ use cleave_plan::mps::{MAX_CLIENTS, Threads};
 use cleave_plan::units::Mebibytes;
 use jiff::{SignedDuration, Timestamp};
 
-/// The most MIG instances that a layout may name. No GPU has more.
+/// Maximum number of MIG instances in a layout. No GPU has more.
 const MAX_INSTANCES: usize = 8;
 
 /// A valid policy.
@@ -55,20 +55,20 @@ pub enum SharingMode {
         /// How each instance is shared.
         each: InstanceShare,
     },
-    /// Partitioned as pending pods request it.
+    /// Partitioned on demand, as pending pods request.
     Demand(Demand),
 }
 
-/// How a GPU that is shared by demand may be partitioned.
+/// How a GPU may be partitioned on demand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Demand {
-    /// The setting that selects sharing by demand, for messages.
+    /// The setting that selects on-demand partitioning, for messages.
     pub words: &'static str,
     /// The sharing modes that are allowed.
     pub mode: PlannerMode,
     /// Rules for all MPS slices.
     pub mps: MpsRules,
-    /// The equal shares that a GPU can have; `None` if MPS slices are sized only.
+    /// The equal shares that a GPU can have; `None` if only sized MPS slices are allowed.
     pub shares: Option<ShareSize>,
     /// The replicas that a GPU can have.
     pub time_slicing: Option<ReplicaRules>,
@@ -87,7 +87,7 @@ pub struct MpsRules {
     pub multi_user: bool,
     /// The compute mode of the GPU while it serves MPS.
     pub compute_mode: ComputeMode,
-    /// The most processes of one allocation.
+    /// Maximum number of processes per allocation.
     pub max_clients: Option<u32>,
     /// The number of parts that an allocation's memory limit is divided into. Each process gets one
     /// part.
@@ -153,28 +153,28 @@ pub struct ReplicaRules {
 /// How long to wait for further pods before GPUs are repartitioned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Gathering {
-    /// Plan once no further pod has come for this long.
+    /// Plan once no further pod has arrived for this long.
     pub idle: Option<Duration>,
     /// Plan after this long in any case. Also the deadline for a node to change.
     pub timeout: Option<Duration>,
 }
 
 impl MpsShare {
-    /// The extended resource of shares of a whole GPU.
+    /// The name of the extended resource for shares of a whole GPU.
     pub fn resource(&self) -> &str {
         self.resource.as_deref().unwrap_or(RESOURCE_MPS)
     }
 }
 
 impl ReplicaRules {
-    /// The extended resource of replicas of a whole GPU.
+    /// The name of the extended resource for replicas of a whole GPU.
     pub fn resource(&self) -> &str {
         self.resource.as_deref().unwrap_or(RESOURCE_TIMESLICE)
     }
 }
 
-/// The extended resource of shares or replicas of a MIG instance. The default is the name that
-/// NVIDIA's device plugin uses.
+/// The name of the extended resource for shares or replicas of a MIG instance. The default is the
+/// name that NVIDIA's device plugin uses.
 pub fn shared_instance_resource(profile: &str, named: Option<&str>) -> String {
     named.map_or_else(|| format!("{}.shared", mig_resource(profile)), str::to_owned)
 }
@@ -189,9 +189,9 @@ pub enum Error {
         field: &'static str,
         /// Its value.
         value: u32,
-        /// The least allowed value.
+        /// The minimum value.
         least: u32,
-        /// The greatest allowed value.
+        /// The maximum value.
         most: u32,
     },
     /// A text is not what the field needs.
@@ -209,7 +209,7 @@ pub enum Error {
     Shape(&'static str),
 }
 
-/// The part of a text that an error repeats. A stored text may have any length if the CRD's rules
+/// The part of a text that an error quotes. A stored text may have any length if the CRD's rules
 /// were removed.
 fn beginning(text: &str) -> String {
     text.chars().take(100).collect()
@@ -424,7 +424,7 @@ fn is_profile(text: &str) -> bool {
     known && named
 }
 
-/// Checks the sharing of MIG instances that are created by demand. They need a fixed number of
+/// Checks the sharing of MIG instances that are created on demand. They need a fixed number of
 /// shares: a request for shares must determine which instance to create.
 fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     match each {

@@ -10,22 +10,22 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use super::hosts::{Host, regarding};
 use super::view::View;
 
-/// How long nothing must use MPS on a closed node before its host is replaced. In that time, pods
+/// How long MPS must be unused on a closed node before its host is replaced. In that time, pods
 /// that bypass the gate become visible in the watches.
 pub(crate) const SETTLE: Duration = Duration::from_secs(2);
 /// How long a host may take from its deletion until its successor serves.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
-/// How long a host must serve before others are replaced. A host that crashes in a loop serves only
-/// for moments.
+/// How long a host must serve before others are replaced. A crash-looping host serves only for
+/// moments.
 pub(crate) const STEADY: Duration = Duration::from_secs(10);
-/// The least time between two updates. The gate calls more often, on each change of a pod.
+/// Minimum time between two updates. The gate reconciles more often, on each change of a pod.
 pub(crate) const PERIOD: Duration = Duration::from_secs(1);
-/// How long replacement pauses after the API server refused to delete a pod.
+/// How long replacement is suspended after the API server refused to delete a pod.
 const REFUSED: Duration = Duration::from_secs(60);
-/// At most one host in this number is replaced at a time, once one of the newest revision has
+/// At most one in this many hosts is replaced at a time, once a host of the newest revision has
 /// served.
 const BATCH_DIVISOR: usize = 10;
-/// The most nodes that a message names.
+/// Maximum number of nodes that a message names.
 const NAMED: usize = 4;
 
 /// A host whose pod is to be deleted.
@@ -49,7 +49,7 @@ impl Replacement {
 pub struct Step {
     /// Hosts whose pods to delete.
     pub replace: Vec<Replacement>,
-    /// Why replacement stopped and which `DaemonSet` it concerns, if that is new.
+    /// Why replacement stopped and which `DaemonSet` is affected, if this was not reported yet.
     pub news: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
     pub stopped: bool,
@@ -57,7 +57,7 @@ pub struct Step {
     pub waiting: BTreeMap<String, String>,
     /// The number of outdated hosts.
     pub outdated: usize,
-    /// How long until the next update, even if nothing changes.
+    /// Time until the next update, even if nothing changes.
     pub next: Option<Duration>,
 }
 
@@ -70,19 +70,20 @@ struct Outage {
     down: bool,
     /// Whether it has been down for longer than [`PATIENCE`].
     late: bool,
-    /// Since when it serves again. It must serve for [`STEADY`] before it counts as well.
+    /// The time since which it serves again. The outage ends once it has served for [`STEADY`].
     serving: Option<Duration>,
 }
 
 /// The state of the rollout between updates. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rollout {
-    /// Closed nodes, on which nothing is reserved: the UID of the host to replace, and since when.
+    /// Closed nodes, on which nothing is reserved, with the UID of the host to replace and the time
+    /// of closing.
     closed: BTreeMap<String, (String, Duration)>,
     /// The UIDs of deleted hosts, by node, until a successor serves.
     deleted: BTreeMap<String, String>,
     outages: BTreeMap<String, Outage>,
-    /// Until when replacement pauses, after the API server refused a deletion.
+    /// The time until which replacement is suspended because the API server refused a deletion.
     paused: Option<Duration>,
     /// Why replacement is stopped, as last reported.
     reported: Option<String>,
@@ -94,8 +95,8 @@ impl Rollout {
         self.closed.contains_key(node) || self.outages.get(node).is_some_and(|outage| outage.down && !outage.late)
     }
 
-    /// Returns what to add to the message of a waiting pod that could use these nodes. Empty if no
-    /// requested resource is withheld.
+    /// Returns the text to add to the message of a waiting pod that could use these nodes. Empty if
+    /// no requested resource is withheld.
     pub(crate) fn describe_withheld(&self, asks: &[Ask], nodes: &[&str]) -> String {
         let nodes = nodes.iter().copied().filter(|_| asks.iter().any(|ask| is_mps(&ask.resource)));
         let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(NAMED).collect();
@@ -158,7 +159,8 @@ impl Rollout {
         self.closed.remove(node);
     }
 
-    /// Records that the API server refused a deletion. The node is open to pods during the pause.
+    /// Records that the API server refused a deletion. Pods can use the node until replacement
+    /// resumes.
     pub(crate) fn refused(&mut self, node: &str, up: Duration) {
         self.closed.remove(node);
         self.paused = Some(up.saturating_add(REFUSED));

@@ -33,7 +33,7 @@ pub struct Revision {
 pub struct Hosts {
     /// The pods of MPS hosts.
     pub pods: Vec<Arc<AgentPod>>,
-    /// Revisions of their `DaemonSet` and of the agents'.
+    /// Revisions of their `DaemonSet` and of the agents' `DaemonSet`.
     pub revisions: Vec<Arc<Revision>>,
 }
 
@@ -74,8 +74,8 @@ impl Newest {
         Self(newest)
     }
 
-    /// Whether a pod of this `DaemonSet` and revision is outdated. No pod of an unknown `DaemonSet`
-    /// is.
+    /// Whether a pod of this `DaemonSet` and revision is outdated. Pods of an unknown `DaemonSet`
+    /// are never outdated.
     pub(crate) fn is_outdated(&self, set: &str, hash: &str) -> bool {
         self.0.get(set).is_some_and(|(_, newest)| newest != hash)
     }
@@ -130,7 +130,7 @@ impl Host {
     }
 }
 
-/// MPS hosts by node. If one of a node's hosts is being deleted, the other.
+/// MPS hosts by node. If a node has two hosts and one is being deleted, returns the other.
 pub(crate) fn by_node<'a>(hosts: &'a Hosts, newest: &Newest) -> BTreeMap<&'a str, Host> {
     let mut found: BTreeMap<&str, Host> = BTreeMap::new();
     for pod in &hosts.pods {

@@ -1,18 +1,19 @@
-//! Replaces MPS hosts of an older release when nothing uses MPS on their node. Off unless
+//! Replaces MPS hosts of an older release when nothing uses MPS on their node. Disabled unless
 //! configured.
 //!
-//! An MPS daemon ends with its host's pod, and every client with the daemon. So the `DaemonSet`
-//! replaces a pod only after something deletes it (`OnDelete`). The operator deletes it while no
-//! pod has shares on the node or a reservation for some. An MPS host is treated by its state:
+//! When a host's pod stops, its MPS daemons and all of their clients stop. So the `DaemonSet`
+//! replaces a pod only after it is deleted (`OnDelete`). The operator deletes it only while no pod
+//! has MPS shares on the node or a reservation for them. The state of an MPS host decides what
+//! happens:
 //!
-//! - It is of its `DaemonSet`'s newest revision and serves: it stays.
-//! - It is of an older revision, and a pod uses MPS or the agent is outdated too: it stays.
-//! - It is of an older revision and unused: nothing new is reserved there. If it is still unused
+//! - It has its `DaemonSet`'s newest revision and serves: it stays.
+//! - It has an older revision, and a pod uses MPS or the agent is outdated too: it stays.
+//! - It has an older revision and is unused: nothing new is reserved there. If it is still unused
 //!   after `decide::SETTLE`, its pod is deleted.
 //! - It is terminating, absent or not ready: nothing is reserved there, for at most
 //!   `decide::PATIENCE`. Other hosts are replaced after it has served for `decide::STEADY`.
-//! - It does not serve within `decide::PATIENCE`: replacement stops, and an Event reports it, until
-//!   it serves or its `DaemonSet` changes.
+//! - It does not serve within `decide::PATIENCE`: replacement stops until it serves or its
+//!   `DaemonSet` changes. An Event reports the stop.
 //!
 //! | step | module | what |
 //! |---|---|---|
@@ -23,7 +24,7 @@
 //! The decision is part of placement's update ([`crate::placement`]), so that nothing is reserved
 //! between the moment a node is found idle and the moment it is closed. [`Rollout`] remembers only
 //! times. Each update reads again which hosts are outdated, terminating or not ready, so a new
-//! leader continues.
+//! leader can continue.
 mod decide;
 mod hosts;
 mod replace;

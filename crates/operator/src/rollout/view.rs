@@ -59,14 +59,14 @@ impl Mps {
         Self { user, ..found }
     }
 
-    /// Whether a resource is, or may be, MPS shares on this node.
+    /// Whether a resource stands for, or may stand for, MPS shares on this node.
     pub(crate) fn serves(&self, resource: &str) -> bool {
         is_mps(resource) && !self.time_sliced.contains(resource)
     }
 }
 
-/// Time-sliced resources with names that MPS shares could have. Excludes names that are both on one
-/// node.
+/// Time-sliced resources with names that MPS shares could have. Excludes names that stand for both
+/// on one node.
 fn time_sliced(object: &GpuNode) -> BTreeSet<String> {
     let partitions = || object.spec.gpus.iter().map(|gpu| &gpu.partition);
     let instances = || partitions().flat_map(|partition| partition.mig.iter().flatten().map(|mig| &mig.partition));

@@ -13,11 +13,12 @@ use kube::core::DeserializeGuard;
 
 use crate::pods::{PodCondition, PodObject, full_name};
 
-/// How long until an eviction is retried that a disruption budget refused or that had no effect.
+/// Delay before the operator retries an eviction that a disruption budget refused or that had no
+/// effect.
 pub(crate) const RETRY: Duration = Duration::from_secs(5);
-/// How long a written condition counts although the watch has not returned it.
+/// How long a written condition counts even if the watch has not returned it.
 const WATCH_LAG: Duration = Duration::from_secs(10);
-/// The most characters in the message of a condition.
+/// Maximum length of a condition's message, in characters.
 const MAX_MESSAGE: usize = 1000;
 
 /// A condition to write.
@@ -53,7 +54,7 @@ pub(crate) struct Actions {
     pub conditions: Vec<ConditionUpdate>,
     /// Pods to evict.
     pub evictions: Vec<Eviction>,
-    /// How long until the next decision, even if nothing changes.
+    /// Time until the next decision, even if nothing changes.
     pub next: Option<Duration>,
 }
 
@@ -77,7 +78,7 @@ impl FindingTracker {
         self.written.insert(update.uid.clone(), (update.condition.clone(), now));
     }
 
-    /// Decides from the findings of all agents and all pods.
+    /// Decides the actions from the findings of all agents and from all pods.
     pub(crate) fn decide(
         &mut self,
         nodes: &[Arc<DeserializeGuard<GpuNode>>],

@@ -1,4 +1,4 @@
-//! The controller that reports pods that left their shares, and evicts them.
+//! The controller that reports pods that use a GPU outside their share, and evicts them.
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -10,14 +10,14 @@ use crate::pod_condition::write;
 use crate::task::{Context, Controller, Trigger};
 use crate::write::publish;
 
-/// How long the first change waits for others.
+/// How long to gather further changes after the first.
 const GATHER: Duration = Duration::from_millis(200);
 
 /// The controller of tenants.
 pub(crate) struct Tenants {
     context: Context,
     tracker: FindingTracker,
-    /// UIDs of pods with an Event that a disruption budget protects them.
+    /// UIDs of pods that have an Event about the disruption budget that protects them.
     protected: BTreeSet<String>,
     started: Instant,
 }
@@ -27,7 +27,8 @@ impl Tenants {
         Self { context, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
 
-    /// Evicts a pod, and reports that. Reports once if a disruption budget protects the pod.
+    /// Evicts a pod and reports the eviction. If a disruption budget protects the pod, reports that
+    /// once.
     async fn evict(&mut self, eviction: &Eviction) {
         let Eviction { pod, uid, node, message } = eviction;
         let evicted = evict(&self.context.client, pod, uid).await;

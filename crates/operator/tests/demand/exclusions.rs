@@ -32,7 +32,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     assert_eq!(reason, "LeftOut");
     assert!(message.contains(&format!("{unreachable} is left out of plans: its agent did not read")), "{message}");
     world.apply_on(other);
-    // It answers, and is included again with its new partition.
+    // The agent applies the spec, and plans include the node again with its new partition.
     world.apply();
     let (_, outcome) = world.pass();
     assert!(outcome.excluded_nodes.is_empty());

@@ -1,4 +1,4 @@
-//! Changes take time, fail or are overtaken, and the kubelet lists devices late.
+//! Changes take time, fail or are superseded, and the kubelet lists devices late.
 use std::time::Duration;
 
 use cleave_api::gpunode::{AllocationStatus, StepStatus};

@@ -1,4 +1,4 @@
-//! A simulated cluster: its nodes apply specs, or fail to, as the test directs.
+//! A simulated cluster. Its nodes apply specs or fail to, as the test directs.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -263,7 +263,7 @@ impl World {
         self.status(node).gpus.iter_mut().for_each(|gpu| list(gpu, &allocations));
     }
 
-    /// Ends a pod and releases its devices.
+    /// Removes a pod and frees its devices.
     pub(crate) fn end(&mut self, name: &str) {
         let name = format!("team/{name}");
         self.pods.remove(&name);
@@ -278,7 +278,7 @@ impl World {
         self.pods[&format!("team/{name}")].node().is_some()
     }
 
-    /// Runs all parts until nothing changes any more.
+    /// Runs all parts until nothing changes.
     pub(crate) fn settle(&mut self) {
         for _ in 0..20 {
             self.pass();
@@ -353,8 +353,7 @@ pub(crate) fn serve(gpu: &mut GpuStatus, partition: &Partition) {
     }
 }
 
-/// Writes allocations to a status as an agent does. Panics if an allocated slice does not exist any
-/// more.
+/// Writes allocations to a status as an agent does. Panics if an allocated slice no longer exists.
 pub(crate) fn list(gpu: &mut GpuStatus, allocations: &[(String, String, AllocationStatus)]) {
     let is_of_gpu =
         |row: &AllocationStatus| row.device == gpu.uuid || row.device.starts_with(&format!("MIG-{}-", gpu.uuid));

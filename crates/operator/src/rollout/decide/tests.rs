@@ -165,7 +165,7 @@ impl World {
         self.rollout.update(&self.nodes, self.up)
     }
 
-    /// Lets time pass and returns the nodes whose hosts are to be deleted.
+    /// Advances the time and returns the nodes whose hosts are to be deleted.
     fn after(&mut self, time: Duration) -> Vec<String> {
         self.up += time;
         self.update().replace.into_iter().map(|one| one.node).collect()

@@ -121,7 +121,7 @@ proptest! {
         }
     }
 
-    /// When nothing changes any more, the pods that still wait fit no device.
+    /// Once nothing changes, the pods that still wait fit no device.
     #[test]
     fn a_pod_that_fits_does_not_wait(sizes in proptest::collection::vec(1_u32..=10, 1..20)) {
         let mut world = World::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);

@@ -200,7 +200,7 @@ pub(super) fn reconcile(keeper: &mut Gatekeeper, world: &World, seconds: u64) ->
     keeper.reconcile(&world.cluster(), &BTreeMap::new(), at(seconds))
 }
 
-/// The released pods, each with the reason as metrics name it.
+/// The released pods, each with the reason that metrics use.
 pub(super) fn released(actions: &Actions) -> Vec<(&str, &'static str)> {
     actions.releases.iter().map(|release| (release.pod.as_str(), release.reason.as_str())).collect()
 }
@@ -224,7 +224,7 @@ pub(super) const GPUS: usize = 2;
 pub(super) struct Reality {
     /// Device and units by pod.
     pub(super) given: BTreeMap<String, (String, u32)>,
-    /// When deleted pods free their shares, in steps.
+    /// The number of steps until each deleted pod frees its shares.
     pub(super) ending: BTreeMap<String, usize>,
 }
 
