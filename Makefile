@@ -11,7 +11,7 @@ demo: ## a local Kubernetes with simulated GPUs, Cleave installed, pods sharing 
 demo-down: ## removes what `make demo` left running
 	@e2e/cluster/cluster down
 
-test: ## everything that CI runs, the local cluster included
+test: ## make check and all tests, the local cluster included; CI also runs make msrv and make docs
 	@e2e/test all
 
 check: ## formatting, lints, generated files

@@ -1,4 +1,4 @@
-//! The process set-up that Cleave's programs share: logging, the runtime and the exit code.
+//! The set-up that Cleave's programs share: logging, the runtime and the exit code.
 use std::future::Future;
 use std::process::ExitCode;
 

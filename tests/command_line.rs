@@ -4,11 +4,12 @@ use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
 
 /// The commands that people run.
-const USER: [&str; 9] = ["status", "explain", "plan", "simulate", "cordon", "uncordon", "drain", "crds", "doctor"];
+const USER_COMMANDS: [&str; 9] =
+    ["status", "explain", "plan", "simulate", "cordon", "uncordon", "drain", "crds", "doctor"];
 /// The components of the cluster.
 const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 /// The exit code of a malformed command line.
-const USAGE: Option<i32> = Some(2);
+const USAGE_EXIT_CODE: Option<i32> = Some(2);
 
 /// Runs `cleave` without a reachable cluster.
 fn cleave(args: &[&str], input: &str) -> Output {
@@ -33,7 +34,7 @@ fn the_summary_fits_on_a_screen_and_has_one_line_per_command() {
         let help = printed(&[flag], "");
         assert!(help.lines().count() <= 30, "{help}");
         assert!(help.lines().all(|line| line.chars().count() <= 80), "{help}");
-        for command in USER.iter().chain(&COMPONENTS) {
+        for command in USER_COMMANDS.iter().chain(&COMPONENTS) {
             let start = format!("  {command} ");
             assert_eq!(help.lines().filter(|line| line.starts_with(&start)).count(), 1, "{command} in\n{help}");
         }
@@ -42,7 +43,7 @@ fn the_summary_fits_on_a_screen_and_has_one_line_per_command() {
 
 #[test]
 fn only_components_list_the_log_options() {
-    for command in USER {
+    for command in USER_COMMANDS {
         assert!(!printed(&[command, "--help"], "").contains("--log"), "{command}");
     }
     for command in COMPONENTS {
@@ -62,7 +63,7 @@ fn every_command_accepts_the_log_options_on_either_side() {
         ["operator", "--log", "cleave=loud", "--identity", "x"],
         ["status", "--log", "cleave=loud", "--node", "x"],
     ] {
-        assert_eq!(cleave(&args, "").status.code(), USAGE, "{args:?}");
+        assert_eq!(cleave(&args, "").status.code(), USAGE_EXIT_CODE, "{args:?}");
     }
 }
 
@@ -73,9 +74,9 @@ fn plan_accepts_cluster_options_only_with_live() {
         ["plan", "--snapshot", "-", "--cleave-namespace", "x"],
         ["plan", "--live", "--units", "3", "-ojson"],
     ] {
-        assert_eq!(cleave(&args, "{}").status.code(), USAGE, "{args:?}");
+        assert_eq!(cleave(&args, "{}").status.code(), USAGE_EXIT_CODE, "{args:?}");
     }
-    assert_eq!(cleave(&["plan"], "").status.code(), USAGE);
+    assert_eq!(cleave(&["plan"], "").status.code(), USAGE_EXIT_CODE);
     for namespace in ["--cleave-namespace", "--namespace"] {
         let output = cleave(&["plan", "--live", "--kubeconfig", "/no/such/file", namespace, "x"], "");
         let error = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -40,7 +40,7 @@ fn each_workload_has_one_network_policy_that_allows_exactly_its_ports() {
         let opened: Vec<&Value> =
             rules.iter().flat_map(|rule| rule["ports"].as_array().unwrap()).map(|port| &port["port"]).collect();
         assert_eq!(opened, ports, "{name}");
-        // A rule without peers allows everybody.
+        // A rule without peers allows every peer.
         assert!(rules.iter().all(|rule| rule["from"].as_array().is_some_and(|peers| !peers.is_empty())), "{name}");
         let egress = spec["egress"].as_array().unwrap();
         assert!(egress.iter().all(|rule| rule["ports"].is_array()), "{name}: a rule without ports allows any port");

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Time limit of each wait. Longer than any test needs.
+/// Time limit of each wait. It is longer than any test needs.
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Records its process ID and waits until its input closes. Exits with 7 on SIGTERM.
-const WAITS: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
+const WAITING_SCRIPT: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
 
 struct Supervised {
     directory: tempfile::TempDir,
@@ -32,7 +32,7 @@ impl Supervised {
     }
 
     /// Waits until `count` programs have started. Returns their process IDs.
-    fn programs(&self, count: usize) -> Vec<Pid> {
+    fn wait_for_programs(&self, count: usize) -> Vec<Pid> {
         until(&format!("{count} programs"), || {
             let text = fs::read_to_string(self.directory.path().join("pids")).unwrap_or_default();
             let pids: Vec<Pid> = text.lines().map(|line| Pid::from_raw(line.parse().unwrap()).unwrap()).collect();
@@ -41,7 +41,7 @@ impl Supervised {
     }
 
     /// Waits until the supervisor exits.
-    fn ended(&mut self) -> ExitStatus {
+    fn wait_for_exit(&mut self) -> ExitStatus {
         until("the end of the supervisor", || self.child.try_wait().unwrap())
     }
 }
@@ -73,30 +73,30 @@ fn is_gone(pid: Pid) -> bool {
 
 #[test]
 fn a_killed_program_is_restarted_and_the_supervisor_exits_when_the_program_exits() {
-    let mut supervised = Supervised::start(&["sh", "-c", WAITS]);
-    let first = supervised.programs(1)[0];
+    let mut supervised = Supervised::start(&["sh", "-c", WAITING_SCRIPT]);
+    let first = supervised.wait_for_programs(1)[0];
     kill_process(first, Signal::KILL).unwrap();
-    let second = supervised.programs(2)[1];
+    let second = supervised.wait_for_programs(2)[1];
     assert_ne!(first, second);
     kill_process(second, Signal::ABORT).unwrap();
-    let third = supervised.programs(3)[2];
+    let third = supervised.wait_for_programs(3)[2];
     assert!(supervised.child.try_wait().unwrap().is_none());
     kill_process(Pid::from_child(&supervised.child), Signal::TERM).unwrap();
-    assert_eq!(supervised.ended().code(), Some(7), "SIGTERM was forwarded, and the exit code passed on");
+    assert_eq!(supervised.wait_for_exit().code(), Some(7), "SIGTERM was forwarded, and the exit code passed on");
     assert!(is_gone(third));
 }
 
 #[test]
 fn a_program_that_is_killed_repeatedly_is_no_longer_restarted() {
     let mut supervised = Supervised::start(&["sh", "-c", r#"echo $$ >>"$PIDS"; kill -9 $$"#]);
-    assert_eq!(supervised.ended().code(), Some(137));
-    assert_eq!(supervised.programs(21).len(), 21, "twenty restarts");
+    assert_eq!(supervised.wait_for_exit().code(), Some(137));
+    assert_eq!(supervised.wait_for_programs(21).len(), 21, "twenty restarts");
 }
 
 #[test]
 fn a_program_is_killed_with_its_supervisor() {
-    let mut supervised = Supervised::start(&["sh", "-c", WAITS]);
-    let program = supervised.programs(1)[0];
+    let mut supervised = Supervised::start(&["sh", "-c", WAITING_SCRIPT]);
+    let program = supervised.wait_for_programs(1)[0];
     supervised.child.kill().unwrap();
     supervised.child.wait().unwrap();
     until("the end of the program", || is_gone(program).then_some(()));
@@ -104,8 +104,8 @@ fn a_program_is_killed_with_its_supervisor() {
 
 #[test]
 fn the_exit_code_is_passed_on_and_a_failed_start_is_an_error() {
-    assert_eq!(Supervised::start(&["sh", "-c", "exit 3"]).ended().code(), Some(3));
-    assert_eq!(Supervised::start(&["sh", "-c", "exit 0"]).ended().code(), Some(0));
-    assert_eq!(Supervised::start(&["/no/such/program"]).ended().code(), Some(1));
-    assert_eq!(Supervised::start(&[]).ended().code(), Some(1));
+    assert_eq!(Supervised::start(&["sh", "-c", "exit 3"]).wait_for_exit().code(), Some(3));
+    assert_eq!(Supervised::start(&["sh", "-c", "exit 0"]).wait_for_exit().code(), Some(0));
+    assert_eq!(Supervised::start(&["/no/such/program"]).wait_for_exit().code(), Some(1));
+    assert_eq!(Supervised::start(&[]).wait_for_exit().code(), Some(1));
 }

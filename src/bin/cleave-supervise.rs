@@ -1,13 +1,12 @@
 //! `cleave-supervise PROGRAM [ARGUMENT]...`: runs a program, and restarts it at once if a signal
 //! kills it.
 //!
-//! The agent runs under it. Without it, a killed agent ends its container. The kubelet restarts the
-//! container with a back-off (1 s, 10 s, 20 s and so on). Meanwhile the node's shares are
+//! The agent runs under it. Without it, the container of a killed agent exits. The kubelet restarts
+//! the container with a back-off (1 s, 10 s, 20 s and so on). Meanwhile the node's shares are
 //! unhealthy, and pods that arrive fail.
 //!
-//! It is small because it runs on every node: no threads, no runtime, no state. It forwards
-//! signals, exits with the program's exit code, and takes the program down with it if it is killed
-//! itself.
+//! It is small because it runs on every node: no threads, no runtime, no state. It forwards signals
+//! and exits with the program's exit code. If the supervisor is killed, the program is killed too.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -22,15 +21,15 @@ use rustix::process::{Pid, WaitOptions, WaitStatus};
 /// death signal, which stays in effect after exec.
 const CHILD_FLAG: &str = "--under=";
 /// The signals that are forwarded.
-const FORWARDED: [Signal; 6] =
+const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
-/// Maximum number of restarts within a time. After that the supervisor exits, and the kubelet
-/// restarts the container with its back-off.
-const RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
+/// Maximum number of restarts, and the time in which they count. After that the supervisor exits,
+/// and the kubelet restarts the container with its back-off.
+const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
 /// `ListAndWatch` stream would close the new one too.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
-/// Added to a signal's number for the exit code, as in a shell.
+/// Added to a signal's number to get the exit code, as in a shell.
 const SIGNAL_EXIT_CODE: i32 = 128;
 
 fn main() -> ExitCode {
@@ -52,7 +51,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// How the program ended: with an exit status, or by a signal.
+/// How the program exited: with an exit status, or by a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Exit(i32),
@@ -73,7 +72,7 @@ enum Next {
 struct Restarts(VecDeque<Instant>);
 
 impl Restarts {
-    /// Decides what to do after the program has ended. `stopping` is true once a signal asked the
+    /// Decides what to do after the program has exited. `stopping` is true once a signal asked the
     /// supervisor to stop.
     fn next(&mut self, end: End, stopping: bool, now: Instant) -> Next {
         let code = |code: i32| Next::Exit(u8::try_from(code).unwrap_or(u8::MAX));
@@ -81,7 +80,7 @@ impl Restarts {
             End::Exit(status) => return code(status),
             End::Signal(signal) => signal,
         };
-        let (most, within) = RESTARTS;
+        let (most, within) = MAX_RESTARTS;
         self.0.retain(|at| now.saturating_duration_since(*at) < within);
         if stopping || self.0.len() >= most {
             return code(SIGNAL_EXIT_CODE + signal);
@@ -106,11 +105,11 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
         if signal != Signal::SIGCHLD {
             stopping |= matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGQUIT);
             let signal = rustix::process::Signal::from_named_raw(signal as i32).context("unknown signal")?;
-            // The program may have ended already. SIGCHLD follows then.
+            // The program may have exited already. SIGCHLD follows then.
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD can stand for several ended processes. Process 1 of a container gets it for
+        // One SIGCHLD can stand for several exited processes. Process 1 of a container gets it for
         // orphans too.
         while let Some((pid, status)) = reaped()? {
             let Some(end) = end(status).filter(|_| pid == worker) else { continue };
@@ -128,18 +127,18 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
 
 /// The signals that the supervisor waits for.
 fn awaited() -> SigSet {
-    FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect()
+    FORWARDED_SIGNALS.into_iter().chain([Signal::SIGCHLD]).collect()
 }
 
 /// Starts the program in a new process.
 fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
-    // Not by path: an upgrade may have replaced the file.
+    // Do not start it by path: an upgrade may have replaced the file.
     let child = Command::new("/proc/self/exe").arg(format!("{CHILD_FLAG}{own}")).arg(program).args(args).spawn();
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 
-/// Reaps one child that has ended, if there is one.
+/// Reaps one child that has exited, if there is one.
 fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     match rustix::process::wait(WaitOptions::NOHANG) {
         Ok(reaped) => Ok(reaped),
@@ -148,7 +147,7 @@ fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     }
 }
 
-/// How a child ended; `None` if it is only stopped.
+/// How a child exited; `None` if it is only stopped.
 fn end(status: WaitStatus) -> Option<End> {
     status.exit_status().map(End::Exit).or_else(|| status.terminating_signal().map(End::Signal))
 }
@@ -191,11 +190,11 @@ mod tests {
         }
         assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(59)), Next::Exit(137));
         assert_eq!(
-            restarts.next(KILLED, false, start + RESTARTS.1),
+            restarts.next(KILLED, false, start + MAX_RESTARTS.1),
             Next::Restart,
             "the first restart is a minute ago"
         );
-        assert_eq!(restarts.next(KILLED, false, start + RESTARTS.1), Next::Exit(137));
+        assert_eq!(restarts.next(KILLED, false, start + MAX_RESTARTS.1), Next::Exit(137));
     }
 
     #[test]

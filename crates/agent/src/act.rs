@@ -1,11 +1,11 @@
-//! Makes one MIG change of a GPU through NVML. Blocks until NVML has answered.
+//! Makes one change to a GPU's MIG mode or instances through NVML. Blocks until NVML has answered.
 use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
 
 use crate::gpu::hardware::error_chain;
 use crate::gpu::mig::{Change, ChangeOutcome, MigOrder, in_use_by};
 
-/// Makes a change, unless a process uses what it would remove. Returns the outcome, and the GPU and
-/// its processes afterwards if NVML reports them.
+/// Makes a change unless it would remove something that a process uses. Returns the outcome and, if
+/// NVML reports them, the GPU and its processes after the change.
 pub fn perform(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<(Gpu, Vec<Process>)>) {
     let MigOrder { gpu, change } = order;
     let outcome = attempt(gpus, gpu, change).unwrap_or_else(|error| match error {
@@ -26,7 +26,7 @@ fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutcome
     };
     match change {
         Change::Destroy(instance) => {
-            // By now another instance may be in its place. That one must not be destroyed.
+            // Another instance may have replaced it. Do not destroy that one.
             if !there.contains(instance) {
                 return Ok(ChangeOutcome::Done);
             }

@@ -1,8 +1,8 @@
 //! Allocates slices for a front end such as the device plugin.
 //!
 //! Requests are answered from memory: one lock protects the [`AllocationTable`]. It is held
-//! briefly, never across an await, and never during file I/O. What an allocation needs on the node,
-//! such as its door, is awaited when its container starts.
+//! briefly, never across an await, and never during file I/O. When a container starts, the
+//! allocator waits for what the allocation needs on the node, such as its door.
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,17 +19,19 @@ use crate::event::NodeEvent;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
-/// How long a container's start waits for its door. The kubelet gives up after 30 s and retries.
-const START: Duration = Duration::from_secs(25);
+/// Maximum time that a container's start waits for its door. The kubelet gives up after 30 s and
+/// retries.
+const READY_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Pause between checks of the CDI specification.
-const CDI_POLL: Duration = Duration::from_millis(20);
+/// Interval between checks of the CDI specification.
+const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long a request waits for the API server to report its pod. The API server reports a pod to
-/// the kubelet and the agent at the same time, so the kubelet's request may come slightly earlier.
+/// Maximum time that a request waits for the API server to report its pod. The API server reports a
+/// pod to the kubelet and the agent at the same time, so the kubelet's request may arrive before
+/// the agent learns of the pod.
 pub(crate) const POD_WAIT: Duration = Duration::from_secs(2);
 
-/// Most unpublished events in the table. More would add no information.
+/// Maximum number of unpublished events in the table. More would add no information.
 pub(crate) const MAX_EVENTS: usize = 16;
 
 /// The allocation table behind its lock, with notifications of changes.
@@ -94,7 +96,7 @@ impl Allocator {
         if allocation.mps.is_some()
             && let Err(error) = self.link.create_directory(&allocation.id())
         {
-            // Not fatal for the pod: the start of its container tries again and reports the error.
+            // Not fatal for the pod: the start of its container retries and reports the error.
             tracing::error!(%error, allocation = allocation.id(), "failed to create an allocation's directory");
         }
         self.allocated.notify_one();
@@ -111,8 +113,8 @@ impl Allocator {
         self.allocated.notify_one();
     }
 
-    /// The allocation of these slices. An unknown one is created again: a reboot or a lost
-    /// checkpoint may have removed it.
+    /// Returns the allocation of these slices. Creates it again if it is unknown: a reboot or a
+    /// lost checkpoint may have removed it.
     ///
     /// # Errors
     /// Returns [`Denied`] if no container can have these slices together.
@@ -128,16 +130,16 @@ impl Allocator {
     /// specification, and its door is open.
     ///
     /// # Errors
-    /// A sentence that says what is still missing after [`START`].
+    /// A sentence that says what is still missing after [`READY_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
         if let Some(folder) = self.settings.specification() {
             // The specification may not list a new MIG instance yet.
-            let end = Instant::now() + START;
+            let end = Instant::now() + READY_TIMEOUT;
             while !cdi::describes(folder, &allocation.devices) {
                 if Instant::now() > end {
                     return Err(format!("{} are not in the CDI specification yet", allocation.devices.join(", ")));
                 }
-                tokio::time::sleep(CDI_POLL).await;
+                tokio::time::sleep(CDI_POLL_INTERVAL).await;
             }
         }
         if allocation.mps.is_none() {
@@ -148,8 +150,8 @@ impl Allocator {
         self.link
             .create_directory(&id)
             .map_err(|error| format!("cannot create the allocation's directory: {error}"))?;
-        let timeout_ms = u64::try_from(START.as_millis()).unwrap_or(u64::MAX);
-        match self.link.request(&Request::Await { allocation: id, timeout_ms }, START).await? {
+        let timeout_ms = u64::try_from(READY_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
+        match self.link.request(&Request::Await { allocation: id, timeout_ms }, READY_TIMEOUT).await? {
             Reply::Done => Ok(()),
             Reply::Error { message } => Err(message),
             Reply::Status(_) | Reply::NoContext => Err("the MPS host sent an unexpected answer".into()),

@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use crate::gpu::health::QUIET;
+use crate::gpu::health::DEFAULT_QUIET_PERIOD;
 use crate::termination::shutdown::Period;
 
 /// Serves this node's GPUs to the kubelet, and keeps them as the node's `GpuNode` specifies.
@@ -96,7 +96,7 @@ pub struct AgentArgs {
     /// Seconds without a further error after which a suspect GPU can be healthy again, once NVML
     /// answers. If too short, a GPU that fails under load is offered again between failures. If too
     /// long, a single error costs capacity for longer.
-    #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = QUIET.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
+    #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = DEFAULT_QUIET_PERIOD.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub suspect_quiet: u64,
 
     /// Seconds for which an allocation is kept before the kubelet lists its pod. The kubelet does

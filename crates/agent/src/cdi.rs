@@ -12,15 +12,15 @@ use crate::args::AgentArgs;
 use crate::files::write_atomically;
 
 /// CDI kind (vendor and class) of the devices.
-const KIND: &str = "cleave.dev/gpu";
+const CDI_KIND: &str = "cleave.dev/gpu";
 /// Name of the file in the CDI directory.
-const FILE: &str = "cleave.dev-gpu.json";
-/// Device nodes that every CUDA program opens besides that of its GPU.
+const SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
+/// Device nodes that every CUDA program opens in addition to those of its GPU.
 const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
 
 /// The fully qualified CDI name of a device.
 pub fn name(uuid: &str) -> String {
-    format!("{KIND}={uuid}")
+    format!("{CDI_KIND}={uuid}")
 }
 
 /// Existing device nodes, by UUID of the GPU or MIG device.
@@ -51,7 +51,7 @@ struct Capability {
 }
 
 impl Capability {
-    /// Parses a capability's `access` file, in the driver's directory of `/proc`.
+    /// Parses a capability's `access` file in the driver's `/proc` directory.
     fn parse(text: &str) -> Option<Self> {
         let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok();
         Some(Self { minor: field("DeviceFileMinor:")?, mode: field("DeviceFileMode:").unwrap_or(0o444) & 0o777 })
@@ -75,8 +75,8 @@ fn capabilities<'a>(
     accesses.into_iter().filter_map(|file| Capability::parse(&fs::read_to_string(host_root.join(file)).ok()?))
 }
 
-/// Creates missing device nodes of MIG instances. The driver does not create them; NVIDIA's tools
-/// do when they run.
+/// Creates missing device nodes of MIG instances. The driver does not create them. NVIDIA's tools
+/// create them when they run.
 pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
@@ -114,7 +114,7 @@ fn major(devices: &str) -> Option<u32> {
 
 /// Whether the specification in this directory lists all these devices.
 pub fn describes(directory: &Path, devices: &[String]) -> bool {
-    let Ok(text) = fs::read(directory.join(FILE)) else { return false };
+    let Ok(text) = fs::read(directory.join(SPECIFICATION_FILE)) else { return false };
     let spec: Value = serde_json::from_slice(&text).unwrap_or_default();
     let named: Vec<&str> =
         spec["devices"].as_array().into_iter().flatten().filter_map(|device| device["name"].as_str()).collect();
@@ -136,7 +136,7 @@ pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Pat
             json!({ "name": uuid, "containerEdits": edits })
         })
         .collect();
-    let mut spec = json!({ "cdiVersion": "0.5.0", "kind": KIND, "devices": devices });
+    let mut spec = json!({ "cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": devices });
     if let Some((host, container)) = driver {
         let mount =
             json!({ "hostPath": host, "containerPath": container, "options": ["ro", "nosuid", "nodev", "rbind"] });
@@ -149,7 +149,7 @@ pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Pat
 pub fn write(args: &AgentArgs, nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
     let driver = args.driver_root.as_deref().map(|host| (host, args.container_driver_root.as_path()));
     let text = specification(nodes, driver).to_string();
-    let path: PathBuf = args.cdi_dir.join(FILE);
+    let path: PathBuf = args.cdi_dir.join(SPECIFICATION_FILE);
     if fs::read_to_string(&path).is_ok_and(|before| before == text) {
         return Ok(());
     }
@@ -217,7 +217,7 @@ mod tests {
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         assert!(!describes(directory.path(), &names(&["MIG-a"])), "there is no specification");
         let nodes = BTreeMap::from([("MIG-a".to_owned(), Vec::new())]);
-        fs::write(directory.path().join(FILE), specification(&nodes, None).to_string()).unwrap();
+        fs::write(directory.path().join(SPECIFICATION_FILE), specification(&nodes, None).to_string()).unwrap();
         assert!(describes(directory.path(), &names(&["MIG-a"])));
         assert!(!describes(directory.path(), &names(&["MIG-a", "MIG-b"])));
     }

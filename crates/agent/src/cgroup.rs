@@ -1,20 +1,21 @@
 //! Finds the pods and the container of a process from its cgroup (cgroups(7)). Pure.
 //!
-//! A container may create cgroups with any name below its own, and move its processes there. So
-//! only the first component of a path that names a pod, seen from the root, is trusted: only the
-//! kubelet and the container runtime create cgroups above it. Further components name pods only if
-//! a node itself runs in a pod.
+//! A container may create cgroups with any name below its own cgroup, and move its processes there.
+//! Therefore only the component nearest the root that names a pod is trusted: only the kubelet and
+//! the container runtime create cgroups above it. Further components name pods only if a node
+//! itself runs in a pod.
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Owner {
     /// UID of the pod. For a static pod it is the hash of its manifest.
     pub pod: String,
-    /// The container runtime's id. None if the process is in the pod but in none of its containers.
+    /// The container runtime's id. `None` if the process is in the pod but in none of its
+    /// containers.
     pub container: Option<String>,
 }
 
-/// Parses `/proc/PID/cgroup` and returns the owner of the process. None if it is in no pod, or if
+/// Parses `/proc/PID/cgroup` and returns the owner of the process. `None` if it is in no pod, or if
 /// two hierarchies disagree.
 pub fn owner(text: &str) -> Option<Owner> {
     let mut found: Option<Owner> = None;
@@ -30,7 +31,7 @@ pub fn owner(text: &str) -> Option<Owner> {
 }
 
 /// Parses `/proc/PID/cgroup` and returns the UIDs of all pods above the process, outermost first.
-/// Only the first can be trusted: its containers may have made up the others.
+/// Only the first can be trusted: its containers may have created the other cgroups.
 pub fn pods(text: &str) -> Vec<String> {
     // All hierarchies that name pods name the same ones.
     let found = paths(text).map(owners).find(|owners| !owners.is_empty());
@@ -69,7 +70,7 @@ fn owners(path: &str) -> Vec<Owner> {
 }
 
 /// The pod in systemd's name of its cgroup: `kubepods-burstable-pod<uid>.slice`. Nested kubelets
-/// have another slice's name in front.
+/// prepend the name of another slice.
 fn in_slice(component: &str) -> Option<&str> {
     let (of, pod) = component.strip_suffix(".slice")?.rsplit_once("-pod")?;
     let of = of.strip_suffix("-burstable").or_else(|| of.strip_suffix("-besteffort")).unwrap_or(of);
@@ -210,7 +211,7 @@ mod tests {
                 "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SLICE}.slice/crio-3f.scope/container"
             ),
             format!("12:hugetlb:/\n5:cpu,cpuacct:/kubepods/burstable/pod{UID}/3f0c\n0::/"),
-            // A cgroup that a tenant creates below its own is no pod.
+            // A cgroup that a tenant creates below its own is not a pod.
             format!("0::/kubepods/pod{UID}/3f0c/pod00000000-0000-0000-0000-000000000000"),
         ] {
             assert_eq!(pods(&path).first().map(String::as_str), Some(UID), "{path}");

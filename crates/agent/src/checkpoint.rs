@@ -16,10 +16,10 @@ use crate::files::write_atomically;
 use crate::gpu::health::Record;
 use crate::gpu::layout::{Layout, Pool};
 
-/// The version that is written, and the only one that is read.
-const VERSION: u32 = 1;
+/// The format version that this agent writes, and the only one that it reads.
+const FORMAT_VERSION: u32 = 1;
 /// Name of the file in the state directory.
-const FILE: &str = "agent.json";
+const CHECKPOINT_FILE: &str = "agent.json";
 
 /// State of the agent at the time of writing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -69,11 +69,11 @@ pub enum CheckpointError {
 /// Why the content of a checkpoint cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// It is not what an agent wrote.
+    /// The content is not the output of an agent.
     #[error("it is damaged")]
     Damaged(#[source] serde_json::Error),
-    /// It was written by another version of the agent.
-    #[error("it has version {0}; this agent reads {VERSION}")]
+    /// Another version of the agent wrote it.
+    #[error("it has version {0}; this agent reads {FORMAT_VERSION}")]
     Version(u32),
     /// Its values are impossible.
     #[error("it is damaged: {0}")]
@@ -92,7 +92,7 @@ impl Checkpoint {
         }
         // Check the version first: the format of other versions is unknown.
         let Versioned { version } = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
-        if version != VERSION {
+        if version != FORMAT_VERSION {
             return Err(DecodeError::Version(version));
         }
         let checkpoint: Self = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
@@ -100,7 +100,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Checks the values that other code relies on without checking: numbers and names as
+    /// Checks the values that other code uses unchecked. Numbers and names must be as
     /// [`crate::gpu::layout`] creates them.
     fn check(&self) -> Result<(), String> {
         let mut desired = Desired { version: wire::VERSION, ..Desired::default() };
@@ -126,7 +126,7 @@ impl Checkpoint {
         desired.check().map_err(|wrong| wrong.to_string())
     }
 
-    /// Serializes it, with this agent's version.
+    /// Serializes the checkpoint, with this agent's version.
     pub fn encode(&self) -> Vec<u8> {
         #[derive(Serialize)]
         struct Versioned<'a> {
@@ -135,7 +135,7 @@ impl Checkpoint {
             checkpoint: &'a Checkpoint,
         }
         // Cannot fail: all map keys are strings, and there are no floats.
-        serde_json::to_vec(&Versioned { version: VERSION, checkpoint: self }).unwrap_or_default()
+        serde_json::to_vec(&Versioned { version: FORMAT_VERSION, checkpoint: self }).unwrap_or_default()
     }
 }
 
@@ -152,12 +152,12 @@ pub struct Store {
 }
 
 impl Store {
-    /// The file in this directory, which is created by the first write.
+    /// Uses the file in this directory. The first write creates it.
     pub fn new(state_dir: &Path) -> Self {
-        Self { path: state_dir.join(FILE) }
+        Self { path: state_dir.join(CHECKPOINT_FILE) }
     }
 
-    /// Locks the directory for this process. Returns none while another process has the lock. The
+    /// Locks the directory for this process. Returns `None` while another process has the lock. The
     /// kernel releases the lock when the process ends.
     ///
     /// # Errors
@@ -173,7 +173,7 @@ impl Store {
         }
     }
 
-    /// Reads the checkpoint. None if there is no file.
+    /// Reads the checkpoint. `None` if there is no file.
     pub fn load(&self) -> Result<Option<Checkpoint>, CheckpointError> {
         let path = || self.path.clone();
         let bytes = match fs::read(&self.path) {
@@ -257,7 +257,7 @@ mod tests {
         };
         let pool = "/layouts/GPU-a/pools/0";
         for (pointer, value, part) in [
-            // Every slice has an id in memory. This would be four billion ids.
+            // The agent keeps the id of every slice in memory. This would be four billion ids.
             ("count", json!(u32::MAX), "GPU GPU-a: nvidia.com/gpu-mps: 4294967295 slices"),
             ("first", json!(u32::MAX), "cannot be numbered from 4294967295"),
             ("resource", json!("x".repeat(100_000)), "is not the name of an extended resource"),

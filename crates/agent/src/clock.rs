@@ -12,15 +12,15 @@ pub struct Stamp {
     pub wall: Timestamp,
 }
 
-/// Converts instants to the time of day, from one pair of both. The pair has to be recent, because
-/// the clock may be set.
+/// Converts instants to the time of day, based on one instant whose time of day is known. That
+/// instant has to be recent, because the clock may be set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Clock {
     from: Stamp,
 }
 
 impl Clock {
-    /// Creates a clock for which it is `wall` at `now`.
+    /// Creates a clock that shows `wall` at `now`.
     pub fn new(now: Instant, wall: Timestamp) -> Self {
         Self { from: Stamp { now, wall } }
     }

@@ -38,7 +38,7 @@ pub struct ContainerEdits {
     pub cdi_devices: Vec<String>,
 }
 
-/// How containers on this node get access to devices, as the command line sets it.
+/// How containers on this node get access to devices, as set on the command line.
 #[derive(Debug, Clone)]
 pub struct ContainerSettings {
     strategy: DeviceListStrategy,
@@ -74,7 +74,7 @@ impl ContainerSettings {
     }
 
     /// Directory of the CDI specification that must list the allocation's devices before its
-    /// container can start. None for other strategies.
+    /// container can start. `None` for other strategies.
     pub fn specification(&self) -> Option<&Path> {
         (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
     }
@@ -109,8 +109,8 @@ impl ContainerSettings {
                 edits.env.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), threads.to_string());
             }
             if let Some(memory) = limits.memory_mib {
-                // Whole MiB of device 0, the only one visible. With a fraction every context fails,
-                // and a limit that the driver cannot parse is ignored.
+                // Whole MiB of device 0, the only visible device. With a fraction, every context
+                // fails. The driver ignores a limit that it cannot parse.
                 edits.env.insert("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), format!("0={memory}M"));
             }
             edits.mounts.push(Mount {

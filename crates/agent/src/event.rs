@@ -10,10 +10,10 @@ pub struct NodeEvent {
     pub reason: &'static str,
     /// The note, in full sentences.
     pub note: String,
-    /// The pod that it is about. It is published on that pod too.
+    /// The pod that the Event is about. The Event is published on that pod too.
     pub regarding: Option<PodRef>,
-    /// A pod that caused it, if it is published on the node alone. Events of two pods are not
-    /// merged.
+    /// The pod that caused the Event, if the Event is published on the node alone. Events with
+    /// different related pods are not merged.
     pub related: Option<PodRef>,
 }
 
@@ -56,7 +56,7 @@ pub fn warning(reason: &'static str, note: String) -> NodeEvent {
     NodeEvent { warning: true, reason, note, regarding: None, related: None }
 }
 
-/// A note about the node that something works again.
+/// A normal Event about the node: something works again.
 pub fn recovered(note: String) -> NodeEvent {
     NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: None }
 }

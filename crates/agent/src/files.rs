@@ -8,11 +8,11 @@ use futures::StreamExt;
 use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use tokio::time::sleep;
 
-/// Calls `on_change` now and after every change in the directory, forever. Where inotify fails,
-/// calls `on_error` with the error, and `on_change` after every pause.
+/// Calls `on_change` now and after every change in the directory, forever. If inotify fails, calls
+/// `on_error` with the error, and `on_change` each time that `interval` has passed.
 pub(crate) async fn watch_directory(
     directory: &Path,
-    pause: Duration,
+    interval: Duration,
     mut on_change: impl FnMut(),
     on_error: impl Fn(io::Error),
 ) {
@@ -31,7 +31,7 @@ pub(crate) async fn watch_directory(
             Err(error) => on_error(error),
         }
         on_change();
-        sleep(pause).await;
+        sleep(interval).await;
     }
 }
 

@@ -32,7 +32,7 @@
 //! across an await or I/O. The main loop is notified afterwards. A separate task terminates the
 //! programs of terminating pods, and waits for no other task. The first device lists come from the
 //! checkpoint, before NVML, PodResources and the API server have answered.
-// The fixtures are also part of the model tests, which name this crate.
+// The model tests share the fixtures, which refer to this crate by its name.
 #[cfg(test)]
 extern crate self as cleave_agent;
 

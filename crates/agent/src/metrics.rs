@@ -85,7 +85,7 @@ struct TerminationLabels {
 pub enum Termination {
     /// The client was terminated.
     Done,
-    /// An attempt failed. There will be another.
+    /// An attempt failed and will be repeated.
     Failed,
     /// The client was not terminated before its pod's containers may be killed.
     Late,
@@ -138,7 +138,7 @@ struct Tenants {
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
-    /// Labels that have series, so that the series of a gone tenant can be removed.
+    /// Labels that have series. The series of tenants that no longer exist are removed.
     known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
@@ -201,9 +201,10 @@ impl Metrics {
         self.splits.get_or_create(&ResourceLabels { resource: resource.to_owned() }).inc();
     }
 
-    /// Counts a request that waited for its pod to be reported. `came`: it was in time.
-    pub fn waited(&self, came: bool) {
-        self.waits.get_or_create(&WaitLabels { result: if came { "came" } else { "timeout" } }).inc();
+    /// Counts a request that waited for its pod to be reported. `in_time`: the pod was reported in
+    /// time.
+    pub fn waited(&self, in_time: bool) {
+        self.waits.get_or_create(&WaitLabels { result: if in_time { "came" } else { "timeout" } }).inc();
     }
 
     /// Counts an XID.
@@ -270,7 +271,7 @@ impl Metrics {
         *known = current;
     }
 
-    /// Counts a finding of a tenant that left its share.
+    /// Counts a finding about a tenant that exceeded its limits.
     pub fn finding(&self, kind: &str) {
         self.tenants.findings.get_or_create(&FindingLabels { kind: kind.to_owned() }).inc();
     }
@@ -280,7 +281,8 @@ impl Metrics {
         self.errors.get_or_create(&ErrorLabels { reason: reason.to_owned() }).inc();
     }
 
-    /// Sets the metrics of the node from its status. Devices that are not in it lose their series.
+    /// Sets the metrics of the node from its status. Devices that the status does not list lose
+    /// their series.
     pub fn node(&self, status: &GpuNodeStatus) {
         for family in [&self.total, &self.in_use, &self.unhealthy] {
             family.clear();

@@ -1,5 +1,5 @@
 //! The node's own pods: the parts of a pod object that the agent reads, the requests that follow
-//! from it, and how far its termination is.
+//! from it, and the progress of its termination.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -19,11 +19,11 @@ use crate::tenants::names::PodName;
 use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
-/// Grace period in seconds of a pod whose object names none. The API server fills in the same.
-const USUAL_GRACE: i64 = 30;
+/// Grace period in seconds of a pod whose object has none. The API server uses the same default.
+const DEFAULT_GRACE_SECONDS: i64 = 30;
 
 /// Annotation of a mirror pod: the API server's object for a static pod.
-const MIRROR: &str = "kubernetes.io/config.mirror";
+const MIRROR_POD_ANNOTATION: &str = "kubernetes.io/config.mirror";
 
 /// A pod as the API server reports it, without the fields that the agent does not read.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
@@ -100,8 +100,8 @@ struct ContainerStatus {
 }
 
 impl PodObject {
-    /// The `Allocate` calls that the kubelet will make for this pod. None if the pod has completed
-    /// or requests no resource that Cleave serves.
+    /// The `Allocate` calls that the kubelet will make for this pod. `None` if the pod has
+    /// completed or requests no resource that Cleave serves.
     pub fn bound(&self, node: &str) -> Option<BoundPod> {
         let PodObject { metadata, spec, status } = self;
         if self.has_ended() {
@@ -122,7 +122,7 @@ impl PodObject {
         })
     }
 
-    /// How far the pod's termination is.
+    /// Progress of the pod's termination.
     fn termination(&self, bound: &BoundPod, now: Timestamp) -> PodObservation {
         let seconds = |seconds: i64| Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         let PodObject { metadata, spec, .. } = self;
@@ -139,18 +139,18 @@ impl PodObject {
         PodObservation { uid: bound.uid.clone(), name, sleep: seconds(hooks.min().unwrap_or(0)), deletion }
     }
 
-    /// Records how far the pod's termination is. Returns whether that changed.
-    pub fn note_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
+    /// Records the progress of the pod's termination. Returns whether it changed.
+    pub fn record_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
         let Some(uid) = &self.metadata.uid else { return false };
         // This is the API server's object for a static pod. Deleting it terminates nothing.
-        let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR));
+        let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR_POD_ANNOTATION));
         let bound = self.bound(node).filter(|_| !is_mirror);
         let now = Instant::now();
         let seen = if self.has_ended() {
             shutdown.remove(uid);
             None
         } else {
-            let grace = self.spec.termination_grace_period_seconds.unwrap_or(USUAL_GRACE);
+            let grace = self.spec.termination_grace_period_seconds.unwrap_or(DEFAULT_GRACE_SECONDS);
             let pod = shutdown::Pod {
                 priority: self.spec.priority,
                 grace: Duration::from_secs(u64::try_from(grace).unwrap_or(0)),
@@ -168,7 +168,7 @@ impl PodObject {
         matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
-    /// The pod's name and the names of its containers. None if the pod has completed.
+    /// The pod's name and the names of its containers. `None` if the pod has completed.
     pub fn named(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
         if self.has_ended() {

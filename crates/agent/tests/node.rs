@@ -15,11 +15,11 @@ use machine::{MPS, Machine, SLICED, WHOLE, held, ids, kill_pid, mps, pod, sliced
 
 #[tokio::test]
 async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of_shares() {
-    let machine = Machine::running(&["3xH200"], |gpus| vec![mps(&gpus[0], 10), sliced(&gpus[1], 4)]);
+    let machine = Machine::start(&["3xH200"], |gpus| vec![mps(&gpus[0], 10), sliced(&gpus[1], 4)]);
     let [first, second, third] = [0, 1, 2].map(|gpu| machine.uuids[gpu].clone());
-    machine.healthy(MPS, 10).await;
-    machine.healthy(SLICED, 4).await;
-    machine.healthy(WHOLE, 1).await;
+    machine.wait_for_healthy(MPS, 10).await;
+    machine.wait_for_healthy(SLICED, 4).await;
+    machine.wait_for_healthy(WHOLE, 1).await;
 
     let chosen = machine
         .kubelet
@@ -44,7 +44,8 @@ async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of
     assert_eq!(machine.client(&whole, &[])["sms"].as_u64(), Some(132));
 
     machine.pods.hold(&[held("p", MPS, &chosen)]);
-    let status = machine.status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
+    let status =
+        machine.wait_for_status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
     let gpu = &status.gpus[0];
     assert_eq!(
         (gpu.allocations[0].pod.as_str(), gpu.allocations[0].sms, gpu.allocations[0].memory_mib),
@@ -56,8 +57,8 @@ async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of
 
 #[tokio::test]
 async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
-    let machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
-    machine.healthy(MPS, 8).await;
+    let machine = Machine::start(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
+    machine.wait_for_healthy(MPS, 8).await;
     let [a, b] = [0, 1].map(|gpu| format!("{}::0", machine.uuids[gpu]));
     for (ids, expected) in [
         (vec![a.as_str(), b.as_str()], "cannot come from 2 GPUs"),
@@ -69,7 +70,7 @@ async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
         assert!(refusal.message().contains(expected), "{refusal:?}");
     }
     machine.kubelet.allocate(MPS, &[&a]).await.unwrap();
-    machine.until("the event", || (machine.events() == ["SharesSplit"]).then_some(())).await;
+    machine.wait_until("the event", || (machine.events() == ["SharesSplit"]).then_some(())).await;
 }
 
 #[tokio::test]
@@ -80,7 +81,7 @@ async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_
     machine.set_pods(&[]);
     machine.start_host();
     machine.start_agent(&[]);
-    machine.healthy(MPS, 20).await;
+    machine.wait_for_healthy(MPS, 20).await;
     let all = [ids(&first, 0..10), ids(&second, 0..10)].concat();
     let all: Vec<&str> = all.iter().map(String::as_str).collect();
     let (preferred, ()) = tokio::join!(machine.kubelet.preferred(MPS, &all, &[], 3), async {
@@ -105,36 +106,39 @@ async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_
 
 #[tokio::test]
 async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_waits_for_its_pod() {
-    let machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
-    let before = machine.healthy(MPS, 20).await;
+    let machine = Machine::start(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
+    let before = machine.wait_for_healthy(MPS, 20).await;
     let used = ids(&machine.uuids[0], [7]);
     machine.kubelet.allocate(MPS, &[&used[0]]).await.unwrap();
     machine.pods.hold(&[held("train", MPS, &used)]);
     machine.set_spec("second", vec![mps(&machine.uuids[0], 5), mps(&machine.uuids[1], 5)]);
-    machine.healthy(MPS, 15).await;
-    let status =
-        machine.status("waiting", |status| status.steps.iter().any(|step| step.message.contains("ns/train"))).await;
+    machine.wait_for_healthy(MPS, 15).await;
+    let status = machine
+        .wait_for_status("waiting", |status| status.steps.iter().any(|step| step.message.contains("ns/train")))
+        .await;
     assert_eq!(status.plan_id, "", "the plan is not applied");
     assert_eq!(status.steps.iter().find(|step| step.gpu == machine.uuids[0]).unwrap().result, "Waiting");
     machine.pods.hold(&[]);
-    let after = machine.healthy(MPS, 10).await;
-    machine.status("applied", |status| status.plan_id == "second").await;
+    let after = machine.wait_for_healthy(MPS, 10).await;
+    machine.wait_for_status("applied", |status| status.plan_id == "second").await;
     assert_eq!(after.registrations.len(), before.registrations.len(), "no resource was registered again");
-    // The stream of a resource that is not served any more ends. Another resource starts.
+    // The stream of a resource that is no longer served ends. Another resource starts.
     machine.set_spec("third", vec![]);
-    machine.healthy(WHOLE, 2).await;
+    machine.wait_for_healthy(WHOLE, 2).await;
     machine
-        .seen("the end of the shares", |seen| seen.endpoints.get(MPS).is_none_or(|endpoint| !endpoint.connected))
+        .wait_for_view("the end of the shares", |seen| {
+            seen.endpoints.get(MPS).is_none_or(|endpoint| !endpoint.connected)
+        })
         .await;
-    machine.until("the end of the daemons", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    machine.wait_until("the end of the daemons", || machine.host_status()?.daemons.is_empty().then_some(())).await;
     let show = machine.simgpu(&["show"]);
     assert!(!show.contains("Exclusive"), "the compute mode was restored: {show}");
 }
 
 #[tokio::test]
 async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
-    let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
-    machine.healthy(MPS, 10).await;
+    let mut machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
+    machine.wait_for_healthy(MPS, 10).await;
     let uuid = machine.uuids[0].clone();
     let used = ids(&uuid, [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
@@ -144,14 +148,14 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
     let daemon = machine.host_status().unwrap().daemons[&uuid].pid;
     let desired = machine.desired().unwrap();
     machine
-        .until("the checkpoint", || {
+        .wait_until("the checkpoint", || {
             fs::read_to_string(machine.path("state/agent.json")).ok()?.contains(&used[0]).then_some(())
         })
         .await;
 
     for checkpoint_state in ["intact", "damaged", "of a newer version", "missing"] {
         machine.kill_agent();
-        machine.seen("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
+        machine.wait_for_view("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
         let checkpoint = machine.path("state/agent.json");
         match checkpoint_state {
             "damaged" => fs::write(&checkpoint, "{\"version\":1,").unwrap(),
@@ -164,15 +168,17 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
         machine.start_agent(&[]);
         if checkpoint_state == "intact" {
             let seen = machine
-                .seen(checkpoint_state, |seen| seen.endpoints[MPS].connected && !seen.endpoints[MPS].devices.is_empty())
+                .wait_for_view(checkpoint_state, |seen| {
+                    seen.endpoints[MPS].connected && !seen.endpoints[MPS].devices.is_empty()
+                })
                 .await;
             assert_eq!(seen.endpoints[MPS].healthy().len(), 10, "all shares stay healthy");
         }
         fs::rename(machine.path("spec/kept.json"), machine.path("spec/spec.json")).unwrap();
-        machine.seen(checkpoint_state, |seen| seen.endpoints[MPS].connected).await;
-        machine.healthy(MPS, 10).await;
+        machine.wait_for_view(checkpoint_state, |seen| seen.endpoints[MPS].connected).await;
+        machine.wait_for_healthy(MPS, 10).await;
         machine
-            .status(checkpoint_state, |status| {
+            .wait_for_status(checkpoint_state, |status| {
                 status.gpus[0].allocations.first().is_some_and(|row| row.memory_mib == Some(2000))
             })
             .await;
@@ -187,33 +193,33 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
 
 #[tokio::test]
 async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_reopen() {
-    let mut machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
-    machine.healthy(MPS, 20).await;
+    let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
+    machine.wait_for_healthy(MPS, 20).await;
     let used = ids(&machine.uuids[0], [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
     let given = machine.kubelet.allocate(MPS, &wanted).await.unwrap();
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
     machine.pods.hold(&[held("p", MPS, &used)]);
     machine.simgpu(&["xid", "1", "119"]);
-    machine.healthy(MPS, 10).await;
+    machine.wait_for_healthy(MPS, 10).await;
     let known = |parts: &[&str]| {
         let text = fs::read_to_string(machine.path("state/agent.json")).ok()?;
         parts.iter().all(|part| text.contains(part)).then_some(())
     };
-    machine.until("the checkpoint", || known(&[&used[0], "\"xid\":119"])).await;
+    machine.wait_until("the checkpoint", || known(&[&used[0], "\"xid\":119"])).await;
     let desired = machine.desired().unwrap();
 
     machine.reboot();
-    machine.seen("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
+    machine.wait_for_view("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
     machine.start_agent_without_api_server();
     let all = |seen: &cleave_kubelet::fake::Seen| {
         let endpoint = &seen.endpoints[MPS];
         endpoint.connected && endpoint.devices.len() == 20
     };
-    machine.seen("the shares of before", all).await;
+    machine.wait_for_view("the shares of before", all).await;
     machine.start_host();
     // The reboot has cleared the fault.
-    machine.healthy(MPS, 20).await;
+    machine.wait_for_healthy(MPS, 20).await;
     assert_eq!(machine.desired().unwrap(), desired, "the same daemons and doors");
     // The kubelet restarts a container with the answer from before the reboot. It only calls
     // PreStartContainer.
@@ -230,14 +236,14 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
 
 #[tokio::test]
 async fn a_second_agent_waits_until_the_first_has_ended() {
-    let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
-    machine.healthy(MPS, 10).await;
+    let mut machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
+    machine.wait_for_healthy(MPS, 10).await;
     let uuid = machine.uuids[0].clone();
     machine.start_second_agent();
     let log = machine.path("agent.log");
     let waits =
         || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to exit").then_some(());
-    machine.until("the second agent waits", waits).await;
+    machine.wait_until("the second agent waits", waits).await;
     let used = ids(&uuid, [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
     machine.kubelet.allocate(MPS, &wanted).await.unwrap();
@@ -245,15 +251,15 @@ async fn a_second_agent_waits_until_the_first_has_ended() {
     machine.pods.hold(&[held("p", MPS, &used)]);
     let reported =
         |status: &cleave_api::GpuNodeStatus| status.gpus[0].allocations.iter().any(|row| row.memory_mib == Some(2000));
-    machine.status("the first agent reports it", reported).await;
+    machine.wait_for_status("the first agent reports it", reported).await;
     let desired = machine.desired().unwrap();
     assert_eq!(desired.allocations.len(), 1);
-    let before = machine.healthy(MPS, 10).await.registrations.len();
+    let before = machine.wait_for_healthy(MPS, 10).await.registrations.len();
     machine.kill_first_agent();
     let registered =
         |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
-    machine.seen("the second agent registers", registered).await;
-    machine.healthy(MPS, 10).await;
+    machine.wait_for_view("the second agent registers", registered).await;
+    machine.wait_for_healthy(MPS, 10).await;
     assert_eq!(machine.desired().unwrap(), desired);
 }
 
@@ -264,22 +270,22 @@ async fn the_supervisor_restarts_a_killed_agent() {
     machine.start_host();
     machine.start_supervised_agent();
     for _ in 0..3 {
-        let before = machine.healthy(MPS, 10).await.registrations.len();
-        let agent = machine.until("the agent's process", || machine.supervised_pid()).await;
+        let before = machine.wait_for_healthy(MPS, 10).await.registrations.len();
+        let agent = machine.wait_until("the agent's process", || machine.supervised_pid()).await;
         kill_pid(agent);
         let registered =
             |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
-        machine.seen("another registration", registered).await;
+        machine.wait_for_view("another registration", registered).await;
         assert_ne!(machine.supervised_pid(), Some(agent));
     }
-    machine.healthy(MPS, 10).await;
+    machine.wait_for_healthy(MPS, 10).await;
     assert!(machine.stop_agent().success(), "on SIGTERM it ends without an error");
 }
 
 #[tokio::test]
 async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealthy_shares() {
-    let mut machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
-    machine.healthy(MPS, 8).await;
+    let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
+    machine.wait_for_healthy(MPS, 8).await;
     let uuid = machine.uuids[0].clone();
     let pid = machine.host_status().unwrap().daemons[&uuid].pid.unwrap();
     let lists = machine.kubelet.seen().borrow().endpoints[MPS].lists;
@@ -287,38 +293,41 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
     machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
     kill_pid(pid);
     machine
-        .status("the absence of the daemon", |status| status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active"))
+        .wait_for_status("the absence of the daemon", |status| {
+            status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active")
+        })
         .await;
     let share = ids(&uuid, [0]);
     machine.pods.hold(&[held("p", MPS, &share)]);
     machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
-    machine.until("a new daemon", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(())).await;
-    machine.until("the events", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(())).await;
+    machine.wait_until("a new daemon", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(())).await;
+    machine.wait_until("the events", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(())).await;
     assert_eq!(machine.kubelet.seen().borrow().endpoints[MPS].lists, lists, "the kubelet got no new list");
 
     machine.kill_host();
-    machine.healthy(MPS, 0).await;
-    let status = machine.status("unhealthy", |status| !status.gpus[0].health.healthy).await;
+    machine.wait_for_healthy(MPS, 0).await;
+    let status = machine.wait_for_status("unhealthy", |status| !status.gpus[0].health.healthy).await;
     assert_eq!(status.gpus[0].health.reason, "MpsUnavailable");
     machine.start_host();
-    machine.healthy(MPS, 8).await;
+    machine.wait_for_healthy(MPS, 8).await;
 }
 
 #[tokio::test]
 async fn a_container_starts_only_after_its_door_is_open() {
-    let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
-    machine.healthy(MPS, 4).await;
+    let mut machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
+    machine.wait_for_healthy(MPS, 4).await;
     machine.kill_host();
     let id = format!("{}::0", machine.uuids[0]);
     machine.kubelet.allocate(MPS, &[&id]).await.unwrap();
-    let allocation = machine.until("the allocation", || machine.desired()?.allocations.keys().next().cloned()).await;
+    let allocation =
+        machine.wait_until("the allocation", || machine.desired()?.allocations.keys().next().cloned()).await;
     let ids = [id.as_str()];
     let mut start = Box::pin(machine.kubelet.pre_start(MPS, &ids));
     let door = machine.path("run/alloc").join(&allocation).join("control");
     tokio::select! {
         early = &mut start => panic!("without an MPS host: {early:?}"),
-        () = machine.until("the directory", || door.parent()?.is_dir().then_some(())) => {}
+        () = machine.wait_until("the directory", || door.parent()?.is_dir().then_some(())) => {}
     }
     drop(start);
     machine.start_host();
@@ -328,8 +337,8 @@ async fn a_container_starts_only_after_its_door_is_open() {
 
 #[tokio::test]
 async fn an_allocation_without_a_pod_is_removed_with_its_directory() {
-    let machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
-    machine.healthy(MPS, 4).await;
+    let machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
+    machine.wait_for_healthy(MPS, 4).await;
     let [kept, removed] = [0, 1].map(|n| format!("{}::{n}", machine.uuids[0]));
     machine.pods.hold(&[held("p", MPS, std::slice::from_ref(&kept))]);
     for id in [&kept, &removed] {
@@ -338,50 +347,50 @@ async fn an_allocation_without_a_pod_is_removed_with_its_directory() {
     }
     let directories = || Some(fs::read_dir(machine.path("run/alloc")).ok()?.count());
     assert_eq!(directories(), Some(2));
-    machine.until("one directory", || (directories()? == 1).then_some(())).await;
+    machine.wait_until("one directory", || (directories()? == 1).then_some(())).await;
     assert_eq!(machine.desired().unwrap().allocations.len(), 1);
     machine.kubelet.pre_start(MPS, &[&kept]).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_lost_gpu_affects_no_others_and_recovers() {
-    let machine = Machine::running(&["3xH200"], |gpus| vec![sliced(&gpus[1], 4)]);
-    machine.healthy(SLICED, 4).await;
-    machine.healthy(WHOLE, 2).await;
+    let machine = Machine::start(&["3xH200"], |gpus| vec![sliced(&gpus[1], 4)]);
+    machine.wait_for_healthy(SLICED, 4).await;
+    machine.wait_for_healthy(WHOLE, 2).await;
     machine.simgpu(&["lose", "1"]);
     machine.simgpu(&["xid", "1", "79"]);
-    machine.healthy(SLICED, 0).await;
-    let status = machine.status("lost", |status| !status.gpus[1].health.healthy).await;
+    machine.wait_for_healthy(SLICED, 0).await;
+    let status = machine.wait_for_status("lost", |status| !status.gpus[1].health.healthy).await;
     assert!(status.gpus[0].health.healthy && status.gpus[2].health.healthy);
-    machine.healthy(WHOLE, 2).await;
+    machine.wait_for_healthy(WHOLE, 2).await;
     machine.kubelet.allocate(WHOLE, &[&format!("{}::0", machine.uuids[2])]).await.unwrap();
     machine.simgpu(&["restore", "1"]);
-    machine.healthy(SLICED, 4).await;
-    machine.until("the events", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(())).await;
+    machine.wait_for_healthy(SLICED, 4).await;
+    machine.wait_until("the events", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(())).await;
 }
 
 #[tokio::test]
 async fn an_xid_of_a_program_is_ignored_and_one_of_the_gpu_makes_all_its_slices_unhealthy() {
-    let machine = Machine::running(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
-    machine.healthy(SLICED, 8).await;
+    let machine = Machine::start(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
+    machine.wait_for_healthy(SLICED, 8).await;
     machine.simgpu(&["xid", "0", "13"]);
     machine.simgpu(&["xid", "1", "48"]);
-    let seen = machine.healthy(SLICED, 4).await;
+    let seen = machine.wait_for_healthy(SLICED, 4).await;
     assert!(seen.endpoints[SLICED].healthy().iter().all(|id| id.starts_with(machine.uuids[0].as_str())));
-    let status = machine.status("the XID", |status| status.gpus[1].health.reason == "ResetRequired").await;
+    let status = machine.wait_for_status("the XID", |status| status.gpus[1].health.reason == "ResetRequired").await;
     assert!(status.gpus[1].health.message.contains("XID 48"));
 }
 
 #[tokio::test]
 async fn a_hanging_driver_blocks_no_allocations() {
-    let machine = Machine::running(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
-    machine.healthy(SLICED, 4).await;
+    let machine = Machine::start(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
+    machine.wait_for_healthy(SLICED, 4).await;
     machine.simgpu(&["hang", "nvmlDeviceGetCount", "--seconds", "3600"]);
     machine.simgpu(&["xid", "0", "13"]);
     let id = format!("{}::0", machine.uuids[0]);
     machine.kubelet.allocate(SLICED, &[&id]).await.unwrap();
     machine.kubelet.pre_start(SLICED, &[&id]).await.unwrap();
-    let status = machine.status("the hanging driver", |status| !status.gpus[0].health.healthy).await;
+    let status = machine.wait_for_status("the hanging driver", |status| !status.gpus[0].health.healthy).await;
     assert_eq!(status.gpus[0].health.reason, "DriverUnavailable");
     assert!(
         status
@@ -390,7 +399,7 @@ async fn a_hanging_driver_blocks_no_allocations() {
             .any(|condition| condition.reason == "NoDriver" && condition.message.contains("NVML did not answer"))
     );
     machine.simgpu(&["clear"]);
-    machine.healthy(SLICED, 4).await;
+    machine.wait_for_healthy(SLICED, 4).await;
 }
 
 #[tokio::test]
@@ -403,18 +412,18 @@ async fn without_a_driver_the_agent_waits_for_one() {
     let ready = |status: &cleave_api::GpuNodeStatus| {
         status.conditions.iter().find(|c| c.type_ == "Ready").unwrap().reason.clone()
     };
-    let status = machine.status("no driver", |status| ready(status) == "NoDriver").await;
+    let status = machine.wait_for_status("no driver", |status| ready(status) == "NoDriver").await;
     assert!(status.conditions[0].message.contains(later.to_str().unwrap()));
     symlink(library, later).unwrap();
-    machine.healthy(WHOLE, 1).await;
-    machine.status("serving", |status| ready(status) == "Serving").await;
+    machine.wait_for_healthy(WHOLE, 1).await;
+    machine.wait_for_status("serving", |status| ready(status) == "Serving").await;
     assert!(machine.agent_is_running());
 }
 
 #[tokio::test]
 async fn on_sigterm_the_agent_ends_without_an_error() {
-    let mut machine = Machine::running(&["1xH200"], |gpus| vec![mps(&gpus[0], 10)]);
-    machine.healthy(MPS, 10).await;
+    let mut machine = Machine::start(&["1xH200"], |gpus| vec![mps(&gpus[0], 10)]);
+    machine.wait_for_healthy(MPS, 10).await;
     let status = machine.stop_agent();
     assert!(status.success(), "{status}");
 }
@@ -424,6 +433,8 @@ async fn a_driver_without_a_gpu_is_reported() {
     let mut machine = Machine::new(&[]);
     machine.set_spec("first", vec![]);
     machine.start_agent(&[]);
-    machine.status("no GPU", |status| status.conditions.iter().any(|condition| condition.reason == "NoGpu")).await;
+    machine
+        .wait_for_status("no GPU", |status| status.conditions.iter().any(|condition| condition.reason == "NoGpu"))
+        .await;
     assert!(machine.agent_is_running());
 }

@@ -100,7 +100,7 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     reason("NoShare", "The same.", ""),
 ];
 
-/// Events that the operator publishes on `GpuNode`s.
+/// Events that the operator publishes on nodes.
 pub const NODE_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason("GpuNodeLeftOut", "Plans leave the node out.", "Read the message."),
     reason("GpuNodeTakenBack", "Plans include the node again.", ""),

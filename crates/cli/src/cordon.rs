@@ -15,8 +15,8 @@ use serde_json::json;
 
 use crate::gpu::{GpuArgs, Target, annotation, cordons, find, read, reported};
 
-/// Number of attempts to write an object that others change at the same time.
-const ATTEMPTS: u32 = 5;
+/// Maximum number of attempts to write an object that others change at the same time.
+const MAX_WRITE_ATTEMPTS: u32 = 5;
 /// The field manager of the annotations.
 const FIELD_MANAGER: &str = "cleave";
 
@@ -62,7 +62,7 @@ pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
     Ok(())
 }
 
-/// Cordons a GPU and prints what changed.
+/// Cordons a GPU and prints the change.
 ///
 /// # Errors
 /// The reason is not valid, there is no such GPU, or the API server refused the write.
@@ -82,7 +82,7 @@ async fn change(
 ) -> Result<(Target, bool)> {
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
-    for _ in 0..ATTEMPTS {
+    for _ in 0..MAX_WRITE_ATTEMPTS {
         let object = read(client, &args.node).await?;
         let target = find(&object, &args.node, &args.gpu)?;
         let annotations = wanted(&object, &target.uuid);
@@ -100,7 +100,7 @@ async fn change(
             Err(error) => return Err(error).with_context(|| format!("failed to update GpuNode {}", args.node)),
         }
     }
-    bail!("failed to update GpuNode {}: it changed {ATTEMPTS} times meanwhile. Try again.", args.node)
+    bail!("failed to update GpuNode {}: it changed {MAX_WRITE_ATTEMPTS} times meanwhile. Try again.", args.node)
 }
 
 /// The annotations that cordon a GPU. An empty reason keeps an existing one.

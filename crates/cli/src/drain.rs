@@ -14,14 +14,14 @@ use tokio::time::Instant;
 use crate::cordon::cordon;
 use crate::gpu::{GpuArgs, Target, read, reported};
 
-/// Time between two reads of the `GpuNode`.
-const POLL: Duration = Duration::from_secs(1);
-/// Time between two evictions of a pod that its disruption budget protects.
-const RETRY: Duration = Duration::from_secs(5);
+/// Interval of reads of the `GpuNode`.
+const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Delay before the eviction of a pod that its disruption budget protects is retried.
+const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Time limit of one eviction. Admission webhooks may take 30 s each.
-const EVICTION: Duration = Duration::from_secs(60);
+const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
 /// The exit code of a timeout.
-const TIMED_OUT: u8 = 3;
+const TIMEOUT_EXIT_CODE: u8 = 3;
 
 /// Examples in the help of `cleave drain`.
 pub(crate) const EXAMPLES: &str = "\
@@ -69,7 +69,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
     Ok(match drain(&client, &evictor, &args).await? {
         Outcome::Free => ExitCode::SUCCESS,
-        Outcome::TimedOut => ExitCode::from(TIMED_OUT),
+        Outcome::TimedOut => ExitCode::from(TIMEOUT_EXIT_CODE),
     })
 }
 
@@ -99,7 +99,7 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
             eprintln!("cleave: {target} is not free after {} s and stays cordoned", args.timeout);
             return Ok(Outcome::TimedOut);
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(GPU_POLL_INTERVAL).await;
     }
 }
 
@@ -144,7 +144,7 @@ fn due<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instan
     let due = |pod: &&String| match evictions.get(*pod) {
         None => true,
         Some(Eviction::Accepted) => false,
-        Some(Eviction::Refused(at)) => now.saturating_duration_since(*at) >= RETRY,
+        Some(Eviction::Refused(at)) => now.saturating_duration_since(*at) >= EVICTION_RETRY_DELAY,
     };
     usage.pods.iter().filter(due).map(String::as_str).collect()
 }
@@ -182,7 +182,10 @@ async fn evict_due(
         match eviction {
             Eviction::Accepted => println!("pod {pod} is terminating"),
             Eviction::Refused(_) if !evictions.contains_key(*pod) => {
-                println!("pod {pod} is protected by a disruption budget; retrying every {} s", RETRY.as_secs());
+                println!(
+                    "pod {pod} is protected by a disruption budget; retrying every {} s",
+                    EVICTION_RETRY_DELAY.as_secs()
+                );
             }
             Eviction::Refused(_) => {}
         }
@@ -204,7 +207,7 @@ async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace:
         return Ok(Eviction::Accepted);
     }
     let uid = meta.uid().unwrap_or_default();
-    match evict_with(client, pod, &uid, Options { grace, timeout: EVICTION }).await {
+    match evict_with(client, pod, &uid, Options { grace, timeout: EVICTION_TIMEOUT }).await {
         Evicted::Done | Evicted::Gone => Ok(Eviction::Accepted),
         Evicted::Protected(_) => Ok(Eviction::Refused(Instant::now())),
         Evicted::Failed(error) => bail!("failed to evict pod {pod}: {error}"),

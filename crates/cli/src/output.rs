@@ -14,7 +14,7 @@ pub enum Output {
     Json,
 }
 
-/// Writes to standard output. A reader that closes it early, such as `head`, is no error.
+/// Writes to standard output. A reader that closes it early, such as `head`, is not an error.
 pub(crate) fn print(text: &str) -> Result<()> {
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

@@ -95,9 +95,9 @@ const fn one() -> u32 {
 }
 
 /// Maximum number of GPUs of a described node.
-const MAX_GPUS: u32 = 64;
+const MAX_GPUS_PER_NODE: u32 = 64;
 /// Maximum number of pods of one workload.
-const MAX_PODS: u64 = 100_000;
+const MAX_PODS_PER_WORKLOAD: u64 = 100_000;
 
 /// The objects read so far.
 #[derive(Default)]
@@ -160,7 +160,7 @@ impl Input {
     /// Adds the pods of a workload. `count` is the JSON pointer to their number.
     fn add_workload(&mut self, object: &Value, name: &str, count: &str) -> Result<()> {
         let count = object.pointer(count).and_then(Value::as_u64).unwrap_or(1);
-        ensure!(count <= MAX_PODS, "{count} pods exceed the limit of {MAX_PODS}");
+        ensure!(count <= MAX_PODS_PER_WORKLOAD, "{count} pods exceed the limit of {MAX_PODS_PER_WORKLOAD}");
         let template = object.pointer("/spec/template").cloned().context("no spec.template")?;
         for index in 0..count {
             let mut pod = template.clone();
@@ -236,7 +236,7 @@ fn reported_gpus(node: &str, gpus: &[DescribedGpus]) -> Result<Vec<GpuStatus>> {
             .map(|known| MigStatus { profiles: known.into_iter().map(profile).collect(), ..MigStatus::default() });
         for _ in 0..*count {
             let index = u32::try_from(all.len()).unwrap_or(u32::MAX);
-            ensure!(index < MAX_GPUS, "more than {MAX_GPUS} GPUs");
+            ensure!(index < MAX_GPUS_PER_NODE, "more than {MAX_GPUS_PER_NODE} GPUs");
             let uuid = format!("GPU-{node}-{index}");
             let slice = SliceStatus {
                 device: uuid.clone(),

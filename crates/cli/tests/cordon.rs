@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 use tower_test::mock;
 
-/// More than any test takes. Tests run with paused time.
+/// Longer than any test takes. Tests run with paused time.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
@@ -67,7 +67,7 @@ fn pod(controlled: bool) -> Value {
 }
 
 /// Answers the requests that cordon the GPU.
-async fn cordoned(server: &mut Server, pods: &[&str]) {
+async fn answer_cordon(server: &mut Server, pods: &[&str]) {
     answer(server, 200, &node(pods)).await;
     answer(server, 200, &node(pods)).await;
 }
@@ -94,7 +94,7 @@ async fn cordon_retries_on_a_conflict_and_keeps_the_other_change() {
 async fn drain_retries_a_pod_that_a_disruption_budget_protects() {
     let (client, mut server) = client();
     let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
-    cordoned(&mut server, &["ns/p"]).await;
+    answer_cordon(&mut server, &["ns/p"]).await;
     answer(&mut server, 200, &node(&["ns/p"])).await;
     assert_eq!(answer(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
     let (line, sent) = answer(&mut server, 429, &refusal(429)).await;
@@ -115,7 +115,7 @@ async fn drain_retries_a_pod_that_a_disruption_budget_protects() {
 async fn drain_evicts_no_bare_pod_without_force() {
     let (client, mut server) = client();
     let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
-    cordoned(&mut server, &["ns/p"]).await;
+    answer_cordon(&mut server, &["ns/p"]).await;
     answer(&mut server, 200, &node(&["ns/p"])).await;
     answer(&mut server, 200, &pod(false)).await;
     let error = draining.await.unwrap().unwrap_err().to_string();
@@ -129,7 +129,7 @@ async fn drain_evicts_no_bare_pod_without_force() {
 async fn drain_with_force_evicts_a_bare_pod_and_times_out_while_it_stays() {
     let (client, mut server) = client();
     let draining = tokio::spawn(async move { drain(&client, &client, &args(true, 3)).await });
-    cordoned(&mut server, &["ns/p"]).await;
+    answer_cordon(&mut server, &["ns/p"]).await;
     answer(&mut server, 200, &node(&["ns/p"])).await;
     answer(&mut server, 200, &pod(false)).await;
     let (line, _) = answer(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
@@ -144,7 +144,7 @@ async fn drain_with_force_evicts_a_bare_pod_and_times_out_while_it_stays() {
 async fn drain_of_a_free_gpu_ends_at_once() {
     let (client, mut server) = client();
     let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
-    cordoned(&mut server, &[]).await;
+    answer_cordon(&mut server, &[]).await;
     answer(&mut server, 200, &node(&[])).await;
     assert_eq!(draining.await.unwrap().unwrap(), Outcome::Free);
 }

@@ -12,7 +12,7 @@ use golden::expect;
 use kube::core::DeserializeGuard;
 use serde::Deserialize;
 
-/// The form of `explain/cluster.yaml`.
+/// The structure of `explain/cluster.yaml`.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Fixture {
@@ -63,7 +63,7 @@ fn each_pod_has_its_state() {
 #[test]
 fn help_names_the_pods_to_remove_from_one_gpu() {
     let help = of("five").help;
-    // Two GPUs have 3 shares free each. The reservation of another pod is not available.
+    // Two GPUs have 3 free shares each. Shares that are reserved for another pod are not available.
     assert_eq!(help[0], "The pod would fit on GPU 0 on node1 without these pods: demo/a (lower priority).");
     assert!(help.iter().any(|line| line.starts_with("node2 has room, but")), "{help:?}");
 }

@@ -1,5 +1,5 @@
-//! Only the MPS host and the doctor, for tests: `mps-host mps-host --run-dir DIR --mps-control
-//! PATH`.
+//! A program for tests that contains only the MPS host and the doctor. Usage: `mps-host mps-host
+//! --run-dir DIR --mps-control PATH`.
 use std::process::ExitCode;
 
 use clap::Parser;

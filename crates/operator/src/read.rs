@@ -4,7 +4,8 @@
 //!
 //! | object | what is kept |
 //! |---|---|
-//! | `SharingPolicy`, `GpuNode` | everything but `managedFields` |
+//! | `SharingPolicy` | everything but `managedFields` and annotations |
+//! | `GpuNode` | everything but `managedFields` and annotations of others |
 //! | node | what the scheduler reads |
 //! | agent pod | its node and its Ready condition |
 //! | pod | what [`crate::pods`] keeps |

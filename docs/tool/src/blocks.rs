@@ -1,4 +1,4 @@
-//! Generated parts of pages that people write.
+//! Replaces the generated parts of pages that people write.
 //!
 //! `<!-- generated: NAME -->` starts such a part, and `<!-- end of generated -->` ends it.
 
@@ -6,20 +6,21 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail};
 
-const START: &str = "<!-- generated: ";
-const END: &str = "<!-- end of generated -->\n";
+const START_MARKER: &str = "<!-- generated: ";
+const END_MARKER: &str = "<!-- end of generated -->\n";
 
-/// The page with each generated part replaced by what `content` returns for its name. Fails if the
-/// page lacks one of `required`.
+/// Replaces each generated part of a page by what `content` returns for its name. Fails if the page
+/// lacks one of `required`.
 pub(crate) fn fill(page: &str, required: &[String], content: impl Fn(&str) -> Result<String>) -> Result<String> {
     let mut out = String::with_capacity(page.len());
     let mut rest = page;
     let mut found: Vec<&str> = Vec::new();
-    while let Some((before, after)) = rest.split_once(START) {
+    while let Some((before, after)) = rest.split_once(START_MARKER) {
         let (name, after) = after.split_once(" -->\n").context("a generated part has no name")?;
-        let (_, after) = after.split_once(END).with_context(|| format!("the generated part {name} has no end"))?;
+        let (_, after) =
+            after.split_once(END_MARKER).with_context(|| format!("the generated part {name} has no end"))?;
         let text = content(name).with_context(|| format!("failed to generate the part {name}"))?;
-        for piece in [before, START, name, " -->\n\n", text.trim(), "\n\n", END] {
+        for piece in [before, START_MARKER, name, " -->\n\n", text.trim(), "\n\n", END_MARKER] {
             out.push_str(piece);
         }
         found.push(name);
@@ -27,12 +28,12 @@ pub(crate) fn fill(page: &str, required: &[String], content: impl Fn(&str) -> Re
     }
     out.push_str(rest);
     match required.iter().find(|name| !found.contains(&name.as_str())) {
-        Some(missing) => bail!("the page has no part {START}{missing} -->"),
+        Some(missing) => bail!("the page has no part {START_MARKER}{missing} -->"),
         None => Ok(out),
     }
 }
 
-/// A Markdown table.
+/// Formats a Markdown table.
 pub(crate) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
     let mut out = line(head.iter().map(|&cell| cell.to_owned()).collect());

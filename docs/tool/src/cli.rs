@@ -1,4 +1,4 @@
-//! The reference page of the command line, from the definitions of the commands.
+//! Generates the reference page of the command line from the definitions of the commands.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result};
@@ -7,10 +7,10 @@ use clap::{Arg, Args as _, Command, Subcommand as _};
 use crate::blocks::{fill, table};
 use crate::text::wrap;
 
-/// All programs with their commands. The log options, which all servers have, are on the page by
-/// hand.
+/// All programs with their commands. The log options, which all servers have, are described by hand
+/// on the page.
 fn programs() -> Vec<Command> {
-    // The arguments of a server may set a name and a purpose of their own.
+    // The arguments of a server may set their own name and purpose.
     let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
         arguments(Command::new(name)).name(name).about(about).long_about(None::<&str>)
     };
@@ -28,7 +28,7 @@ fn programs() -> Vec<Command> {
     ]
 }
 
-/// The page with a part for each command.
+/// Returns the page with a part for each command.
 pub(crate) fn page(page: &str) -> Result<String> {
     let mut commands = Vec::new();
     for mut program in programs() {
@@ -58,12 +58,12 @@ fn collect(command: &Command, name: &str, commands: &mut Vec<(String, Command)>)
     }
 }
 
-/// Whether only the program itself runs a command.
+/// Whether a command is only for the program itself, not for users.
 fn is_internal(command: &Command) -> bool {
     command.is_hide_set()
 }
 
-/// One line for each command.
+/// Returns one line for each command.
 fn summary(commands: &[(String, Command)]) -> String {
     let row = |(name, command): &(String, Command)| {
         let about = command.get_about().map(ToString::to_string).unwrap_or_default();
@@ -72,7 +72,7 @@ fn summary(commands: &[(String, Command)]) -> String {
     table(&["command", "purpose"], &commands.iter().map(row).collect::<Vec<_>>())
 }
 
-/// What a command does, how it is used, and its arguments.
+/// Describes a command: its purpose, its usage and its arguments.
 fn describe(name: &str, command: &Command) -> String {
     let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string).unwrap_or_default();
     let mut out: String = about.split("\n\n").map(|paragraph| wrap(&sentence(paragraph), "", "") + "\n").collect();
@@ -103,7 +103,7 @@ fn value(arg: &Arg) -> String {
     if many { format!("{name}...") } else { name }
 }
 
-/// How an argument is written.
+/// Returns the syntax of an argument.
 fn form(arg: &Arg) -> String {
     if arg.is_positional() {
         return value(arg);
@@ -114,16 +114,16 @@ fn form(arg: &Arg) -> String {
     format!("{short}{long}{value}")
 }
 
-/// A text with a full stop.
+/// Returns a text with a full stop.
 fn sentence(text: &str) -> String {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     if text.is_empty() || text.ends_with(['.', ':']) { text } else { text + "." }
 }
 
-/// What an argument means: its help, choices, default and environment variable.
+/// Describes an argument: its help, choices, default and environment variable.
 fn meaning(arg: &Arg) -> String {
     let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-    // Help that names its default itself has it in brackets, as clap writes it.
+    // Help that states its own default has it in brackets, as clap formats it.
     let help = help.trim_end_matches(']').replace(" [default: ", ". Default: ");
     let mut out = sentence(&help).replace('<', "\\<");
     let quoted = |names: Vec<String>| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");

@@ -1,23 +1,23 @@
-//! References to the code on pages for contributors: each named file exists, and declares the named
-//! item.
+//! Checks references to the code on pages for contributors: each named file exists, and declares
+//! the named item.
 //!
 //! A reference is a code span such as `crates/api/src/sharingpolicy.rs` or, with an item of that
 //! file, `crates/api/src/sharingpolicy.rs::Mode`.
 use std::path::Path;
 
-/// Folders in which references start.
-const FOLDERS: [&str; 7] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "src/", "tests/"];
+/// Folders with which references start.
+const REFERENCE_FOLDERS: [&str; 7] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "src/", "tests/"];
 /// Keywords that declare an item.
 const KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];
 
-/// References of a page that name nothing, each as a sentence without the page.
+/// Returns the references of a page that do not exist, each as a sentence without the page.
 pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
     page.lines()
         .enumerate()
         .flat_map(|(index, line)| spans(line).map(move |span| (index + 1, span)))
         .filter_map(|(line, span)| {
             let (path, item) = span.split_once("::").map_or((span, None), |(path, item)| (path, Some(item)));
-            if !FOLDERS.iter().any(|folder| path.starts_with(folder)) || is_pattern(path) {
+            if !REFERENCE_FOLDERS.iter().any(|folder| path.starts_with(folder)) || is_pattern(path) {
                 return None;
             }
             let file = root.join(path);
@@ -38,7 +38,7 @@ fn is_pattern(path: &str) -> bool {
     path.contains(['<', '*', '{', ' ']) || path.split('/').any(placeholder)
 }
 
-/// The code spans of a line.
+/// Returns the code spans of a line.
 fn spans(line: &str) -> impl Iterator<Item = &str> {
     line.split('`').skip(1).step_by(2)
 }

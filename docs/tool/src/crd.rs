@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use crate::text::{item, wrap};
 
 /// Type of `status.conditions` on the page. Kubernetes documents its fields.
-const CONDITIONS: &str = "list of conditions";
+const CONDITIONS_TYPE: &str = "list of conditions";
 
 /// Returns the page of a `CustomResourceDefinition`.
 pub(crate) fn page(crd: &Value) -> Result<String> {
@@ -66,8 +66,8 @@ impl Page {
     /// Writes a section for an object, and one for each object in it.
     fn object(&mut self, path: &str, level: usize, schema: &Value) {
         let Some(properties) = schema.get("properties").and_then(Value::as_object) else { return };
-        // Fields that get sections. They are recorded before the sections are written, so that the
-        // outermost of equal objects is described.
+        // Fields that get sections. They are recorded before the sections are written: of equal
+        // objects, the outermost is described.
         let mut described = Vec::new();
         for (name, field) in properties {
             let inner = inner(field);
@@ -141,7 +141,7 @@ impl Page {
     fn type_of(&self, path: &str, name: &str, field: &Value) -> String {
         let inner = inner(field);
         let of = if is_conditions(inner) {
-            return CONDITIONS.to_owned();
+            return CONDITIONS_TYPE.to_owned();
         } else if inner.get("properties").is_some() {
             let path = self.section_of(inner).unwrap_or_else(|| child(path, name, field));
             format!("[object](#{})", anchor(&path))

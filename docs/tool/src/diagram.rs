@@ -1,6 +1,6 @@
-//! Diagrams: SVG from a description in text.
+//! Draws diagrams as SVG from descriptions in text.
 //!
-//! A description has one statement a line. Boxes stand on a grid of columns and rows.
+//! A description has one statement per line. Boxes stand on a grid of columns and rows.
 //!
 //! ```text
 //! title A sentence for readers who cannot see the picture
@@ -15,15 +15,15 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-/// Size of a box, and the gaps between boxes, in pixels.
-const BOX: (i32, i32) = (190, 54);
-const GAP: (i32, i32) = (140, 66);
+/// Size of a box, and gaps between boxes, in pixels.
+const BOX_SIZE: (i32, i32) = (190, 54);
+const BOX_GAP: (i32, i32) = (140, 66);
 const MARGIN: i32 = 40;
-/// Columns of text that fit into a box, and beside an arrow.
-const BOX_TEXT: usize = 27;
-const ARROW_TEXT: usize = 22;
-/// Pixels from one line of text to the next.
-const LINE: i32 = 15;
+/// Number of characters that fit into a line of a box, and beside an arrow.
+const MAX_BOX_TEXT: usize = 27;
+const MAX_ARROW_TEXT: usize = 22;
+/// Distance between lines of text, in pixels.
+const LINE_HEIGHT: i32 = 15;
 
 const STYLE: &str = "\
 text { font: 13px system-ui, sans-serif; fill: #1b1f24; text-anchor: middle; }
@@ -75,7 +75,7 @@ struct Arrow {
     text: Vec<String>,
 }
 
-/// The SVG of a description.
+/// Returns the SVG of a description.
 pub(crate) fn svg(description: &str) -> Result<String> {
     let mut diagram = Diagram::default();
     for (index, line) in description.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
@@ -103,7 +103,7 @@ impl Diagram {
             "box" => {
                 let name = fields.first().copied().unwrap_or_default().to_owned();
                 ensure!(self.boxes.iter().all(|known| known.name != name), "{name} is there twice");
-                self.boxes.push(Node { name, at: (number(1)?, number(2)?), text: lines(&text(3), BOX_TEXT)? });
+                self.boxes.push(Node { name, at: (number(1)?, number(2)?), text: lines(&text(3), MAX_BOX_TEXT)? });
             }
             "arrow" => {
                 let both = match fields.get(1) {
@@ -118,7 +118,7 @@ impl Diagram {
                 };
                 let (from, to) = (at(0)?, at(2)?);
                 ensure!(from.0 == to.0 || from.1 == to.1, "an arrow stays in its row or column");
-                self.arrows.push(Arrow { from, to, both, text: lines(&text(3), ARROW_TEXT)? });
+                self.arrows.push(Arrow { from, to, both, text: lines(&text(3), MAX_ARROW_TEXT)? });
             }
             _ => bail!("there is no statement {word}"),
         }
@@ -128,7 +128,7 @@ impl Diagram {
     fn draw(&self) -> String {
         let most = |of: fn(&Node) -> i32| self.boxes.iter().map(of).max().unwrap_or(0);
         let corner = position((most(|node| node.at.0), most(|node| node.at.1)));
-        let (width, height) = (corner.0 + BOX.0 + MARGIN, corner.1 + BOX.1 + MARGIN);
+        let (width, height) = (corner.0 + BOX_SIZE.0 + MARGIN, corner.1 + BOX_SIZE.1 + MARGIN);
         let mut out = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" \
              height=\"{height}\" role=\"img\">\n<title>{}</title>\n<style>\n{STYLE}</style>\n<defs>\
@@ -148,8 +148,8 @@ impl Diagram {
                  <text class=\"small start\" x=\"{}\" y=\"{}\">{}</text>",
                 left - 20,
                 top - 26,
-                right - left + BOX.0 + 40,
-                bottom - top + BOX.1 + 46,
+                right - left + BOX_SIZE.0 + 40,
+                bottom - top + BOX_SIZE.1 + 46,
                 left - 10,
                 top - 11,
                 escape(text),
@@ -163,9 +163,9 @@ impl Diagram {
             let _ = writeln!(
                 out,
                 "<rect class=\"box\" x=\"{x}\" y=\"{y}\" width=\"{}\" height=\"{}\" rx=\"5\"/>",
-                BOX.0, BOX.1
+                BOX_SIZE.0, BOX_SIZE.1
             );
-            write_lines(&mut out, "", (x + BOX.0 / 2, y + BOX.1 / 2), text);
+            write_lines(&mut out, "", (x + BOX_SIZE.0 / 2, y + BOX_SIZE.1 / 2), text);
         }
         out.push_str("</svg>\n");
         out
@@ -175,14 +175,14 @@ impl Diagram {
 impl Arrow {
     fn draw(&self, out: &mut String) {
         let (from, to) = (position(self.from), position(self.to));
-        let (middle_x, middle_y) = (BOX.0 / 2, BOX.1 / 2);
+        let (middle_x, middle_y) = (BOX_SIZE.0 / 2, BOX_SIZE.1 / 2);
         let (start, end) = if self.from.1 == self.to.1 {
             let right = to.0 > from.0;
-            let (out, into) = if right { (BOX.0, 0) } else { (0, BOX.0) };
+            let (out, into) = if right { (BOX_SIZE.0, 0) } else { (0, BOX_SIZE.0) };
             ((from.0 + out, from.1 + middle_y), (to.0 + into, to.1 + middle_y))
         } else {
             let down = to.1 > from.1;
-            let (out, into) = if down { (BOX.1, 0) } else { (0, BOX.1) };
+            let (out, into) = if down { (BOX_SIZE.1, 0) } else { (0, BOX_SIZE.1) };
             ((from.0 + middle_x, from.1 + out), (to.0 + middle_x, to.1 + into))
         };
         let back = if self.both { " marker-start=\"url(#head)\"" } else { "" };
@@ -194,19 +194,19 @@ impl Arrow {
         let middle = (i32::midpoint(start.0, end.0), i32::midpoint(start.1, end.1));
         let count = i32::try_from(self.text.len()).unwrap_or(0);
         if self.from.1 == self.to.1 {
-            write_lines(out, "small", (middle.0, middle.1 - 6 - count * LINE / 2), &self.text);
+            write_lines(out, "small", (middle.0, middle.1 - 6 - count * LINE_HEIGHT / 2), &self.text);
         } else {
             write_lines(out, "small start", (middle.0 + 10, middle.1), &self.text);
         }
     }
 }
 
-/// The left upper corner of a box.
+/// Returns the upper left corner of a box.
 fn position((column, row): (i32, i32)) -> (i32, i32) {
-    (MARGIN + column * (BOX.0 + GAP.0), MARGIN + row * (BOX.1 + GAP.1))
+    (MARGIN + column * (BOX_SIZE.0 + BOX_GAP.0), MARGIN + row * (BOX_SIZE.1 + BOX_GAP.1))
 }
 
-/// The lines of a text, none longer than `most`.
+/// Splits a text into lines. Fails if one of them has more than `most` characters.
 fn lines(text: &str, most: usize) -> Result<Vec<String>> {
     let lines: Vec<String> =
         text.split('|').map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect();
@@ -217,10 +217,10 @@ fn lines(text: &str, most: usize) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// Writes lines of text around a middle. Lines after the first are small.
+/// Writes lines of text, centred at a point. Lines after the first are small.
 fn write_lines(out: &mut String, class: &str, (x, y): (i32, i32), lines: &[String]) {
-    let first = y - (i32::try_from(lines.len()).unwrap_or(1) - 1) * LINE / 2 + 4;
-    for (line, y) in lines.iter().zip((first..).step_by(usize::try_from(LINE).unwrap_or(1))) {
+    let first = y - (i32::try_from(lines.len()).unwrap_or(1) - 1) * LINE_HEIGHT / 2 + 4;
+    for (line, y) in lines.iter().zip((first..).step_by(usize::try_from(LINE_HEIGHT).unwrap_or(1))) {
         let class = if class.is_empty() && y != first { "small" } else { class };
         let class = if class.is_empty() { String::new() } else { format!(" class=\"{class}\"") };
         let _ = writeln!(out, "<text{class} x=\"{x}\" y=\"{y}\">{}</text>", escape(line));

@@ -1,4 +1,4 @@
-//! The tables of reasons of Events and conditions, and a check that the code uses no others.
+//! Generates the tables of reasons of Events and conditions. Checks that the code uses no others.
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::file::read;
 /// Sources that write Events and conditions.
 const SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
 
-/// The tables by the names of their parts of the page.
+/// The tables, by the names of their parts of the page.
 const TABLES: [(&str, &[Reason]); 8] = [
     ("pod events of the operator", reasons::POD_EVENTS_OF_OPERATOR),
     ("pod events of the agent", reasons::POD_EVENTS_OF_AGENT),
@@ -23,7 +23,7 @@ const TABLES: [(&str, &[Reason]); 8] = [
     ("pod conditions", reasons::POD_CONDITIONS),
 ];
 
-/// The page with its tables.
+/// Returns the page with its tables.
 pub(crate) fn page(page: &str) -> Result<String> {
     let required: Vec<String> = TABLES.iter().map(|(name, _)| (*name).to_owned()).collect();
     fill(page, &required, |name| match TABLES.iter().find(|(table, _)| *table == name) {
@@ -39,7 +39,7 @@ fn rows(reasons: &[Reason]) -> String {
     table(&["reason", "meaning", "what to do"], &reasons.iter().map(row).collect::<Vec<_>>())
 }
 
-/// Reasons of Events in the code that no table has, each as a sentence.
+/// Returns the reasons of Events in the code that are in no table, each as a sentence.
 pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let known: BTreeSet<&str> = reasons::ALL.iter().flat_map(|table| table.iter()).map(|reason| reason.name).collect();
     let mut problems = Vec::new();
@@ -52,7 +52,8 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// Reasons that a source writes: the word behind `reason:`, an Event's type, or `warning(`.
+/// Returns the reasons that a source writes: the word after `reason:`, an Event's type, or
+/// `warning(`.
 fn written(source: &str) -> BTreeSet<String> {
     let code = source.split("\n#[cfg(test)]\nmod ").next().unwrap_or(source);
     let mut names = BTreeSet::new();
@@ -63,7 +64,7 @@ fn written(source: &str) -> BTreeSet<String> {
     names
 }
 
-/// The Rust files below a folder, without folders and files of tests.
+/// Returns the Rust files below a folder, except folders and files of tests.
 fn rust_files(folder: &Path) -> Result<Vec<(String, String)>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("failed to list {}", folder.display()))? {

@@ -1,4 +1,4 @@
-//! Reading files.
+//! Reads files.
 use std::path::Path;
 
 use anyhow::{Context as _, Result};

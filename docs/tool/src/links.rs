@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result};
 use crate::file::read;
 
 /// Pages that mdBook combines from others. Their links are relative to the other pages.
-const COMBINED: [&str; 3] = ["print.html", "toc.html", "404.html"];
+const COMBINED_PAGES: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
 /// A page: the ids of its elements, and the targets of its links.
 #[derive(Debug, Default)]
@@ -25,7 +25,8 @@ pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
         pages.insert(file.clone(), parse(&read(file)?));
     }
     let mut problems = Vec::new();
-    let combined = |file: &Path| file.file_name().is_some_and(|name| COMBINED.iter().any(|combined| name == *combined));
+    let combined =
+        |file: &Path| file.file_name().is_some_and(|name| COMBINED_PAGES.iter().any(|combined| name == *combined));
     for (file, page) in pages.iter().filter(|(file, _)| !combined(file)) {
         for link in page.links.iter().filter(|link| is_internal(link)) {
             let (path, anchor) = link.split_once('#').unwrap_or((link, ""));

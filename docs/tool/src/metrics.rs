@@ -1,6 +1,7 @@
-//! The tables of metrics, from the calls that register them.
+//! Generates the tables of metrics from the calls that register them.
 //!
-//! It reads the sources, because a registry without samples names neither labels nor empty metrics.
+//! It reads the sources, because a registry without samples contains neither labels nor empty
+//! metrics.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -14,7 +15,7 @@ use crate::file::read;
 /// Where metrics are registered.
 const SOURCES: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
 /// Prefix of metrics that are registered without one.
-const PROCESS: &str = "process";
+const PROCESS_PREFIX: &str = "process";
 
 /// A registered metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,7 +26,7 @@ struct Metric {
     help: String,
 }
 
-/// The page with a table for each prefix of metrics.
+/// Returns the page with a table for each prefix of metrics.
 pub(crate) fn page(root: &Path, page: &str) -> Result<String> {
     let mut groups: BTreeMap<String, Vec<Metric>> = BTreeMap::new();
     for source in SOURCES {
@@ -56,7 +57,7 @@ fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
             (item.ident.to_string(), fields.collect())
         })
         .collect();
-    // A struct that another one registers has the prefix of that call.
+    // The metrics of a struct that another struct registers have the prefix of that call.
     let mut prefixes = Prefixes::default();
     prefixes.visit_file(file);
     let mut metrics = Vec::new();
@@ -78,7 +79,7 @@ fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
             let labels = labels.into_iter().flatten().map(|(label, _)| label.clone()).collect();
             let name = if kind == "counter" { format!("{name}_total") } else { name };
             let name = if prefix.is_empty() { name } else { format!("{prefix}_{name}") };
-            let prefix = if prefix.is_empty() { PROCESS.to_owned() } else { prefix };
+            let prefix = if prefix.is_empty() { PROCESS_PREFIX.to_owned() } else { prefix };
             metrics.push((prefix, Metric { name, kind, labels, help }));
         }
     }
@@ -99,7 +100,7 @@ struct Call {
 #[derive(Debug, Default)]
 struct Calls {
     prefix: String,
-    /// Strings that variables have.
+    /// Values of variables that hold strings.
     strings: BTreeMap<String, String>,
     found: Vec<Call>,
 }

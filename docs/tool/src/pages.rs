@@ -10,11 +10,11 @@ use crate::file::read;
 use crate::text::COLUMNS;
 
 /// Folders with pages of the site.
-const FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
+const PAGE_FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
 /// Folders whose pages state for each block of commands how it is tested.
-const WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
-/// Pages outside of these folders.
-const PAGES: [&str; 6] =
+const FOLDERS_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
+/// Pages outside these folders.
+const OTHER_PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
 /// Pages outside of docs/contributing that name files and items of the code.
 const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/architecture.md"];
@@ -22,8 +22,8 @@ const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/archite
 pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
     let summary = read(&root.join("docs/SUMMARY.md"))?;
-    let mut pages: Vec<PathBuf> = PAGES.iter().map(PathBuf::from).collect();
-    for folder in FOLDERS {
+    let mut pages: Vec<PathBuf> = OTHER_PAGES.iter().map(PathBuf::from).collect();
+    for folder in PAGE_FOLDERS {
         let path = root.join("docs").join(folder);
         for entry in std::fs::read_dir(&path).with_context(|| format!("failed to list {}", path.display()))? {
             let name = entry?.file_name();
@@ -40,7 +40,7 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
         let name = page.display();
         problems
             .extend(long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {COLUMNS} columns")));
-        if WITH_COMMANDS.iter().any(|folder| page.starts_with(Path::new("docs").join(folder))) {
+        if FOLDERS_WITH_COMMANDS.iter().any(|folder| page.starts_with(Path::new("docs").join(folder))) {
             problems.extend(blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
         }
         if name.to_string().starts_with("docs/contributing/") || PAGES_WITH_CODE.contains(&name.to_string().as_str()) {

@@ -1,13 +1,13 @@
 //! Finds comments that are too wide.
 use crate::model::{Finding, Sources};
 
-/// The most characters a line of a comment may have, its indentation included.
-const WIDTH: usize = 100;
+/// Maximum number of characters in a line of a comment, including its indentation.
+const MAX_WIDTH: usize = 100;
 
-/// Begins the comments of Rust and Go.
-const SLASHES: &str = "//";
-/// Begins the comments of YAML, TOML, make and scripts.
-const HASH: &str = "#";
+/// Start of a comment in Rust and Go.
+const SLASH_MARKER: &str = "//";
+/// Start of a comment in YAML, TOML, make and scripts.
+const HASH_MARKER: &str = "#";
 
 /// The files with comments over 100 characters wide, each with the number of such lines.
 pub fn findings(sources: &Sources) -> Vec<Finding> {
@@ -22,31 +22,31 @@ fn wide(path: &str, text: &str) -> Option<Finding> {
     let places: Vec<String> = text
         .lines()
         .enumerate()
-        .filter(|(_, line)| line.chars().count() > WIDTH && is_prose(line, marker))
-        .map(|(at, line)| format!("{path}:{}: {} characters, at most {WIDTH}", at + 1, line.chars().count()))
+        .filter(|(_, line)| line.chars().count() > MAX_WIDTH && is_prose(line, marker))
+        .map(|(at, line)| format!("{path}:{}: {} characters, at most {MAX_WIDTH}", at + 1, line.chars().count()))
         .collect();
     (!places.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", places.len()), places })
 }
 
-/// What begins a comment in the file. `None` if the file has no comments or is generated.
+/// The start of a comment in the file. `None` if the file has no comments or is generated.
 pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     if path == "deploy/manifests.yaml" || path.starts_with("crds/") {
         return None;
     }
     let name = path.rsplit('/').next().unwrap_or(path);
     match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
-        "rs" | "go" => Some(SLASHES),
-        "sh" | "py" | "yaml" | "yml" | "toml" => Some(HASH),
-        "" if matches!(name, "Makefile" | "Containerfile") || text.starts_with("#!") => Some(HASH),
+        "rs" | "go" => Some(SLASH_MARKER),
+        "sh" | "py" | "yaml" | "yml" | "toml" => Some(HASH_MARKER),
+        "" if matches!(name, "Makefile" | "Containerfile") || text.starts_with("#!") => Some(HASH_MARKER),
         _ => None,
     }
 }
 
-/// Whether the line is a comment that can be wrapped: no directive, no row of a table and no
-/// address alone.
+/// Whether the line is a comment that can be wrapped. A directive, a row of a table or an address
+/// cannot be.
 fn is_prose(line: &str, marker: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
-    if marker == SLASHES && comment.starts_with("go:") {
+    if marker == SLASH_MARKER && comment.starts_with("go:") {
         return false;
     }
     let content = comment.trim_start_matches(['/', '!', '#']).trim();

@@ -9,13 +9,13 @@ use crate::comments;
 use crate::model::{Crate, Sources};
 
 /// Path of the list of known findings in the repository.
-pub const KNOWN: &str = "e2e/structure/known.txt";
+pub const KNOWN_FINDINGS: &str = "e2e/structure/known.txt";
 
-/// Directories of a package that hold Rust code.
-const CODE: [&str; 4] = ["src", "tests", "benches", "examples"];
+/// Directories of a package that contain Rust code.
+const CODE_DIRECTORIES: [&str; 4] = ["src", "tests", "benches", "examples"];
 
 /// Directories that are not part of the repository.
-const IGNORED: [&str; 3] = [".git", ".gpu", "target"];
+const IGNORED_DIRECTORIES: [&str; 3] = [".git", ".gpu", "target"];
 
 /// Reads the Rust files of every member of the workspace at `root`, finds the members' libraries
 /// and programs, and reads all other files with comments.
@@ -27,7 +27,7 @@ pub fn read(root: &Path) -> Result<Sources> {
         let directory = if member == "." { String::new() } else { format!("{member}/") };
         let manifest = root.join(&member).join("Cargo.toml");
         let package = package(&text(&manifest)?).with_context(|| format!("{}: no package", manifest.display()))?;
-        for code in CODE {
+        for code in CODE_DIRECTORIES {
             let path = root.join(&member).join(code);
             if path.is_dir() {
                 walk(&path, &format!("{directory}{code}/"), &mut |path, file| {
@@ -76,7 +76,7 @@ fn walk(directory: &Path, prefix: &str, visit: &mut impl FnMut(String, &Path) ->
         let entry = entry.with_context(failed)?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let kind = entry.file_type().with_context(failed)?;
-        if kind.is_dir() && !IGNORED.contains(&name.as_str()) {
+        if kind.is_dir() && !IGNORED_DIRECTORIES.contains(&name.as_str()) {
             walk(&entry.path(), &format!("{prefix}{name}/"), visit)?;
         } else if kind.is_file() {
             visit(format!("{prefix}{name}"), &entry.path())?;

@@ -16,9 +16,9 @@ pub fn list(findings: &[Finding]) -> String {
 /// The differences between findings and the list.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Difference<'a> {
-    /// Found and not listed.
+    /// Findings that the list does not contain.
     pub new: Vec<&'a Finding>,
-    /// Listed and not found.
+    /// Lines of the list without a finding.
     pub gone: Vec<&'a str>,
 }
 
@@ -28,7 +28,7 @@ pub fn difference<'a>(findings: &'a [Finding], known: &'a str) -> Difference<'a>
         known.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
     let mut new = Vec::new();
     for finding in findings {
-        // One line allows one finding: two functions with one name need two lines.
+        // One line allows one finding: two functions with the same name need two lines.
         match gone.iter().position(|line| *line == finding.what) {
             Some(at) => _ = gone.remove(at),
             None => new.push(finding),

@@ -7,20 +7,20 @@ use crate::model::{Finding, Sources};
 use crate::parse::Parsed;
 
 /// Maximum number of lines of a file.
-const FILE: usize = 800;
+const MAX_FILE_LINES: usize = 800;
 /// Maximum number of lines of a function, from its signature to its last brace.
-const FUNCTION: usize = 80;
+const MAX_FUNCTION_LINES: usize = 80;
 /// Start of a comment that gives the reason for a longer file or function.
-const REASON: &str = "// long:";
+const REASON_PREFIX: &str = "// long:";
 
 /// Files over 800 lines without a reason at their top.
 pub fn files(sources: &Sources) -> Vec<Finding> {
     let long = |(path, text): (&String, &String)| {
         let lines = text.lines().count();
         let mut top = text.lines().map(str::trim).take_while(|line| line.is_empty() || is_above(line));
-        (lines > FILE && !top.any(is_reason)).then(|| Finding {
+        (lines > MAX_FILE_LINES && !top.any(is_reason)).then(|| Finding {
             what: format!("long-file {path}"),
-            places: vec![format!("{path}: {lines} lines, at most {FILE}")],
+            places: vec![format!("{path}: {lines} lines, at most {MAX_FILE_LINES}")],
         })
     };
     sources.files.iter().filter_map(long).collect()
@@ -49,14 +49,14 @@ impl Functions<'_> {
     fn function(&mut self, attributes: &[Attribute], signature: &Signature, block: &Block) {
         let first = signature.fn_token.span.start().line;
         let lines = block.brace_token.span.close().end().line + 1 - first;
-        if lines <= FUNCTION || self.has_reason(attributes, first) {
+        if lines <= MAX_FUNCTION_LINES || self.has_reason(attributes, first) {
             return;
         }
         let owner = self.owner.as_ref().map(|owner| format!("{owner}::")).unwrap_or_default();
         let (path, name) = (self.path, &signature.ident);
         self.found.push(Finding {
             what: format!("long-function {path} {owner}{name}"),
-            places: vec![format!("{path}:{first}: {lines} lines, at most {FUNCTION}")],
+            places: vec![format!("{path}:{first}: {lines} lines, at most {MAX_FUNCTION_LINES}")],
         });
     }
 
@@ -115,5 +115,5 @@ fn is_above(line: &str) -> bool {
 
 /// Whether a line is a comment that gives a reason.
 fn is_reason(line: &str) -> bool {
-    line.strip_prefix(REASON).is_some_and(|reason| !reason.trim().is_empty())
+    line.strip_prefix(REASON_PREFIX).is_some_and(|reason| !reason.trim().is_empty())
 }

@@ -1,7 +1,7 @@
 //! Checks the structure of the workspace's code: modules of a crate do not use each other in a
 //! cycle, files and functions stay short, and comments wrap at 100 columns.
 //!
-//! Everything but [`files`] is pure: sources go in as text, findings come out.
+//! Everything except [`files`] is pure: sources go in as text, findings come out.
 //!
 //! ```text
 //! files ── Sources ──► parse ──► modules ──► uses ──► cycles ──┐
@@ -9,12 +9,13 @@
 //!            └─────────────────► comments ─────────────────────┘
 //! ```
 //!
-//! A module is one node per file. A file depends on the file that defines what it names:
-//! re-exports are followed to the definition. Code for tests only is ignored, and so are `mod`
-//! declarations and a parent's `pub use` of what its children define.
+//! A module is one node per file. A file depends on the files that define the items it names:
+//! re-exports are followed to the definition. Test code is ignored, and so are `mod` declarations
+//! and a parent's `pub use` of items that its children define.
 //!
-//! Limits: methods that are called on a value name no module, so an inherent method defined in
-//! another file is no use of that file. A macro's expansion is not seen, only what is passed to it.
+//! Limits: methods that are called on a value name no module, so calling an inherent method that
+//! another file defines does not count as a use of that file. Macros are not expanded: only their
+//! arguments are checked.
 pub mod comments;
 pub mod cycles;
 pub mod files;
@@ -29,8 +30,8 @@ mod tokens;
 
 pub use model::{Crate, Finding, Sources};
 
-/// Everything that is wrong with the structure of `sources`: cycles by crate, then long files, long
-/// functions and wide comments.
+/// All findings about `sources`: cycles by crate, then long files, long functions and wide
+/// comments.
 pub fn check(sources: &Sources) -> Result<Vec<Finding>, parse::Error> {
     let parsed = parse::parse(sources)?;
     let mut findings = Vec::new();

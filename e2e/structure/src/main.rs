@@ -1,4 +1,4 @@
-//! Prints what is wrong with the structure of the code, and writes the list of what is known.
+//! Prints the findings about the structure of the code, and writes the list of known findings.
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -38,7 +38,7 @@ fn run(options: &Options) -> Result<()> {
         }
     }
     if options.write {
-        let path = options.root.join(files::KNOWN);
+        let path = options.root.join(files::KNOWN_FINDINGS);
         fs::write(&path, known::list(&findings)).with_context(|| format!("failed to write {}", path.display()))?;
     }
     Ok(())

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 /// The code of a workspace, as text.
 #[derive(Debug, Default)]
 pub struct Sources {
-    /// Every Rust file of a member by its path in the repository, with `/` between names.
+    /// All Rust files of members by path in the repository, with `/` between names.
     pub files: BTreeMap<String, String>,
     /// The other files of the repository whose comments are checked, by path.
     pub others: BTreeMap<String, String>,
@@ -24,8 +24,8 @@ pub struct Crate {
 /// A violation of the rules for the structure of the code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// What was found, without line numbers: a line of the list of known findings.
+    /// The finding, without line numbers, as in a line of the list of known findings.
     pub what: String,
-    /// Where it is: one line for each place, with file and line.
+    /// The places of the finding, one line each, with file and line.
     pub places: Vec<String>,
 }

@@ -34,7 +34,7 @@ pub(crate) struct Module {
     pub(crate) names: BTreeMap<String, Vec<Name>>,
     /// Indices of imports that end in `*`.
     pub(crate) globs: Vec<usize>,
-    /// Lower-case names that patterns bind. A variable with such a name does not use an item.
+    /// Lower-case names that patterns bind. A variable with such a name is not a use of an item.
     pub(crate) variables: BTreeSet<String>,
 }
 
@@ -57,7 +57,7 @@ pub(crate) struct Import {
     pub(crate) module: usize,
     pub(crate) path: Vec<String>,
     pub(crate) glob: bool,
-    /// Whether other modules can import it from here.
+    /// Whether other modules can import the name from here.
     pub(crate) exported: bool,
     pub(crate) line: usize,
 }
@@ -107,7 +107,7 @@ impl Reader<'_> {
         self.tree.modules.len() - 1
     }
 
-    /// `directory` holds the files of the module's children.
+    /// `directory` contains the files of the module's children.
     fn read_file(&mut self, file: &File, module: usize, directory: &str) {
         Visitor { reader: self, module, directory: directory.to_owned(), blocks: 0 }.visit_file(file);
     }
@@ -288,7 +288,7 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
         }
     }
 
-    /// `pub(in crate::a)` does not use `a`.
+    /// `pub(in crate::a)` is not a use of `a`.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 }
 

@@ -59,7 +59,7 @@ fn continues(before: &[TokenTree]) -> bool {
     let punct = |token: &TokenTree, of: char| matches!(token, TokenTree::Punct(punct) if punct.as_char() == of);
     match before {
         [.., first, last] if punct(first, ':') && punct(last, ':') => true,
-        // `..Type` is a range or the rest of a value.
+        // `..Type` is a range or a struct's remaining fields.
         [.., first, last] if punct(last, '.') => !punct(first, '.'),
         _ => false,
     }

@@ -1,10 +1,10 @@
-//! Resolves imports and paths to the files that define what they name.
+//! Resolves imports and paths to the files that contain the definitions.
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::modules::{Import, Name, Tree};
 
-/// Uses of one file by another, by index, each with the line of the first use. The line is that of
-/// a `use` item if there is one.
+/// Uses of one file by another, by index, each with the line of the first use. If a `use` item
+/// exists, its line is used.
 pub type Uses = BTreeMap<(usize, usize), usize>;
 
 /// The definition that a path leads to.
@@ -21,7 +21,7 @@ pub fn between_files(tree: &Tree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
     let mut add = |from: usize, target: Target, in_code: bool, line: usize| {
-        // Naming a module uses nothing in it. Only paths through it count.
+        // Only naming a module is not a use of its content. A path through the module is.
         let Target::Item(to) = target else { return };
         let (from, to) = (tree.modules[from].file, tree.modules[to].file);
         if from != to {
@@ -66,7 +66,7 @@ impl Resolver<'_> {
     }
 
     /// The definitions that `path` leads to from `module`. Empty if they are in another crate.
-    /// `followed` has the imports on the path, so that imports of each other end.
+    /// `followed` contains the imports on the path, so that circular imports end.
     fn path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;
@@ -107,7 +107,8 @@ impl Resolver<'_> {
             match *name {
                 Name::Module(child) => found.extend(self.inside(child, rest, followed)),
                 Name::Type => _ = found.insert(Target::Item(module)),
-                // A function or constant contains nothing, so another item of that name is meant.
+                // A function or constant contains no items, so the path means another item of that
+                // name.
                 Name::Value if rest.is_empty() => _ = found.insert(Target::Item(module)),
                 Name::Value => {}
                 Name::Import(import) => found.extend(self.import(import, rest, followed)),

@@ -94,7 +94,7 @@ fn a_variable_does_not_use_a_function_of_the_same_name() {
 
 #[test]
 fn re_exports_are_followed_to_the_definition() {
-    // `c` names `a::B`, which `b` defines. Nothing leads back to `c`, or from `b` to `a`.
+    // `c` names `a::B`, which `b` defines. No use leads back to `c`, or from `b` to `a`.
     let root = ("src/lib.rs", "mod a; mod b; mod c; pub use c::C;");
     let re_export = ("src/a.rs", "pub use crate::b::B; use crate::C; pub struct A(C);");
     assert!(
@@ -116,7 +116,7 @@ fn re_exports_are_followed_to_the_definition() {
 fn names_are_found_through_module_and_glob_imports() {
     assert_eq!(pair("use crate::b; fn f() { b::g() }", "use super::a::*; pub fn g() { f() }"), CYCLE);
     assert_eq!(pair("use crate::b as other; fn f() { other::g() }", "use crate::a::{self}; fn g() { a::f() }"), CYCLE);
-    // An import that no path goes through uses nothing.
+    // An import that no path goes through is not a use.
     assert!(pair("use crate::b; fn f() {}", "use super::a::*; pub fn g() { h() }").is_empty());
 }
 
@@ -215,7 +215,7 @@ fn files_of_modules_are_found() {
     assert!(matches!(broken, Err(Error::Syntax { .. })), "{broken:?}");
 }
 
-/// A function of this many lines.
+/// A function with this number of lines.
 fn function(lines: usize) -> String {
     format!("fn long() {{\n{}}}\n", "    f();\n".repeat(lines - 2))
 }
@@ -250,7 +250,7 @@ fn a_file_over_800_lines_needs_a_reason_at_its_top() {
     assert_eq!(whats(&[("src/lib.rs", &format!("{}// long: late\n", items(800)))]), ["long-file src/lib.rs"]);
 }
 
-/// The findings in a repository with one file besides an empty library.
+/// The findings in a repository with one file and an empty library.
 fn beside(path: &str, text: &str) -> Vec<Finding> {
     let mut sources = sources(&[("src/lib.rs", "")]);
     sources.others.insert(path.to_owned(), text.to_owned());

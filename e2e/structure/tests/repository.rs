@@ -4,7 +4,7 @@ use std::path::Path;
 
 use cleave_structure::{check, files, known};
 
-const WRITE: &str = "cargo run -p cleave-structure -- --write";
+const WRITE_COMMAND: &str = "cargo run -p cleave-structure -- --write";
 
 #[test]
 fn the_repository_has_only_known_findings() {
@@ -17,15 +17,15 @@ fn the_repository_has_only_known_findings() {
         assert!(sources.others.contains_key(other), "{other} is not checked");
     }
     let findings = check(&sources).unwrap();
-    let known = fs::read_to_string(root.join(files::KNOWN)).unwrap();
+    let known = fs::read_to_string(root.join(files::KNOWN_FINDINGS)).unwrap();
     let difference = known::difference(&findings, &known);
     let new: String =
         difference.new.iter().map(|finding| format!("{}\n  {}\n", finding.what, finding.places.join("\n  "))).collect();
     assert!(new.is_empty(), "new findings, to be resolved:\n{new}");
     assert!(
         difference.gone.is_empty(),
-        "no longer found, to be removed from {} with `{WRITE}`:\n{}",
-        files::KNOWN,
+        "no longer found, to be removed from {} with `{WRITE_COMMAND}`:\n{}",
+        files::KNOWN_FINDINGS,
         difference.gone.join("\n")
     );
 }

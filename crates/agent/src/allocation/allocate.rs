@@ -1,16 +1,16 @@
 //! Decides which slices a request gets, and with which limits. Pure.
 //!
-//! MPS shares of one request are always on one GPU, and replicas where possible. `Allocate` is
-//! answered from the pools alone. A daemon that is briefly away is no reason to refuse: the start
-//! of the container waits for it.
+//! All MPS shares of one request are on one GPU; replicas are if possible. `Allocate` needs only
+//! the pools. It does not refuse a request because a daemon is briefly unavailable: the container's
+//! start waits for the daemon.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::pending::Reserved;
 use super::{Allocation, MpsLimits};
 use crate::gpu::layout::{Kind, Pool, parse_id};
 
-/// Most characters of a caller's text that an error repeats.
-const ECHO: usize = 80;
+/// Maximum number of characters of a caller's text that an error repeats.
+const MAX_QUOTED_CHARS: usize = 80;
 
 /// The pools of one resource, and the reservations to respect.
 #[derive(Debug, Clone, Copy)]
@@ -43,11 +43,11 @@ pub struct Choice<'a> {
 
 /// Chooses the slices for a request, lowest numbers first.
 ///
-/// If a GPU has enough free slices, all are taken from one GPU. Such GPUs are preferred in this
-/// order: one with a reservation for a request of this size, earliest reservation first; one where
-/// the other free slices still cover its reservations; the one with the fewest free slices; the
-/// first by UUID. If no GPU has enough, the GPUs with the most free slices are used, so that the
-/// fewest GPUs are. `must_include` is always part of the answer.
+/// If a GPU has enough free slices, all slices come from one GPU, preferably in this order: one
+/// with a reservation for a request of this size, earliest reservation first; one whose other free
+/// slices still cover its reservations; the one with the fewest free slices; the first by UUID. If
+/// no GPU has enough, the GPUs with the most free slices come first, so that the request uses as
+/// few GPUs as possible. `must_include` is always part of the answer.
 pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
@@ -67,8 +67,8 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
         let fits = free >= missing && (started.is_empty() || started.len() == 1 && started.contains(device));
         let reserved = || view.reserved.iter().filter(|reserved| reserved.device == device);
         let is_for_this = |reserved: &Reserved<'_>| reserved.sizes.iter().any(|size| *size as usize == request.size);
-        // The first matching reservation counts: an init container's request uses only a part of
-        // one.
+        // The first reservation with a matching size counts: an init container's request uses only
+        // a part of its reservation.
         let rank = view.reserved.iter().position(|reserved| reserved.device == device && is_for_this(reserved));
         let for_this = rank.is_some();
         let for_all = reserved().fold(0_usize, |sum, reserved| sum.saturating_add(reserved.units as usize));
@@ -89,7 +89,7 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
 /// Why a container cannot get these ids: a sentence for the pod's events.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
-    /// They are shares of several GPUs: the pod bypassed the placement gate, or lost its
+    /// The ids are shares of several GPUs: the pod bypassed the placement gate, or lost its
     /// reservation.
     #[error("{0}")]
     Split(String),
@@ -137,7 +137,7 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
                     devices.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
                 )));
             }
-            // A list has a limit for every count or is empty: `layout` checks that.
+            // `layout` has checked that each list is empty or has a limit for every count.
             let last = ids.len() - 1;
             Some(MpsLimits {
                 threads: threads.get(last).copied(),
@@ -155,7 +155,7 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
 }
 
 fn echo(text: &str) -> String {
-    text.chars().take(ECHO).collect()
+    text.chars().take(MAX_QUOTED_CHARS).collect()
 }
 
 #[cfg(test)]
@@ -334,7 +334,7 @@ mod tests {
             prop_assert_eq!(numbers == others, id == allocation_id(MPS, &ids("GPU-0", others)));
         }
 
-        /// No input can cause a panic or be granted slices that are not served.
+        /// No input causes a panic, and only served slices are granted.
         #[test]
         fn hostile_ids_are_refused(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
             let pools = pools(&[3, 3]);

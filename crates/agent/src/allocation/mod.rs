@@ -29,11 +29,11 @@ pub struct Allocation {
 /// Limits of an allocation under MPS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MpsLimits {
-    /// Active thread percentage, 1 to 100. None is no limit.
+    /// Active thread percentage, 1 to 100. `None` means unlimited.
     pub threads: Option<u8>,
-    /// Memory in MiB. None is no limit.
+    /// Memory in MiB. `None` means unlimited.
     pub memory_mib: Option<u64>,
-    /// Most MPS clients. None is no limit.
+    /// Maximum number of MPS clients. `None` means unlimited.
     pub max_clients: Option<u32>,
 }
 
@@ -43,7 +43,7 @@ impl Allocation {
         allocation_id(&self.resource, &self.ids)
     }
 
-    /// The id and settings of its door, for the MPS host. None if it is not under MPS.
+    /// The id and settings of its door, for the MPS host. `None` if it is not under MPS.
     pub fn door(&self) -> Option<(String, wire::Allocation)> {
         let MpsLimits { threads, memory_mib, max_clients } = self.mps?;
         let device = self.devices.first()?.clone();

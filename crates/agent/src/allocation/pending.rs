@@ -14,11 +14,11 @@ use cleave_kubelet::HeldDevices;
 
 use crate::gpu::layout::parse_id;
 
-/// Longest delay between an `Allocate` call and the kubelet listing its pod.
+/// Maximum time from an `Allocate` call until the kubelet lists its pod.
 const LIST_DELAY: Duration = Duration::from_secs(2);
-/// Most `Allocate` calls that are kept while no pod is known for them. A node admits fewer pods
-/// before the watch reports them.
-const MOST_UNMATCHED: usize = 128;
+/// Maximum number of answered `Allocate` calls that are kept while their pods are unknown. A node
+/// admits fewer pods before the watch reports them.
+const MAX_UNMATCHED_CALLS: usize = 128;
 
 /// A pod that is bound to this node and requests slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,14 +54,14 @@ pub struct ContainerRequest {
     pub reserved_on: Option<String>,
 }
 
-/// The part of a reservation that no container has been allocated yet.
+/// The part of a reservation that is not allocated to a container yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reserved<'a> {
     /// The GPU or MIG device.
     pub device: &'a str,
-    /// Slices that are still to be allocated.
+    /// Number of slices that are not allocated yet.
     pub units: u32,
-    /// Sizes of the `Allocate` calls to come.
+    /// Sizes of the expected `Allocate` calls.
     pub sizes: Vec<u32>,
 }
 
@@ -70,7 +70,7 @@ pub struct Reserved<'a> {
 enum RequestState {
     /// `Allocate` has not been called.
     Pending,
-    /// `Allocate` was called at this time. Which container the call was for is an assumption.
+    /// `Allocate` was called at this time. The agent assumes that the call was for this request.
     Answered(Instant),
     /// The kubelet lists the container, or has admitted its pod.
     Listed,
@@ -79,8 +79,8 @@ enum RequestState {
 #[derive(Debug, Clone)]
 struct PendingRequest {
     wanted: ContainerRequest,
-    /// The device of the reservation that this request will use. It is another request's where the
-    /// two have swapped.
+    /// The device of the reservation that this request will use. After a swap, the reservation was
+    /// made for another request.
     reservation: Option<String>,
     state: RequestState,
     /// The device of its allocation, if known.
@@ -96,7 +96,7 @@ struct Pod {
     /// Position in the order in which pods became known. The kubelet learns of pods in the same
     /// order, and admits them one by one.
     order: u64,
-    /// When the pod became known. An older list may name an earlier pod of the same name.
+    /// When the pod became known. An older list may contain an earlier pod with the same name.
     known_since: Instant,
     requests: Vec<PendingRequest>,
 }
@@ -120,11 +120,11 @@ enum PodWatch {
     Working,
     /// The watch fails.
     Failing,
-    /// The watch fails, and a request has waited in vain.
+    /// The watch fails, and a request has waited without result.
     Unreliable,
 }
 
-/// The requests that the kubelet has yet to make, as far as they are known.
+/// The known requests that the kubelet has yet to make.
 #[derive(Debug, Clone, Default)]
 pub struct PendingAllocations {
     watch: PodWatch,
@@ -159,7 +159,7 @@ impl PendingAllocations {
         }
     }
 
-    /// Returns whether a known pod has a pending request of this size, or waiting for one is
+    /// Whether a known pod has a pending request of this size. Also true if waiting for one is
     /// pointless.
     pub fn expects(&self, resource: &str, units: u32) -> bool {
         let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
@@ -245,7 +245,7 @@ impl PendingAllocations {
             self.swap_reservations();
             return;
         }
-        if self.unmatched.len() == MOST_UNMATCHED {
+        if self.unmatched.len() == MAX_UNMATCHED_CALLS {
             self.unmatched.remove(0);
         }
         self.unmatched.push(UnmatchedAllocation {
@@ -275,7 +275,7 @@ impl PendingAllocations {
             if pod.requests.iter().any(|request| request.state == RequestState::Listed) {
                 continue;
             }
-            // The call was for another container, whose pod is gone.
+            // The call was for another container, whose pod no longer exists.
             for request in &mut pod.requests {
                 if matches!(request.state, RequestState::Answered(at) if at + LIST_DELAY < asked) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);
@@ -286,8 +286,8 @@ impl PendingAllocations {
         self.swap_reservations();
     }
 
-    /// Marks a request as listed on a device, and the earlier requests of its pod with it: the
-    /// kubelet calls `Allocate` for containers in order.
+    /// Marks a request as listed on a device. The earlier requests of its pod are listed too,
+    /// because the kubelet calls `Allocate` for containers in order.
     fn mark_listed(&mut self, key: &RequestKey, device: &str) {
         let (uid, last) = key;
         let Some(pod) = self.pods.get(uid) else { return };
@@ -305,7 +305,8 @@ impl PendingAllocations {
             if here.is_some() && allocated_on == here {
                 continue;
             }
-            // The call for this request was attributed to another one. Exchange the two devices.
+            // The call for this request was attributed to another request. Exchange the two
+            // devices.
             let taken = |other: &RequestKey, request: &PendingRequest| {
                 let open =
                     matches!(request.state, RequestState::Answered(_)) && request.is(&wanted.resource, wanted.units);
@@ -328,8 +329,8 @@ impl PendingAllocations {
         }
     }
 
-    /// Marks the request of an admitted pod. If it still counts as pending, its call was attributed
-    /// to another request: that one is pending again.
+    /// Marks a request of an admitted pod as listed. If it was still pending, its call was
+    /// attributed to another request, which becomes pending again.
     fn mark_admitted(&mut self, key: &RequestKey) {
         let Some(request) = self.request(key) else { return };
         let was = std::mem::replace(&mut request.state, RequestState::Listed);
@@ -377,7 +378,7 @@ impl PendingAllocations {
                 && request.allocated_on.is_some()
                 && request.allocated_on != request.reservation
         };
-        // Pairs of which both are allocated come first.
+        // Pairs in which both requests are allocated come first.
         for waiting in [false, true] {
             let misplaced: Vec<RequestKey> =
                 self.find_requests(|_, request| elsewhere(request)).map(|(key, _, _)| key).collect();
@@ -399,7 +400,7 @@ impl PendingAllocations {
                 }
             }
         }
-        // A listed request no longer uses a reservation. Later pods bring their own.
+        // A listed request no longer uses a reservation. Later pods have their own.
         for request in self.pods.values_mut().flat_map(|pod| &mut pod.requests) {
             if request.state == RequestState::Listed && request.allocated_on.is_some() {
                 request.reservation.clone_from(&request.allocated_on);
@@ -432,8 +433,8 @@ impl PendingRequest {
 }
 
 impl Pod {
-    /// Key for sorting pods by when the kubelet admits them. A pod that it has begun to admit is
-    /// first.
+    /// Key for sorting pods in the order in which the kubelet admits them. A pod that the kubelet
+    /// has begun to admit is first.
     fn admission_order(&self) -> (bool, u64) {
         (!self.requests.iter().any(|request| request.state != RequestState::Pending), self.order)
     }
@@ -568,7 +569,7 @@ mod tests {
         assert!(!pending.expects(MPS, 3), "its call was answered already");
         pending.update_pod(bound("b", &[(3, "B")]), now);
         assert!(pending.expects(MPS, 3));
-        // Whether the call was for a or for b, the reservation on A is left.
+        // The reservation on A is left, whichever pod the call was for.
         assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
         late.record_answer(MPS, 3, "A", now);

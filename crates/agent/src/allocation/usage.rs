@@ -1,5 +1,5 @@
-//! Which slices are in use, and by whom: the kubelet's PodResources list, and the allocations that
-//! it does not list yet. Pure.
+//! The slices in use and the pods that use them, from the kubelet's PodResources list and from the
+//! allocations that it does not list yet. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,8 @@ use crate::gpu::layout::parse_id;
 /// Name of the user of an allocation that PodResources does not list.
 const BEING_ADMITTED: &str = "a pod that is being admitted";
 
-/// Allocations by id. The kubelet does not announce the end of an allocation: it is inferred from
-/// the PodResources list, after a grace period.
+/// Allocations by id. The kubelet does not announce that an allocation has ended. The agent infers
+/// it from the PodResources list, after a grace period.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Allocations(BTreeMap<String, Entry>);
 
@@ -21,7 +21,7 @@ struct Entry {
     allocation: Allocation,
     /// When it was last allocated.
     at: Instant,
-    /// The kubelet has listed it. Once it no longer does, the allocation has ended.
+    /// The kubelet has listed it. The allocation ends when the kubelet no longer lists it.
     seen: bool,
 }
 
@@ -52,9 +52,8 @@ impl Allocations {
         self.0.iter().map(|(id, entry)| (id, &entry.allocation))
     }
 
-    /// Removes the allocations that have ended, by a PodResources list that was requested at
-    /// `asked`: those that were listed before and are not now, and those that were not listed
-    /// within `grace`.
+    /// Removes the allocations that have ended according to a PodResources list requested at
+    /// `asked`: those listed before but not now, and those not listed within `grace`.
     ///
     /// An allocation stays while `busy` reports clients for it, and while the kubelet's checkpoint
     /// has one of its slices: a kubelet that restarted now would count those slices as allocated.
@@ -101,9 +100,9 @@ impl Allocations {
 /// The allocations that the kubelet does not list.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// Those that have ended. They were removed.
+    /// Allocations that have ended and were removed.
     pub ended: Vec<Allocation>,
-    /// Resources of those that are kept only because the kubelet's checkpoint has them.
+    /// Resources of allocations that are kept only because they are in the kubelet's checkpoint.
     pub in_kubelet_checkpoint: BTreeSet<String>,
 }
 

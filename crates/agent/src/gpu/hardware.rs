@@ -1,11 +1,11 @@
-//! The GPUs of the node: the last answer of NVML for each, and its health ([`crate::gpu::health`]).
-//! Pure: the time is an argument.
+//! The GPUs of the node: NVML's last answer for each GPU, and the GPU's health
+//! ([`crate::gpu::health`]). Pure: the time is an argument.
 //!
 //! GPUs answer one by one ([`crate::run::hardware`]), and [`HardwareTracker`] merges the answers. A
 //! GPU is unreachable when its own call fails or misses its deadline. If a call to the driver
 //! fails, all GPUs are unavailable; once the driver answers, each GPU's own last answer counts
-//! again. The tracker maps NVML's indices to GPUs from the answers since NVML's list last changed.
-//! No GPU counts as missing before every index has answered or failed.
+//! again. The tracker maps NVML's indices to GPUs, based only on answers since NVML's list last
+//! changed. No GPU counts as missing before every index has answered or failed.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
 use crate::clock::{Clock, Stamp};
-use crate::gpu::health::{History, QUIET, Record, reason};
+use crate::gpu::health::{DEFAULT_QUIET_PERIOD, History, Record, reason};
 use crate::gpu::xid::Class;
 
 /// The driver and the GPUs.
@@ -26,7 +26,7 @@ pub struct Hardware {
     pub driver: Driver,
     /// GPUs by UUID, including those that NVML no longer lists.
     pub gpus: BTreeMap<String, KnownGpu>,
-    /// GPUs that NVML lists but that have never reported their UUID: the error, by index.
+    /// The errors, by index, of GPUs that NVML lists but that have never reported their UUID.
     pub unnamed: BTreeMap<u32, String>,
 }
 
@@ -36,7 +36,7 @@ pub enum Driver {
     /// NVML has not answered yet.
     #[default]
     Unknown,
-    /// There is no driver, or it does not answer: the error.
+    /// There is no driver, or it does not answer, with this error.
     Missing(String),
     /// The driver answers and has this version.
     Present(String),
@@ -57,11 +57,12 @@ impl Driver {
 pub struct KnownGpu {
     /// The last description from NVML.
     pub gpu: Gpu,
-    /// Whether it can serve.
+    /// Whether the GPU can serve.
     pub health: Health,
     /// Health of MIG devices that cannot serve although the GPU can, by UUID.
     pub instances: BTreeMap<String, Health>,
-    /// NVML has described it to this process. Otherwise the description is the checkpoint's.
+    /// NVML has described the GPU to this process. Otherwise the description is from the
+    /// checkpoint.
     pub observed: bool,
     /// Processes on the GPU and in its MIG instances, as NVML last listed them.
     pub processes: Vec<Process>,
@@ -92,15 +93,15 @@ pub struct HardwareTracker {
     /// Quiet period of a suspect GPU.
     quiet: Duration,
     driver: Driver,
-    /// Why the driver does not answer. While it does not, no GPU can be queried.
+    /// Why the driver does not answer; `None` if it does. Without the driver, no GPU can be
+    /// queried.
     driver_error: Option<Lost>,
     gpus: BTreeMap<String, Entry>,
     /// The GPU at each of NVML's indices.
     slots: Vec<Slot>,
-    /// The GPUs are those of an earlier boot. A GPU that NVML does not list was removed from the
-    /// node.
+    /// The GPUs are from an earlier boot. A GPU that NVML does not list was removed from the node.
     earlier_boot: bool,
-    /// Up to when an administrator cleared a GPU's faults, by UUID.
+    /// The time up to which an administrator cleared a GPU's faults, by UUID.
     cleared: BTreeMap<String, Time>,
 }
 
@@ -110,7 +111,7 @@ struct Entry {
     gpu: Gpu,
     observed: bool,
     processes: Vec<Process>,
-    /// Why NVML cannot query it, if so.
+    /// Why NVML cannot query the GPU; `None` if it can.
     lost: Option<Lost>,
     history: History,
 }
@@ -122,7 +123,7 @@ enum Slot {
     Unknown,
     /// The GPU with this UUID.
     Gpu(String),
-    /// A GPU that has never reported its UUID: the error.
+    /// A GPU that has never reported its UUID, with the error.
     Unnamed(String),
 }
 
@@ -132,8 +133,8 @@ struct Lost {
     reason: &'static str,
     message: String,
     since: Time,
-    /// Only a reset brings it back: it fell off the bus, or its driver was unloaded. A driver that
-    /// hangs is no such proof.
+    /// Only a reset restores it: the GPU fell off the bus, or its driver was unloaded. A driver
+    /// that hangs does not prove that.
     for_good: bool,
 }
 
@@ -159,14 +160,14 @@ impl Entry {
 }
 
 impl HardwareTracker {
-    /// Starts with the GPUs of a checkpoint. They count as healthy until NVML reports otherwise,
+    /// Restores the GPUs of a checkpoint. They count as healthy until NVML reports otherwise,
     /// because pods may start before NVML has answered.
     pub fn restore(gpus: Vec<Gpu>, same_boot: bool, clock: Clock) -> Self {
         let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry::new(gpu, false, Vec::new()));
         let gpus = gpus.into_iter().map(entry).collect();
         Self {
             clock,
-            quiet: QUIET,
+            quiet: DEFAULT_QUIET_PERIOD,
             driver: Driver::Unknown,
             driver_error: None,
             gpus,
@@ -176,13 +177,13 @@ impl HardwareTracker {
         }
     }
 
-    /// Sets the quiet period of suspect GPUs. The default is [`QUIET`].
+    /// Sets the quiet period of suspect GPUs. The default is [`DEFAULT_QUIET_PERIOD`].
     pub fn set_quiet(&mut self, quiet: Duration) {
         self.quiet = quiet;
         self.gpus.values_mut().for_each(|entry| entry.history.quiet = quiet);
     }
 
-    /// Restores recorded faults. After a reboot there are none: a reboot ends them.
+    /// Restores recorded faults. Ignores them after a reboot, because a reboot ends them.
     #[must_use]
     pub fn with_health_records(mut self, records: BTreeMap<String, Record>, now: Instant) -> Self {
         for (uuid, record) in records.into_iter().filter(|_| !self.earlier_boot) {
@@ -314,7 +315,7 @@ impl HardwareTracker {
     pub fn record_gpu(&mut self, gpu: Gpu, processes: Vec<Process>) {
         match self.gpus.get_mut(&gpu.uuid) {
             Some(entry) => {
-                // It was lost and is back, so it was reset, which ended its faults.
+                // The GPU was lost and is back, so it was reset. The reset ended its faults.
                 if entry.lost.take().is_some_and(|lost| lost.for_good) {
                     entry.history.was_reset();
                 }
@@ -345,8 +346,8 @@ impl HardwareTracker {
         Stamp { now, wall: after.map_or(wall, |after| after.max(wall)) }
     }
 
-    /// Ends a GPU's faults up to a time, because an administrator cleared them. Must be repeated
-    /// after a restart, before any new fault is recorded.
+    /// Ends a GPU's faults up to a time, because an administrator cleared them. Call it again after
+    /// a restart, before any new fault is recorded.
     pub fn cleared(&mut self, uuid: &str, until: &Time) {
         if self.cleared.get(uuid).is_none_or(|before| before < until) {
             self.cleared.insert(uuid.to_owned(), until.clone());
@@ -356,7 +357,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Records for the checkpoint, of the GPUs that have one.
+    /// The record of each GPU that has one, for the checkpoint.
     pub fn records(&self) -> BTreeMap<String, Record> {
         let record = |entry: &Entry| entry.history.record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
@@ -434,7 +435,7 @@ pub(crate) mod tests {
     }
 
     impl Inventory {
-        /// Splits into answers in the order in which they come: the driver's first.
+        /// Splits the inventory into answers in their order of arrival: the driver's first.
         pub(crate) fn answers(self) -> (Census, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
             let Self { driver, gpus, mut processes } = self;
             let count = gpus.last_key_value().map_or(0, |(last, _)| last + 1);
@@ -555,7 +556,7 @@ pub(crate) mod tests {
         tracker.observe(both(), now);
         tracker.record_answer(1, hung(), now);
         tracker.census(Err(NvmlError::Hung(Duration::from_secs(20))), now);
-        // An answer does not make a GPU usable while its driver does not answer.
+        // A GPU that answers is not usable while its driver does not answer.
         tracker.record_answer(0, seen("GPU-a", 0), now);
         assert_eq!(unhealthy(&tracker), ["GPU-a", "GPU-b"]);
         assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
@@ -621,7 +622,7 @@ pub(crate) mod tests {
             let mut tracker = two();
             tracker.xid("GPU-b", 119, None, &[], now);
             tracker.observe(answer, now);
-            // Earlier proof outlives a later error that proves nothing.
+            // A later error that proves nothing does not cancel earlier proof.
             tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
             tracker.observe(both(), now);
             assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");
@@ -646,7 +647,7 @@ pub(crate) mod tests {
         before.xid("GPU-none", 48, None, &[], now);
         let records = before.records();
         assert_eq!(records.keys().collect::<Vec<_>>(), ["GPU-a"]);
-        let later = now + 100 * QUIET;
+        let later = now + 100 * DEFAULT_QUIET_PERIOD;
         let mut after = two().with_health_records(records.clone(), later);
         after.observe(both(), later);
         assert_eq!(reason_of(&after, "GPU-a"), "ResetRequired", "an agent restart is no reset");
@@ -732,8 +733,8 @@ pub(crate) mod tests {
         ahead.xid("GPU-a", 48, None, &[], now);
         ahead.cleared("GPU-a", &cleared);
         assert!(ahead.hardware().gpus["GPU-a"].health.healthy);
-        // The clock is corrected, for the same agent and for the next one, which has the cleared
-        // time from its checkpoint.
+        // The clock is corrected while the same agent runs, or before the next agent starts. The
+        // next agent has the cleared time from its checkpoint.
         let mut next = two().with_health_records(ahead.records(), now);
         next.cleared("GPU-a", &cleared);
         for mut tracker in [ahead, next] {

@@ -1,5 +1,5 @@
-//! Whether a GPU or one of its MIG instances can serve: which faults were recorded, and what ends
-//! them. Pure: the time is an argument.
+//! Health of a GPU and its MIG instances: the recorded faults, and what ends each of them. Pure:
+//! the time is an argument.
 //!
 //! ```text
 //!  event                          class          ends with
@@ -11,11 +11,11 @@
 //!                                                if only a reset brings it back, that is proof
 //! ```
 //!
-//! Time alone heals nothing, and neither does a restart of the agent: the checkpoint has the
-//! recorded faults. Proof of a reset is one of these: the node was rebooted; a GPU that fell off
-//! the bus, or whose driver was unloaded, is back; error counters start at 0 again; the driver
-//! requested a reset and no longer does. Other faults last exactly as long as NVML reports them,
-//! and are not recorded.
+//! Neither time alone nor a restart of the agent ends a fault: the checkpoint keeps the recorded
+//! faults. Proof of a reset is one of these: the node was rebooted; a GPU that fell off the bus, or
+//! whose driver was unloaded, is back; error counters start at 0 again; the driver requested a
+//! reset and no longer does. Other faults last exactly as long as NVML reports them, and are not
+//! recorded.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -31,9 +31,9 @@ use crate::gpu::xid::{Class, classify, describe};
 /// Default quiet period: how long a suspect GPU must show no further error before it can be healthy
 /// again. `--suspect-quiet` overrides it.
 ///
-/// A GPU that fails under every load fails again within this time, and a single error does not cost
-/// an hour of capacity.
-pub const QUIET: Duration = Duration::from_secs(60);
+/// Within this time, a GPU that fails under every load fails again. A single error does not cost an
+/// hour of capacity.
+pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
 /// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
 pub mod reason {
@@ -79,9 +79,9 @@ pub enum Cause {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RecordedFault {
-    /// What it takes to end it.
+    /// Its class, which determines what ends the fault.
     pub class: Class,
-    /// Its kind. With several errors, that of the last one.
+    /// Its kind. After several errors, the kind of the last one.
     pub cause: Cause,
     /// The MIG device that it is limited to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -102,7 +102,7 @@ pub struct Record {
     /// Uncorrected memory errors since the last reset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncorrected: Option<u64>,
-    /// When the driver first requested a reset, if it still does.
+    /// When the driver first requested a reset; `None` if it requests none now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_wanted: Option<Time>,
     /// The GPU was lost, and only a reset brings it back.
@@ -135,7 +135,7 @@ impl Default for History {
     /// History of a GPU without recorded faults.
     fn default() -> Self {
         Self {
-            quiet: QUIET,
+            quiet: DEFAULT_QUIET_PERIOD,
             faults: Vec::new(),
             uncorrected: None,
             reset_wanted: None,
@@ -146,7 +146,7 @@ impl Default for History {
     }
 }
 
-/// A fault, and how long it has been quiet.
+/// A fault, and the start of its quiet period.
 #[derive(Debug, Clone)]
 struct TrackedFault {
     recorded: RecordedFault,
@@ -255,7 +255,7 @@ impl History {
         }
     }
 
-    /// Whether the GPU can serve, by its history.
+    /// Health of the GPU according to its history.
     pub fn health(&self) -> Health {
         if self.was_lost {
             return Health {
@@ -335,7 +335,7 @@ impl History {
     }
 }
 
-/// Health of a GPU that needs a reset for as long as NVML reports the reason.
+/// Health of a GPU that needs a reset, valid as long as NVML reports the reason.
 fn reset_needed(reason: &str, message: String, since: &Time) -> Health {
     Health {
         healthy: false,
@@ -376,19 +376,19 @@ pub(crate) mod tests {
         let start = Instant::now();
         let mut history = History::default();
         assert_eq!(history.xid(999, None, &[], stamp(start)), Class::Suspect);
-        history.answered(start + QUIET.saturating_sub(Duration::from_millis(1)), &[]);
+        history.answered(start + DEFAULT_QUIET_PERIOD.saturating_sub(Duration::from_millis(1)), &[]);
         assert_eq!(class(&history), "Suspect", "the answer came too early");
-        history.xid(999, None, &[], stamp(start + QUIET / 2));
-        history.answered(start + QUIET, &[]);
+        history.xid(999, None, &[], stamp(start + DEFAULT_QUIET_PERIOD / 2));
+        history.answered(start + DEFAULT_QUIET_PERIOD, &[]);
         assert_eq!(class(&history), "Suspect", "the second XID restarts the quiet period");
         // Time alone changes nothing: NVML has to answer.
-        history.answered(start + QUIET / 2 + QUIET, &[]);
+        history.answered(start + DEFAULT_QUIET_PERIOD / 2 + DEFAULT_QUIET_PERIOD, &[]);
         assert!(history.health().healthy);
     }
 
     #[test]
     fn a_gpu_that_needs_a_reset_waits_for_proof_of_one() {
-        let (start, later) = (Instant::now(), Instant::now() + 1000 * QUIET);
+        let (start, later) = (Instant::now(), Instant::now() + 1000 * DEFAULT_QUIET_PERIOD);
         let faulty = || {
             let mut history = History::default();
             history.vitals(counted(3), stamp(start));
@@ -429,9 +429,9 @@ pub(crate) mod tests {
             let mut before = History::default();
             before.xid(xid, None, &[], stamp(start));
             let json = serde_json::to_string(&before.record(false)).unwrap();
-            let mut after = History::restore(serde_json::from_str(&json).unwrap(), start + QUIET);
+            let mut after = History::restore(serde_json::from_str(&json).unwrap(), start + DEFAULT_QUIET_PERIOD);
             assert_eq!(after.health(), before.health());
-            after.answered(start + QUIET, &[]);
+            after.answered(start + DEFAULT_QUIET_PERIOD, &[]);
             assert!(!after.health().healthy, "XID {xid}");
         }
     }
@@ -491,7 +491,7 @@ pub(crate) mod tests {
         let start = Instant::now();
         let mut history = History::default();
         history.xid(48, None, &[], Stamp { now: start, wall: Timestamp::from_second(3_600).unwrap() });
-        history.xid(79, None, &[], stamp(start + QUIET));
+        history.xid(79, None, &[], stamp(start + DEFAULT_QUIET_PERIOD));
         let health = history.health();
         assert_eq!(health.since, health.last);
         assert!(health.message.contains("79"), "{}", health.message);
@@ -501,7 +501,7 @@ pub(crate) mod tests {
     fn a_clock_converts_instants_to_the_time_of_day() {
         let start = Instant::now();
         let clock = Clock::new(start, Timestamp::UNIX_EPOCH);
-        assert_eq!(clock.stamp(start + QUIET).wall.as_second(), 60);
+        assert_eq!(clock.stamp(start + DEFAULT_QUIET_PERIOD).wall.as_second(), 60);
         assert_eq!(clock.stamp(start).wall.as_second(), 0);
     }
 

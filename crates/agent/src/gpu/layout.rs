@@ -1,5 +1,5 @@
-//! Layouts: the slices and MPS daemons of a GPU that its part of the spec asks for, checked against
-//! the hardware. Pure.
+//! Layouts: the slices and MPS daemons that the spec requests for a GPU, checked against the
+//! hardware. Pure.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::{
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::gpu::mig::{Change, Target, changes};
 
-/// Most slices of one device in the list of one resource. More is a mistake in the spec.
+/// Maximum number of slices in a pool. More is a mistake in the spec.
 const MAX_SLICES: u32 = 1024;
 
 /// The sharing mode of a GPU.
@@ -33,7 +33,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// As a `GpuNode` writes it.
+    /// The mode as a `GpuNode` contains it.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Whole => MODE_WHOLE,
@@ -79,11 +79,11 @@ pub enum Kind {
     TimeSliced,
     /// A share under MPS.
     Mps {
-        /// Memory limit of k shares in MiB, at index k − 1. Empty is no limit.
+        /// Memory limit of k shares in MiB, at index k − 1. Empty means unlimited.
         memory_mib: Vec<u64>,
-        /// Active thread percentage of k shares, at index k − 1. Empty is no limit.
+        /// Active thread percentage of k shares, at index k − 1. Empty means unlimited.
         threads: Vec<u8>,
-        /// Most clients of one allocation. None is no limit.
+        /// Maximum number of clients of one allocation. `None` means unlimited.
         max_clients: Option<u32>,
     },
 }
@@ -101,8 +101,8 @@ impl Pool {
 }
 
 impl Layout {
-    /// Checks counts, numbers and names, for a layout that was read from a file: its slices are
-    /// enumerated one by one.
+    /// Checks the counts, numbers and names of a layout that was read from a file. Other code
+    /// creates an id for every slice, so a wrong count could exhaust the memory.
     ///
     /// # Errors
     /// A sentence that says what is wrong.
@@ -122,7 +122,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Restores what `before` has for a device, pools and daemon.
+    /// Restores the pools and the daemon that `before` has for a device.
     pub fn keep(&mut self, device: &str, before: Option<&Self>) {
         self.pools.retain(|pool| pool.device != device);
         self.daemons.remove(device);
@@ -147,14 +147,14 @@ pub fn parse_id(id: &str) -> Option<(&str, u32)> {
     (canonical && !device.is_empty()).then_some((device, number))
 }
 
-/// A layout that can be served now, and the changes of the GPU that the rest of the spec needs.
+/// A layout that can be served now, and the GPU changes that the rest of the spec needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TargetLayout {
     /// The layout that can be served now.
     pub layout: Layout,
     /// The changes to make first, in order.
     pub changes: Vec<Change>,
-    /// A part of the spec that is ignored because it is not possible. Empty if there is none.
+    /// The part of the spec that is ignored because it is impossible. Empty if there is none.
     pub note: String,
 }
 
@@ -164,8 +164,8 @@ impl From<Layout> for TargetLayout {
     }
 }
 
-/// The layout that `spec` asks for. Without a spec, the GPU is served whole, or its existing MIG
-/// instances are. `was_mig`: an earlier spec divided the GPU by MIG, so its instances go.
+/// The layout that `spec` requests. Without a spec, the whole GPU or its existing MIG instances are
+/// served. `was_mig`: an earlier spec partitioned the GPU by MIG, so its instances are removed.
 ///
 /// # Errors
 /// A sentence for the step's message.
@@ -246,9 +246,9 @@ fn whole_pool(device: &str, resource: String) -> Pool {
     Pool { device: device.to_owned(), resource, first: 0, count: 1, kind: Kind::Whole }
 }
 
-/// The existing MIG instances, each whole.
+/// The existing MIG instances, each served whole.
 fn existing_instances(mig: &Mig) -> TargetLayout {
-    // A pod could not request an instance of a profile whose name is invalid in a resource name.
+    // No pod could request an instance whose profile name is invalid in a resource name.
     let has_name = |instance: &&MigInstance| resource_name(&mig_resource(&instance.profile)).is_ok();
     let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
@@ -318,8 +318,8 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let daemon = wire::Daemon {
         multi_user: *multi_user,
         exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
-        // Defaults are the largest allocation's limits. The door lowers them for each allocation,
-        // or the container's environment does where the door cannot.
+        // The defaults are the limits of the largest allocation. The door lowers them for each
+        // allocation. If the door cannot, the container's environment lowers them.
         default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
         default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
     };

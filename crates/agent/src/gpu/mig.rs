@@ -10,14 +10,14 @@ use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 
-/// Most attempts of a change that fails. It is tried again once the spec or the GPU changes.
-pub const ATTEMPTS: u32 = 5;
-/// Pause after the first failed attempt. Each further failure doubles it.
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
-/// Longest pause between attempts while something is in use.
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// Most processes that a message names.
-const MAX_NAMED: usize = 8;
+/// Maximum number of attempts of a failing change. It is retried once the spec or the GPU changes.
+pub const MAX_ATTEMPTS: u32 = 5;
+/// Delay after the first failed attempt. Each further failure doubles it.
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
+/// Maximum delay between attempts while something is in use.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
+/// Maximum number of processes that a message names.
+const MAX_NAMED_PROCESSES: usize = 8;
 
 /// A single change of a GPU's MIG mode or instances.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -124,7 +124,7 @@ fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
     one.0 < other.0.saturating_add(other.1) && other.0 < one.0.saturating_add(one.1)
 }
 
-/// What to do next about a GPU.
+/// The next step for a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NextStep {
     /// Nothing, or nothing yet because slices are still being withdrawn.
@@ -137,9 +137,9 @@ pub enum NextStep {
 
 /// The first change that can be made now.
 ///
-/// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
-/// kubelet is offered slices of a device. `gone`: whether the device's MPS daemon has exited, or
-/// why not.
+/// `known`: the users of all slices are known, so instances may be removed. `served`: whether
+/// slices of a device are offered to the kubelet. `gone`: `Ok` if the device's MPS daemon has
+/// exited, otherwise the reason why not.
 pub fn next<'a>(
     changes: impl IntoIterator<Item = &'a Change>,
     gpu: &Gpu,
@@ -187,9 +187,12 @@ fn size(gpu: &Gpu, profile: &str) -> u32 {
 
 /// `in use by processes outside of Kubernetes (pid 12, 13)`.
 pub fn in_use_by(processes: &[&Process]) -> String {
-    let pids: Vec<String> = processes.iter().take(MAX_NAMED).map(|process| process.pid.to_string()).collect();
-    let more =
-        if processes.len() > MAX_NAMED { format!(" and {} more", processes.len() - MAX_NAMED) } else { String::new() };
+    let pids: Vec<String> = processes.iter().take(MAX_NAMED_PROCESSES).map(|process| process.pid.to_string()).collect();
+    let more = if processes.len() > MAX_NAMED_PROCESSES {
+        format!(" and {} more", processes.len() - MAX_NAMED_PROCESSES)
+    } else {
+        String::new()
+    };
     format!("in use by processes outside of Kubernetes (pid {}{more})", pids.join(", "))
 }
 
@@ -213,13 +216,13 @@ pub enum ChangeOutcome {
 pub struct MigProgress {
     /// The part of the spec that the changes implement.
     wanted: Option<Partition>,
-    /// State of the GPU after the last change, if known. If it differs, something else changed the
-    /// GPU.
+    /// State of the GPU after the last change, if known. If the GPU now has another state,
+    /// something else has changed it.
     last_state: Option<GpuState>,
     /// The change that is being made now.
     in_progress: Option<Change>,
     done: Vec<StepStatus>,
-    /// How many of the last entries of `done` no Event has reported yet.
+    /// Number of entries at the end of `done` that no Event has reported yet.
     unreported: usize,
     attempts: Vec<Attempt>,
     waits: Option<StepStatus>,
@@ -231,12 +234,12 @@ struct Attempt {
     change: Change,
     failures: u32,
     busy_checks: u32,
-    /// When to try again. None is never.
+    /// The time of the next attempt; `None` if there will be none.
     not_before: Option<Instant>,
     step: StepStatus,
 }
 
-/// State that decides whether a failed change is tried again: health, MIG mode, pending MIG mode,
+/// State that decides whether a failed change is retried: health, MIG mode, pending MIG mode,
 /// instances.
 type GpuState = (bool, Option<(bool, Option<bool>, Vec<MigInstance>)>);
 
@@ -258,8 +261,8 @@ impl MigProgress {
         }
     }
 
-    /// Updates the target and the state of the GPU. If either changed, failed changes may be tried
-    /// again.
+    /// Updates the target and the state of the GPU. If either changed, failed changes may be
+    /// retried.
     pub fn update(&mut self, wanted: Option<&Partition>, gpu: &Gpu, healthy: bool) {
         if self.wanted.as_ref() != wanted {
             *self = Self { in_progress: self.in_progress.take(), ..Self::new(wanted) };
@@ -274,7 +277,7 @@ impl MigProgress {
         self.last_state = Some(now);
     }
 
-    /// Whether a change may start now: no other change is being made, and its pause is over.
+    /// Whether a change may start now: no other change is being made, and its retry delay is over.
     pub fn may_start(&self, change: &Change, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
         self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
@@ -300,8 +303,8 @@ impl MigProgress {
         }
     }
 
-    /// Whether the change that is being made removes a device or replaces it. Such a device must
-    /// not be allocated, even if the spec wants it again by now.
+    /// Whether the change in progress removes or replaces a device. Such a device must not be
+    /// allocated, even if the spec includes it again.
     pub fn removes(&self, gpu: &str, device: &str) -> bool {
         match &self.in_progress {
             Some(Change::Destroy(instance)) => instance.uuid == device,
@@ -315,8 +318,8 @@ impl MigProgress {
         self.in_progress.is_some()
     }
 
-    /// Records the result of a change and the state of the GPU after it. Returns a warning for an
-    /// Event, if the result is worth one.
+    /// Records the result of a change and the state of the GPU after it. Returns the text of a
+    /// warning Event if the result requires one.
     pub fn record_outcome(
         &mut self,
         gpu: &str,
@@ -332,8 +335,8 @@ impl MigProgress {
             at.map(|at| self.attempts.remove(at)).map_or((0, 0), |attempt| (attempt.failures, attempt.busy_checks));
         let (result, why, pause, is_news) = match outcome {
             ChangeOutcome::Done => {
-                // The freed slices may be what other changes lacked. An interrupted instance freed
-                // none.
+                // Other changes may have failed because they needed the slices that are free now.
+                // An interrupted instance had no slices to free.
                 if matches!(change, Change::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
@@ -342,7 +345,7 @@ impl MigProgress {
                 return None;
             }
             ChangeOutcome::Busy(why) => {
-                let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(LONGEST_PAUSE);
+                let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(MAX_RETRY_DELAY);
                 busy_checks += 1;
                 (STEP_WAITING, why.clone(), Some(pause), busy_checks == 1)
             }
@@ -357,8 +360,8 @@ impl MigProgress {
             }
             ChangeOutcome::Failed(why) => {
                 failures += 1;
-                let last = failures >= ATTEMPTS;
-                let pause = FIRST_PAUSE.saturating_mul(1 << (failures - 1).min(16));
+                let last = failures >= MAX_ATTEMPTS;
+                let pause = FIRST_RETRY_DELAY.saturating_mul(1 << (failures - 1).min(16));
                 let then = match failures {
                     _ if last => format!("failed {failures} times, and will not be tried again until the spec or the GPU changes"),
                     1 => "will be tried again".to_owned(),
@@ -410,7 +413,7 @@ pub struct MigOrder {
     pub change: Change,
 }
 
-/// Result of a MIG order, or a note that it is still in progress.
+/// Result of a MIG order, or a report that it is still in progress.
 #[derive(Debug)]
 pub struct OrderResult {
     /// The order.
@@ -419,6 +422,6 @@ pub struct OrderResult {
     pub outcome: ChangeOutcome,
     /// The GPU and its processes afterwards, if NVML reported them.
     pub after: Option<(Gpu, Vec<Process>)>,
-    /// When NVML had reported them.
+    /// A time at which NVML had reported them.
     pub at: Instant,
 }

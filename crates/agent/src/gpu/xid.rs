@@ -25,11 +25,11 @@ pub const CHECKS: &str = "Health Validation: Xid Checks";
 /// Source of table lines; see the module's list.
 pub const REPAIR: &str = "Alibaba Cloud: GPU node conditions";
 
-/// What it takes until a GPU can serve again, from least to most severe.
+/// Classes of XIDs by what must happen before the GPU can serve again, from least to most severe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Class {
-    /// Nothing: a program's own error, or a note from the driver. It is reported, and no slice
-    /// becomes unhealthy.
+    /// Nothing: an error of a program, or a message from the driver. The XID is reported, and no
+    /// slice becomes unhealthy.
     Application,
     /// A quiet period, and a full answer of NVML after it.
     Suspect,

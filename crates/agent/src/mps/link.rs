@@ -13,12 +13,12 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::{HostView, parse_status};
 use crate::files::{watch_directory, write_atomically};
 
-/// Pause between attempts to connect to the MPS host.
-const RECONNECT: Duration = Duration::from_millis(250);
-/// Pause between reads of the status file while inotify does not work.
-const POLL: Duration = Duration::from_millis(500);
-/// Pause between attempts of a request.
-const RETRY: Duration = Duration::from_millis(200);
+/// Interval between attempts to connect to the MPS host.
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(250);
+/// Interval between reads of the status file while inotify does not work.
+const STATUS_POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Interval between attempts of a request.
+const REQUEST_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// Maximum bytes of a status or a reply. 64 GPUs with 48 clients each need less than 1 MiB.
 const MAX_BYTES: u64 = 4 << 20;
 
@@ -75,7 +75,7 @@ impl HostLink {
         for entry in entries.flatten() {
             let name = entry.file_name();
             if name.to_str().is_some_and(|id| !keep(id)) {
-                // A socket in it is left over from a door that is closed.
+                // A socket in the directory is left over from a closed door.
                 let path = entry.path();
                 if let Err(error) = fs::remove_dir_all(&path) {
                     tracing::warn!(%error, path = %path.display(), "failed to remove the directory of an ended allocation");
@@ -122,7 +122,7 @@ impl HostLink {
     async fn follow_status(&self, view: &watch::Sender<HostView>) {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
         // Any change in the directory causes a read. An unchanged view is not sent.
-        watch_directory(&self.paths.mps(), POLL, || self.refresh(view), unwatched).await;
+        watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, || self.refresh(view), unwatched).await;
     }
 
     fn refresh(&self, view: &watch::Sender<HostView>) {
@@ -138,8 +138,8 @@ impl HostLink {
             match UnixStream::connect(self.paths.socket()).await {
                 Ok(mut stream) => {
                     set(true);
-                    // The MPS host sends nothing unasked. The read returns when its process ends or
-                    // when it closes an idle connection.
+                    // The MPS host sends nothing without a request. The read returns when its
+                    // process ends or when it closes an idle connection.
                     let _ = stream.read(&mut [0; 1]).await;
                     if UnixStream::connect(self.paths.socket()).await.is_err() {
                         set(false);
@@ -147,7 +147,7 @@ impl HostLink {
                 }
                 Err(_) => set(false),
             }
-            sleep(RECONNECT).await;
+            sleep(RECONNECT_INTERVAL).await;
         }
     }
 
@@ -164,10 +164,10 @@ impl HostLink {
                 Ok(Err(error)) => error.to_string(),
                 Err(_) => return Err(format!("the MPS host did not answer within {deadline:?}")),
             };
-            if Instant::now() + RETRY >= until {
+            if Instant::now() + REQUEST_RETRY_INTERVAL >= until {
                 return Err(format!("the MPS host of this node does not answer: {why}"));
             }
-            sleep(RETRY).await;
+            sleep(REQUEST_RETRY_INTERVAL).await;
         }
     }
 

@@ -7,7 +7,7 @@ use cleave_gpu::mps::wire::{Status, VERSION};
 /// status of the `GpuNode`.
 const MAX_ERROR_CHARS: usize = 300;
 
-/// What the agent knows of the MPS host.
+/// What the agent knows about the MPS host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HostView {
     /// Whether the MPS host accepts connections on its socket.

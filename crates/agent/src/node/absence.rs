@@ -1,10 +1,10 @@
 //! Short absences of MPS daemons, during which their shares stay Healthy. Pure.
 //!
-//! The kubelet refuses a pod for good if it arrives while its shares are Unhealthy. An admitted pod
-//! only waits: `PreStartContainer` until the daemon is Active, its programs at their door. So
-//! shares that were served stay Healthy while their daemon or the MPS host restarts. Other failures
-//! make them Unhealthy at once: a server in state FAULT, a daemon that fails repeatedly, and a
-//! daemon that has not yet served with its current layout.
+//! The kubelet permanently refuses a pod that arrives while its shares are Unhealthy. An admitted
+//! pod only waits: `PreStartContainer` waits until the daemon is Active, and the pod's programs
+//! wait at their door. So shares that were served stay Healthy while their daemon or the MPS host
+//! restarts. Other failures make them Unhealthy at once: a server in state FAULT, a daemon that
+//! fails repeatedly, and a daemon that has not yet served with its current layout.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -13,18 +13,19 @@ use cleave_gpu::mps::wire::{DaemonState, DaemonStatus};
 use crate::gpu::layout::{Layout, Pool};
 use crate::mps::HostView;
 
-/// Longest absence of a daemon during which its shares stay Healthy.
+/// Maximum time that a daemon may be unavailable while its shares stay Healthy.
 ///
 /// It is more than twice the usual absence: half a second for a restarted daemon or server, 2 to 4
 /// s for a replaced MPS host. It is well below the 25 s that a container's start waits before the
-/// kubelet tries again, so a pod that arrived first still waits when the shares become Unhealthy. A
-/// longer time would only send more pods to a daemon that does not come back.
-pub const TOLERATED: Duration = Duration::from_secs(10);
+/// kubelet retries, so a pod that arrived earlier is still waiting when the shares become
+/// Unhealthy. A longer time would only send more pods to a daemon that does not come back.
+pub const MAX_ABSENCE: Duration = Duration::from_secs(10);
 
 /// Daemons whose shares count as Healthy.
 #[derive(Debug, Default)]
 pub struct Absences {
-    /// By device: none while the daemon serves, otherwise since when it is away.
+    /// By device: `None` while the daemon serves, otherwise the time at which it became
+    /// unavailable.
     since: BTreeMap<String, Option<Instant>>,
 }
 
@@ -38,7 +39,7 @@ enum Presence {
 impl Absences {
     /// Forgets the devices whose pools or daemon settings changed.
     pub fn layouts_changed(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
-        self.since.retain(|device, _| served(before, device) == served(after, device));
+        self.since.retain(|device, _| settings_and_pools(before, device) == settings_and_pools(after, device));
     }
 
     /// Updates the daemons of these devices. `knows` returns whether the MPS host has read the
@@ -56,7 +57,7 @@ impl Absences {
                 (Presence::Serves, _) => None,
                 (Presence::Away, Some(since)) => {
                     let since = since.unwrap_or(now);
-                    if now.saturating_duration_since(since) >= TOLERATED {
+                    if now.saturating_duration_since(since) >= MAX_ABSENCE {
                         continue;
                     }
                     Some(since)
@@ -74,9 +75,9 @@ impl Absences {
         self.since.get(device).is_some_and(Option::is_some)
     }
 
-    /// Time until the first tolerance ends, if any.
+    /// Time until the first tolerated absence expires, if there is one.
     pub fn next_expiry(&self, now: Instant) -> Option<Duration> {
-        let left = |since: &Instant| TOLERATED.saturating_sub(now.saturating_duration_since(*since));
+        let left = |since: &Instant| MAX_ABSENCE.saturating_sub(now.saturating_duration_since(*since));
         self.since.values().flatten().map(left).min()
     }
 }
@@ -90,7 +91,7 @@ fn presence(view: &HostView, device: &str) -> Presence {
 }
 
 /// The daemon settings and pools of a device.
-fn served<'a>(
+fn settings_and_pools<'a>(
     layouts: &'a BTreeMap<String, Layout>,
     device: &str,
 ) -> Option<(&'a cleave_gpu::mps::wire::Daemon, Vec<&'a Pool>)> {

@@ -1,4 +1,4 @@
-//! Which free slices of a cordoned GPU are withheld. Pure.
+//! Selects the free slices of a cordoned GPU that are withheld. Pure.
 //!
 //! Slices in use stay listed as Healthy, so that a node never offers fewer than are in use. Slices
 //! with a reservation for a pod that is bound to this node, and for which the kubelet has not

@@ -8,10 +8,11 @@ use super::status::check_daemon;
 use crate::event::{NodeEvent, recovered, warning};
 use crate::mps::HostView;
 
-/// Most hashes of desired files that are kept. The MPS host is never this many files behind.
+/// Maximum number of hashes of desired files that are kept. The MPS host is never this many files
+/// behind.
 const MAX_HASHES: usize = 64;
 
-/// Which desired files the MPS host has applied.
+/// Tracks which desired files the MPS host has applied.
 #[derive(Debug, Default)]
 pub(super) struct Acknowledged {
     last: Desired,
@@ -72,14 +73,14 @@ enum Reported {
     /// Nothing yet: the daemon or the agent has just started.
     #[default]
     Nothing,
-    /// That it serves. The number is its restarts at that time.
+    /// The daemon serves. The number is its restart count when that was reported.
     Serving(u32),
-    /// That it does not serve.
+    /// The daemon does not serve.
     Unavailable,
 }
 
 impl ReportedDaemons {
-    /// Events that follow from the MPS host's status. `devices` are those with a daemon.
+    /// Events that follow from the MPS host's status. `devices` are the devices with a daemon.
     pub(super) fn update(&mut self, devices: BTreeSet<String>, view: &HostView) -> Vec<NodeEvent> {
         let mut events = Vec::new();
         self.0.retain(|device, _| devices.contains(device));

@@ -11,19 +11,19 @@ use crate::gpu::hardware::Hardware;
 use crate::gpu::layout::{Layout, TargetLayout, parse_id, target_layout};
 use crate::gpu::mig::{Change, in_use_by};
 
-/// Most pods that a step's message names.
-const MAX_NAMED: usize = 8;
+/// Maximum number of pods that a step's message names.
+const MAX_NAMED_PODS: usize = 8;
 
 /// The next layouts, and the steps that lead to the spec.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Decision {
     /// Layouts, by GPU.
     pub layouts: BTreeMap<String, Layout>,
-    /// A step for each GPU that changes now, or that is not as the spec says.
+    /// A step for each GPU that changes now, or that does not match the spec.
     pub steps: Vec<StepStatus>,
-    /// The node is as the spec says.
+    /// The node matches the spec.
     pub applied: bool,
-    /// MIG changes by GPU, in order, without those of devices that are known to be in use.
+    /// MIG changes by GPU, in order, except changes to devices that are known to be in use.
     pub changes: BTreeMap<String, Vec<Change>>,
     /// Processes outside of Kubernetes block a change.
     pub foreign: bool,
@@ -156,7 +156,7 @@ impl Decision {
     }
 }
 
-/// What an administrator has to do if the agent must not change MIG mode.
+/// Instruction for an administrator, because the agent must not change MIG mode.
 fn manual_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
@@ -207,9 +207,12 @@ fn blocked_by_pods(
             }
         }
         if !pods.is_empty() {
-            let named: Vec<&str> = pods.iter().copied().take(MAX_NAMED).collect();
-            let more =
-                if pods.len() > MAX_NAMED { format!(" and {} more", pods.len() - MAX_NAMED) } else { String::new() };
+            let named: Vec<&str> = pods.iter().copied().take(MAX_NAMED_PODS).collect();
+            let more = if pods.len() > MAX_NAMED_PODS {
+                format!(" and {} more", pods.len() - MAX_NAMED_PODS)
+            } else {
+                String::new()
+            };
             found.insert(device.to_owned(), format!("in use by {}{more}", named.join(", ")));
         }
     }
@@ -254,7 +257,8 @@ pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) 
     };
     match (before.and_then(find), find(after)) {
         (Some(before), Some(after)) => before == after,
-        // An earlier agent served it, and its checkpoint is lost. It can only be the same slice.
+        // An earlier agent served the slice, and the checkpoint is lost. It can only be the same
+        // slice.
         (None, Some(_)) => true,
         (_, None) => false,
     }

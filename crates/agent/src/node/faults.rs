@@ -5,8 +5,8 @@
 //! the node's own Event names pods of several namespaces. A pod's Event names another pod only if
 //! both are in the same namespace.
 //!
-//! The MPS server's log may name a client, but it is no proof: on an H200 (driver 580) it named a
-//! neighbour in six of eight illegal accesses. Every Event says so.
+//! The MPS server's log may name a client, but that is not proof: on an H200 (driver 580) it named
+//! a neighbour in six of eight illegal accesses. Every Event says so.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -19,12 +19,12 @@ use crate::allocation::usage::Allocations;
 use crate::event::{NodeEvent, PodRef};
 use crate::mps::HostView;
 
-/// How long the MPS server's log may take to name clients. If it names several, none is blamed.
+/// Maximum time until the MPS server's log names clients. If it names several, none is blamed.
 const LOG_DELAY: Duration = Duration::from_millis(500);
-/// How long the kubelet and the API server may take to report which pod has an allocation.
+/// Maximum time until the kubelet and the API server report which pod has an allocation.
 const OWNER_DELAY: Duration = Duration::from_secs(2);
-/// Most pods that a message names.
-const MAX_NAMED: usize = 8;
+/// Maximum number of pods that a message names.
+const MAX_NAMED_PODS: usize = 8;
 
 /// Sources for the pod of an allocation.
 #[derive(Debug, Clone, Copy)]
@@ -68,7 +68,7 @@ pub struct FaultReport {
 /// The faults of each device, and which of them were reported.
 #[derive(Debug, Default)]
 pub struct Faults {
-    /// Process id of the MPS host that numbers the faults.
+    /// Process id of the MPS host that assigned the numbers of the faults.
     host: Option<u32>,
     seen: BTreeMap<String, ReportedFault>,
 }
@@ -79,7 +79,7 @@ struct ReportedFault {
     fault: Fault,
     since: Instant,
     reported: bool,
-    /// How many of the terminated clients were reported.
+    /// Number of terminated clients that were reported.
     reported_terminations: usize,
     /// Pods by allocation id. They are kept, because a pod may be gone when the fault is reported.
     pods: BTreeMap<String, PodRef>,
@@ -89,7 +89,7 @@ impl Faults {
     /// Compares the MPS host's status with what was reported, and returns new Events.
     pub fn update(&mut self, view: &HostView, pods: &Pods<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
-        // A host that has stopped leaves a status without process id and without news.
+        // A stopped MPS host leaves a status without a process id, which contains nothing new.
         if !view.alive || view.status.pid == 0 {
             return report;
         }
@@ -134,7 +134,7 @@ impl Faults {
 }
 
 impl ReportedFault {
-    /// How long to wait for more information, if that is worthwhile.
+    /// How long to wait for more information; `None` to report now.
     fn wait(&mut self, pods: &Pods<'_>, now: Instant) -> Option<Duration> {
         if self.reported {
             return None;
@@ -274,9 +274,9 @@ fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&P
 /// The affected programs, by pod.
 fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
     let mut names: Vec<String> =
-        pods.iter().take(MAX_NAMED).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
-    if pods.len() > MAX_NAMED {
-        names.push(format!("{} more pods", pods.len() - MAX_NAMED));
+        pods.iter().take(MAX_NAMED_PODS).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
+    if pods.len() > MAX_NAMED_PODS {
+        names.push(format!("{} more pods", pods.len() - MAX_NAMED_PODS));
     }
     let mut parts = Vec::new();
     if !names.is_empty() {
@@ -296,8 +296,8 @@ mod tests {
     use crate::allocation::pending::BoundPod;
     use crate::allocation::usage::tests::{allocation, listed};
 
-    /// Inputs and state of the test.
-    struct World {
+    /// The tracked faults of a node, with their inputs.
+    struct FaultTest {
         listed: Vec<HeldDevices>,
         allocations: Allocations,
         pending: PendingAllocations,
@@ -332,9 +332,9 @@ mod tests {
         HostView { alive: true, status: Status { pid: host, daemons, ..Status::default() }, error: None }
     }
 
-    impl World {
-        /// Pods with one slice each. The API server knows all but `unknown`. A healthy MPS host was
-        /// seen.
+    impl FaultTest {
+        /// A node with these pods, with one slice each. The API server knows all pods but
+        /// `unknown`. The MPS host was healthy before the test.
         fn new(pods: &[(&str, &str)], unknown: &[&str]) -> Self {
             let now = Instant::now();
             let mut pending = PendingAllocations::with_watch();
@@ -345,10 +345,10 @@ mod tests {
                     pending.update_pod(bound(namespace, name), now);
                 }
             }
-            let mut world =
+            let mut test =
                 Self { listed: rows, allocations: Allocations::default(), pending, faults: Faults::default(), now };
-            assert_eq!(world.update(&view(7, None)), FaultReport::default());
-            world
+            assert_eq!(test.update(&view(7, None)), FaultReport::default());
+            test
         }
 
         fn update(&mut self, view: &HostView) -> FaultReport {
@@ -356,8 +356,8 @@ mod tests {
             self.faults.update(view, &pods, self.now)
         }
 
-        /// The report once the log's delay has passed.
-        fn settled(&mut self, view: &HostView) -> FaultReport {
+        /// Updates the faults twice: now and after the log's delay. Returns the second report.
+        fn update_after_log_delay(&mut self, view: &HostView) -> FaultReport {
             let first = self.update(view);
             assert_eq!(
                 (first.events, first.wake_after),
@@ -394,8 +394,8 @@ mod tests {
 
     #[test]
     fn each_pod_gets_one_event_that_names_no_pod_of_another_namespace() {
-        let mut world = World::new(&[("ns", "bad"), ("ns", "near"), ("other", "far")], &[]);
-        let report = world.settled(&view(7, Some(fault(1, Some(0), 3))));
+        let mut test = FaultTest::new(&[("ns", "bad"), ("ns", "near"), ("other", "far")], &[]);
+        let report = test.update_after_log_delay(&view(7, Some(fault(1, Some(0), 3))));
         let events = events(&report);
         assert_eq!(
             events.iter().map(|(to, reason, _)| (*to, *reason)).collect::<Vec<_>>(),
@@ -421,18 +421,18 @@ mod tests {
         }
         let pod = report.events[3].regarding.clone().unwrap();
         assert_eq!(pod, PodRef { namespace: "other".into(), name: "far".into(), uid: "uid-far".into() });
-        assert_eq!(world.update(&view(7, Some(Fault { over: true, ..fault(1, Some(0), 3) }))), FaultReport::default());
-        assert_eq!(world.update(&view(7, Some(fault(2, None, 3)))).faults, BTreeMap::from([("GPU-a".to_owned(), 1)]));
+        assert_eq!(test.update(&view(7, Some(Fault { over: true, ..fault(1, Some(0), 3) }))), FaultReport::default());
+        assert_eq!(test.update(&view(7, Some(fault(2, None, 3)))).faults, BTreeMap::from([("GPU-a".to_owned(), 1)]));
     }
 
     #[test]
     fn if_the_log_names_several_clients_none_is_blamed() {
-        let mut world = World::new(&[("ns", "a"), ("ns", "b")], &[]);
-        assert_eq!(world.update(&view(7, Some(fault(1, Some(0), 2)))).events, []);
-        world.now += LOG_DELAY / 2;
+        let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
+        assert_eq!(test.update(&view(7, Some(fault(1, Some(0), 2)))).events, []);
+        test.now += LOG_DELAY / 2;
         // The MPS host reports no culprit if the log names two.
-        assert_eq!(world.update(&view(7, Some(fault(1, None, 2)))).events, []);
-        let report = world.update(&view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
+        assert_eq!(test.update(&view(7, Some(fault(1, None, 2)))).events, []);
+        let report = test.update(&view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
         let reasons: Vec<&str> = events(&report).iter().map(|event| event.1).collect();
         assert_eq!(
             reasons,
@@ -443,28 +443,28 @@ mod tests {
 
     #[test]
     fn events_wait_for_unknown_pods_for_a_limited_time() {
-        let mut world = World::new(&[("ns", "a"), ("ns", "b")], &["b"]);
-        let report = world.update(&view(7, Some(fault(1, None, 2))));
+        let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &["b"]);
+        let report = test.update(&view(7, Some(fault(1, None, 2))));
         assert_eq!((report.events.len(), report.wake_after, report.faults.len()), (0, Some(OWNER_DELAY), 1));
-        world.pending.update_pod(bound("ns", "b"), world.now);
-        world.now += LOG_DELAY / 2;
-        let report = world.update(&view(7, Some(fault(1, None, 2))));
+        test.pending.update_pod(bound("ns", "b"), test.now);
+        test.now += LOG_DELAY / 2;
+        let report = test.update(&view(7, Some(fault(1, None, 2))));
         assert_eq!(
             (report.events.len(), report.wake_after),
             (0, Some(LOG_DELAY / 2)),
             "the log may still name a client"
         );
-        // The pod is on no list any more. What was known about it is kept.
-        world.listed.clear();
-        world.now += LOG_DELAY / 2;
-        let report = world.update(&view(7, Some(fault(1, None, 2))));
+        // The pod is no longer on any list. What was known about it is kept.
+        test.listed.clear();
+        test.now += LOG_DELAY / 2;
+        let report = test.update(&view(7, Some(fault(1, None, 2))));
         assert_eq!(events(&report).len(), 3);
         assert!(events(&report)[1].2.contains("possibly its own"));
         assert_eq!(report.wake_after, None);
         // No source ever reports the pods.
-        world.update(&view(7, Some(fault(2, Some(0), 2))));
-        world.now += OWNER_DELAY;
-        let report = world.update(&view(7, Some(fault(2, Some(0), 2))));
+        test.update(&view(7, Some(fault(2, Some(0), 2))));
+        test.now += OWNER_DELAY;
+        let report = test.update(&view(7, Some(fault(2, Some(0), 2))));
         assert_eq!(events(&report).len(), 1);
         assert!(events(&report)[0].2.contains(
             "process 100 of no known pod, but it often names a neighbour. It broke 2 programs of unknown pods"
@@ -473,25 +473,25 @@ mod tests {
 
     #[test]
     fn pods_of_terminated_programs_get_an_event() {
-        let mut world = World::new(&[("ns", "a"), ("ns", "b")], &[]);
-        world.settled(&view(7, Some(fault(1, Some(0), 2))));
+        let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
+        test.update_after_log_delay(&view(7, Some(fault(1, Some(0), 2))));
         let terminated = |clients: Vec<Client>| view(7, Some(Fault { ended: clients, ..fault(1, Some(0), 2) }));
-        let report = world.update(&terminated(vec![client(1)]));
+        let report = test.update(&terminated(vec![client(1)]));
         assert_eq!(
             events(&report).iter().map(|event| (event.0, event.1)).collect::<Vec<_>>(),
             [(Some("b"), "EndedInGpuFault")]
         );
-        assert_eq!(world.update(&terminated(vec![client(1)])), FaultReport::default());
+        assert_eq!(test.update(&terminated(vec![client(1)])), FaultReport::default());
         assert_eq!(
-            world.update(&terminated(vec![client(1), client(0)])).events[0].regarding.as_ref().unwrap().name,
+            test.update(&terminated(vec![client(1), client(0)])).events[0].regarding.as_ref().unwrap().name,
             "a"
         );
     }
 
     #[test]
     fn a_program_killed_while_its_kernels_ran_is_the_known_cause() {
-        let mut world = World::new(&[("ns", "a"), ("ns", "b")], &[]);
-        let report = world.settled(&view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
+        let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
+        let report = test.update_after_log_delay(&view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
         let events = events(&report);
         assert_eq!(events[1].1, "CausedGpuFault");
         assert!(events[0].2.contains("was killed while its kernels ran"), "{}", events[0].2);
@@ -501,36 +501,40 @@ mod tests {
 
     #[test]
     fn a_new_agent_reports_ongoing_faults_and_a_new_host_starts_again() {
-        let mut world = World::new(&[("ns", "a")], &[]);
-        world.faults = Faults::default();
+        let mut test = FaultTest::new(&[("ns", "a")], &[]);
+        test.faults = Faults::default();
         let over = |number| Fault { over: true, ended: vec![client(0)], ..fault(number, Some(0), 1) };
-        assert_eq!(world.update(&view(7, Some(over(3)))), FaultReport::default(), "an earlier agent reported it");
-        assert_eq!(world.update(&view(7, Some(over(3)))), FaultReport::default());
-        assert_eq!(world.update(&view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
-        assert_eq!(world.update(&HostView { alive: false, ..view(8, Some(over(1))) }), FaultReport::default());
-        assert_eq!(world.update(&view(0, Some(over(1)))), FaultReport::default(), "the host has stopped");
-        assert_eq!(events(&world.update(&view(8, Some(over(1))))).len(), 3);
-        world.faults = Faults::default();
-        assert_eq!(events(&world.settled(&view(8, Some(fault(1, Some(0), 1))))).len(), 2, "the fault is ongoing");
+        assert_eq!(test.update(&view(7, Some(over(3)))), FaultReport::default(), "an earlier agent reported it");
+        assert_eq!(test.update(&view(7, Some(over(3)))), FaultReport::default());
+        assert_eq!(test.update(&view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
+        assert_eq!(test.update(&HostView { alive: false, ..view(8, Some(over(1))) }), FaultReport::default());
+        assert_eq!(test.update(&view(0, Some(over(1)))), FaultReport::default(), "the host has stopped");
+        assert_eq!(events(&test.update(&view(8, Some(over(1))))).len(), 3);
+        test.faults = Faults::default();
+        assert_eq!(
+            events(&test.update_after_log_delay(&view(8, Some(fault(1, Some(0), 1))))).len(),
+            2,
+            "the fault is ongoing"
+        );
     }
 
     #[test]
     fn a_second_fault_does_not_suppress_the_report_of_the_first() {
-        let mut world = World::new(&[("ns", "a")], &["a"]);
-        assert_eq!(events(&world.update(&view(7, Some(fault(1, Some(0), 1))))).len(), 0);
-        let report = world.update(&view(7, Some(fault(2, Some(0), 1))));
+        let mut test = FaultTest::new(&[("ns", "a")], &["a"]);
+        assert_eq!(events(&test.update(&view(7, Some(fault(1, Some(0), 1))))).len(), 0);
+        let report = test.update(&view(7, Some(fault(2, Some(0), 1))));
         assert_eq!(events(&report).iter().map(|event| event.1).collect::<Vec<_>>(), ["GpuFault", "NamedInGpuFault"]);
         assert_eq!(report.wake_after, Some(OWNER_DELAY));
     }
 
     #[test]
     fn an_init_containers_slices_belong_to_its_pod() {
-        let mut world = World::new(&[("ns", "a")], &[]);
-        world.listed = vec![listed("a", &[&id(0)])];
+        let mut test = FaultTest::new(&[("ns", "a")], &[]);
+        test.listed = vec![listed("a", &[&id(0)])];
         let first = allocation(&[&id(0), &id(1)]);
         let client = Client { pid: 1, allocation: Some(first.id()) };
-        world.allocations.insert(first, world.now);
+        test.allocations.insert(first, test.now);
         let fault = Fault { number: 1, culprit: Some(client.clone()), affected: vec![client], ..Fault::default() };
-        assert_eq!(events(&world.settled(&view(7, Some(fault))))[1].0, Some("a"));
+        assert_eq!(events(&test.update_after_log_delay(&view(7, Some(fault))))[1].0, Some("a"));
     }
 }

@@ -7,8 +7,8 @@ use cleave_api::names::HEALTH_SUSPECT;
 use crate::event::{NodeEvent, recovered, warning};
 use crate::gpu::hardware::Hardware;
 
-/// The reported severity of each GPU and MIG device that has a problem. Each change is one Event,
-/// and a restart of the agent is none.
+/// The reported severity of each GPU and MIG device that has a problem. Each change causes one
+/// Event. A restart of the agent causes none.
 #[derive(Debug, Clone, Default)]
 pub struct ReportedHealth(BTreeMap<String, Severity>);
 
@@ -29,7 +29,7 @@ impl ReportedHealth {
         Self(severities(hardware).map(|(device, severity, _)| (device, severity)).collect())
     }
 
-    /// Returns Events for what has changed.
+    /// Returns Events for the changes.
     pub fn update(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let (mut found, mut now) = (Vec::new(), BTreeMap::new());
         for (device, severity, health) in severities(hardware) {

@@ -41,8 +41,8 @@ use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
 /// How long slices are listed as Unhealthy before they are removed. The kubelet may be allocating
-/// one at this moment, and a pod that starts with a removed slice would fail for good.
-pub const WITHDRAW: Duration = Duration::from_millis(300);
+/// one at this moment, and a pod that starts with a removed slice would fail permanently.
+pub const WITHDRAWAL_TIME: Duration = Duration::from_millis(300);
 
 /// The result of a reconciliation: what the tasks have to do.
 #[derive(Debug)]
@@ -72,7 +72,7 @@ pub struct Actions {
     pub orders: Vec<MigOrder>,
     /// NVML has to be polled now.
     pub poll_nvml: bool,
-    /// Input for the detection of tenants that leave their shares.
+    /// Input for the detection of tenants that exceed their limits.
     pub snapshot: TenantSnapshot,
     /// Reconcile again after this time at the latest.
     pub wake_after: Option<Duration>,
@@ -82,7 +82,7 @@ pub struct Actions {
 #[derive(Debug)]
 pub struct Node {
     boot_id: String,
-    /// How long an allocation is kept that the kubelet has not listed.
+    /// How long to keep an allocation that the kubelet has not listed.
     grace: Duration,
     tracker: HardwareTracker,
     inventoried: bool,
@@ -100,12 +100,13 @@ pub struct Node {
     kubelet_since: Instant,
     view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
-    /// Daemons of an agent whose checkpoint is lost, until it is known that they are unused.
+    /// Daemons of an earlier agent whose checkpoint is lost. They are kept until they are known to
+    /// be unused.
     adopted: BTreeMap<String, wire::Daemon>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
-    /// Slices that will be removed, by resource and id, with when they were first listed as
-    /// Unhealthy.
+    /// Slices that will be removed, by resource and id, with the time at which each was first
+    /// listed as Unhealthy.
     withdrawing: BTreeMap<(String, String), Instant>,
     /// MIG mode must not be changed.
     keep_mig_mode: bool,
@@ -129,7 +130,7 @@ pub struct Node {
     faults: Faults,
     /// Reported health of GPUs.
     reported_health: ReportedHealth,
-    /// Tenants that left their shares.
+    /// Findings about tenants that exceeded their limits.
     findings: Vec<FindingStatus>,
 }
 
@@ -193,7 +194,8 @@ impl Node {
         Self { keep_mig_mode, ..self }
     }
 
-    /// Sets the quiet period of suspect GPUs. The default is [`crate::gpu::health::QUIET`].
+    /// Sets the quiet period of suspect GPUs. The default is
+    /// [`DEFAULT_QUIET_PERIOD`](crate::gpu::health::DEFAULT_QUIET_PERIOD).
     pub fn set_quiet(&mut self, quiet: Duration) {
         self.tracker.set_quiet(quiet);
     }
@@ -227,7 +229,7 @@ impl Node {
         self.inventoried |= self.tracker.is_complete();
     }
 
-    /// Records the result of a MIG order, or that it takes long.
+    /// Records the result of a MIG order, or that the order is slow.
     pub fn order_ended(&mut self, ended: OrderResult, now: Instant) {
         let OrderResult { order: MigOrder { gpu: uuid, change }, outcome, after, at } = ended;
         if let Some((gpu, processes)) = after {
@@ -253,7 +255,8 @@ impl Node {
         self.tracker.vitals(uuid, vitals, asked);
     }
 
-    /// Replaces the list of tenants that left their shares. A new entry is an Event.
+    /// Replaces the findings about tenants that exceeded their limits. Each new finding causes an
+    /// Event.
     pub fn findings(&mut self, findings: Vec<FindingStatus>) {
         let same = |a: &FindingStatus, b: &FindingStatus| {
             (&a.kind, &a.device, &a.uid, &a.container) == (&b.kind, &b.device, &b.uid, &b.container)
@@ -272,8 +275,8 @@ impl Node {
     /// Records the `GpuNode` as the API server has it.
     pub fn object(&mut self, object: Object) {
         match &object {
-            // An empty spec: the operator has not seen the GPUs yet. The current layouts stay, so
-            // that no GPU is served whole for a moment.
+            // The spec is empty because the operator has not seen the GPUs yet. Keep the current
+            // layouts, so that no GPU is served whole for a moment.
             Object::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
             Object::Present(generation, spec) => {
                 for gpu in &spec.gpus {
@@ -296,7 +299,7 @@ impl Node {
         self.kubelet_since = now;
     }
 
-    /// Records the kubelet's checkpoint. It must be read after the list that the next call of
+    /// Records the kubelet's checkpoint. Read it after the list that the next call of
     /// [`pod_resources`](Self::pod_resources) records.
     pub fn kubelet_checkpoint(&mut self, devices: Option<Arc<AllocatedDevices>>) {
         self.kubelet_checkpoint = devices;
@@ -324,8 +327,8 @@ impl Node {
             kubelet_checkpoint.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
         };
         // A kubelet that has just started lists its pods one by one. An agent that has just started
-        // assumes that of its kubelet. But the kubelet removes nothing from its checkpoint before
-        // it knows all pods.
+        // assumes that its kubelet has just started too. But the kubelet removes nothing from its
+        // checkpoint before it knows all pods.
         let settling = asked.saturating_duration_since(self.kubelet_since) < self.grace;
         let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
         let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();

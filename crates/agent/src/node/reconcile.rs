@@ -1,4 +1,4 @@
-//! The decision of [`Node`]: what to do, given all that is known.
+//! [`Node::reconcile`] decides what to do, given all that is known.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use cleave_kubelet::{Device, DeviceId, DeviceList, ResourceName};
 
 use super::diff::{Decision, Rules, decide, keeps};
 use super::status::{self, StatusInput};
-use super::{Actions, Node, WITHDRAW, cordon, faults};
+use super::{Actions, Node, WITHDRAWAL_TIME, cordon, faults};
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::{Allocations, Usage};
@@ -23,12 +23,13 @@ use crate::mps::HostView;
 use crate::tenants::snapshot::{self, TenantSnapshot};
 
 /// Interval between PodResources requests while slices are in use or a change waits for pods to
-/// terminate, and while neither is the case.
-pub(super) const LIST_IN_USE: Duration = Duration::from_secs(1);
-const LIST_IDLE: Duration = Duration::from_secs(30);
+/// terminate.
+pub(super) const LIST_INTERVAL_IN_USE: Duration = Duration::from_secs(1);
+/// Interval between PodResources requests at other times.
+const LIST_INTERVAL_IDLE: Duration = Duration::from_secs(30);
 
 /// Interval between polls of processes that block a change.
-const FOREIGN_POLL: Duration = Duration::from_secs(1);
+const FOREIGN_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Node {
     /// Decides what to do next, and updates the table.
@@ -70,8 +71,8 @@ impl Node {
         events.extend(faults.events);
         let waits = self.steps.iter().any(|step| step.result == STEP_WAITING);
         let idle = !waits && usage.is_some_and(Usage::is_empty);
-        let poll_nvml =
-            foreign && self.last_foreign_poll.is_none_or(|at| now.saturating_duration_since(at) >= FOREIGN_POLL);
+        let poll_nvml = foreign
+            && self.last_foreign_poll.is_none_or(|at| now.saturating_duration_since(at) >= FOREIGN_POLL_INTERVAL);
         if poll_nvml {
             self.last_foreign_poll = Some(now);
         }
@@ -86,14 +87,14 @@ impl Node {
             desired,
             events,
             faults: faults.faults,
-            list_interval: if idle { LIST_IDLE } else { LIST_IN_USE },
+            list_interval: if idle { LIST_INTERVAL_IDLE } else { LIST_INTERVAL_IN_USE },
             sweep_directories: self.pod_resources.is_some() && self.adopted_allocations.is_empty(),
             orders,
             poll_nvml,
         }
     }
 
-    /// Collects what restricts partitioning, and updates which GPUs are partitioned by MIG.
+    /// Collects the restrictions on changes, and updates which GPUs are partitioned by MIG.
     fn rules(&mut self, hardware: &Hardware, partitions: &BTreeMap<String, Partition>) -> Rules {
         self.mig_partitioned = mig_partitioned(hardware, partitions, &self.mig_partitioned, |uuid| {
             self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress)
@@ -157,10 +158,10 @@ impl Node {
 
     /// When to reconcile again even without new input, if at all.
     fn next_wakeup(&self, foreign: bool, faults: Option<Duration>, now: Instant) -> Option<Duration> {
-        let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
+        let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAWAL_TIME);
         let tried = self.mig_progress.values().filter_map(|progress| progress.next_retry(now)).min();
         let absent = self.absences.next_expiry(now);
-        [withdrawn, foreign.then_some(FOREIGN_POLL), tried, faults, absent].into_iter().flatten().min()
+        [withdrawn, foreign.then_some(FOREIGN_POLL_INTERVAL), tried, faults, absent].into_iter().flatten().min()
     }
 
     /// Events since the last reconciliation: MIG changes, health of GPUs and of MPS daemons.
@@ -190,7 +191,7 @@ impl Node {
         self.absences.update(daemons, &self.view, |device| self.acknowledged.has_current(device), now);
     }
 
-    /// The next change of each GPU that can be made now.
+    /// For each GPU, its next change if that can be made now.
     fn orders(
         &mut self,
         hardware: &Hardware,
@@ -258,7 +259,7 @@ impl Node {
         }
     }
 
-    /// Removes the slices that an ongoing change removes, even if the spec wants them again by now.
+    /// Excludes the slices that a change in progress removes, even if the spec includes them again.
     fn exclude_changing(&self, mut decided: Decision) -> Decision {
         for (uuid, progress) in self.mig_progress.iter().filter(|(_, progress)| progress.is_in_progress()) {
             decided.applied = false;
@@ -276,9 +277,9 @@ impl Node {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
             let Some(before) = self.layouts.get(uuid) else { continue };
-            let going = going(before, after);
+            let going = removed_or_changed(before, after);
             let since = |slice: &(String, String)| self.withdrawing.get(slice).copied().unwrap_or(now);
-            if going.iter().any(|slice| now.saturating_duration_since(since(slice)) < WITHDRAW) {
+            if going.iter().any(|slice| now.saturating_duration_since(since(slice)) < WITHDRAWAL_TIME) {
                 after.clone_from(before);
                 decided.steps.retain(|step| step.gpu != *uuid || step.result != STEP_DONE);
                 decided.applied = false;
@@ -289,7 +290,7 @@ impl Node {
         decided
     }
 
-    /// Updates the steps: those that are done stay until the next change, the others are replaced.
+    /// Updates the steps: completed steps stay until the next change, other steps are replaced.
     fn record_steps(&mut self, steps: Vec<StepStatus>, changed: bool) {
         if changed && steps.iter().any(|step| step.result == STEP_DONE) {
             self.steps = steps;
@@ -300,8 +301,7 @@ impl Node {
         self.steps.extend(steps);
     }
 
-    /// Releases adopted daemons of a lost checkpoint that the layouts now include, or that no pod
-    /// uses.
+    /// Releases the adopted daemons that the layouts now include, or that no pod uses.
     fn release_adopted(&mut self, usage: Option<&Usage>) {
         let Some(usage) = usage else { return };
         self.adopted.retain(|device, _| {
@@ -322,8 +322,8 @@ impl Node {
         Desired { version: wire::VERSION, daemons, allocations: doors }
     }
 
-    /// The slices in use, which must not be allocated to others. The checkpoint's allocations count
-    /// before the kubelet has listed anything.
+    /// The slices in use, which must not be allocated to others. Until the kubelet has listed its
+    /// pods, the checkpoint's allocations count as in use.
     fn in_use(&self, allocations: &Allocations) -> Option<Usage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
         known.then(|| Usage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
@@ -395,7 +395,7 @@ impl Node {
 }
 
 /// Served slices that the new layout removes or changes, by resource and id.
-fn going(before: &Layout, after: &Layout) -> Vec<(String, String)> {
+fn removed_or_changed(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
     slices.filter(|(resource, id)| !keeps(Some(before), after, resource, id)).collect()
 }
@@ -417,7 +417,7 @@ fn mig_partitioned(
     stays.chain(hardware.gpus.keys().filter(|uuid| wanted(uuid)).cloned()).collect()
 }
 
-/// The processes on each GPU other than its MPS daemons and their clients.
+/// The processes on each GPU, except its MPS daemons and their clients.
 fn foreign(hardware: &Hardware, view: &HostView) -> BTreeMap<String, Vec<Process>> {
     let daemons = || view.status.daemons.values();
     let mut ours: BTreeSet<u32> = daemons().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect();

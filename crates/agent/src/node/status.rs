@@ -36,7 +36,7 @@ pub mod reason {
     pub const GPU_UNHEALTHY: &str = "GpuUnhealthy";
     /// Not Ready: an MPS daemon cannot serve.
     pub const MPS_UNAVAILABLE: &str = cleave_api::names::HEALTH_MPS_UNAVAILABLE;
-    /// Applied: the node is as the spec says.
+    /// Applied: the node matches the spec.
     pub const APPLIED: &str = "Applied";
     /// Not Applied: a change waits for pods that use slices.
     pub const WAITING: &str = "Waiting";
@@ -61,7 +61,7 @@ pub struct StatusInput<'a> {
     pub object: &'a Object,
     /// The spec in force, with its generation.
     pub spec: Option<&'a (i64, GpuNodeSpec)>,
-    /// The node is as the spec says.
+    /// The node matches the spec.
     pub applied: bool,
     /// The layouts, by GPU.
     pub layouts: &'a BTreeMap<String, Layout>,
@@ -71,7 +71,7 @@ pub struct StatusInput<'a> {
     pub usage: Option<&'a Usage>,
     /// The kubelet's PodResources list.
     pub listed: &'a [HeldDevices],
-    /// Why the kubelet did not answer the last PodResources request, if so.
+    /// Why the kubelet did not answer the last PodResources request; `None` if it did.
     pub pod_resources_error: Option<&'a str>,
     /// The agent's allocations.
     pub allocations: &'a Allocations,
@@ -81,7 +81,7 @@ pub struct StatusInput<'a> {
     pub absences: &'a Absences,
     /// Steps of changes.
     pub steps: &'a [StepStatus],
-    /// Tenants that left their shares.
+    /// Findings about tenants that exceeded their limits.
     pub findings: &'a [FindingStatus],
     /// Boot id of the node.
     pub boot_id: &'a str,
@@ -201,7 +201,8 @@ fn mig(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
 fn slices(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
     let of_pool = |id: &str| parse_id(id).is_some_and(|(device, number)| pool.holds(device, number));
-    // While usage is unknown, all slices count as used: the operator releases pods for free ones.
+    // While usage is unknown, all slices count as used, because the operator releases pods for free
+    // slices.
     let in_use = input.usage.map_or(pool.count as usize, |usage| {
         usage.of(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
     });
@@ -349,8 +350,8 @@ fn unnamed(hardware: &Hardware) -> impl Iterator<Item = String> {
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
 
-/// Condition for the GPUs alone; MPS has its own. A GPU that only should be reset at some time is
-/// healthy, and the message says so.
+/// The condition of the GPUs only: MPS has a condition of its own. A GPU that serves but should be
+/// reset is healthy, and the message says that it should be reset.
 fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
     if !input.inventoried {
         return verdict(false, reason::STARTING, "NVML has not answered yet");
@@ -414,7 +415,8 @@ fn condition(type_: &str, generation: i64, verdict: Verdict) -> Condition {
     }
 }
 
-/// Sets the times of conditions: the time in `before` if the status is the same, otherwise `now`.
+/// Sets the times of conditions. A condition whose status is unchanged keeps its time from
+/// `before`. The others get `now`.
 pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_openapi::jiff::Timestamp) -> GpuNodeStatus {
     for condition in &mut status.conditions {
         let same = before.iter().find(|old| old.type_ == condition.type_ && old.status == condition.status);

@@ -1,13 +1,13 @@
 //! Tests of [`Node`] as a whole.
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, Status};
 
-use super::reconcile::LIST_IN_USE;
+use super::reconcile::LIST_INTERVAL_IN_USE;
 use super::*;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::tests::{MPS, allocation, listed};
 use crate::gpu::hardware::tests::Inventory;
 use crate::gpu::layout::tests::{gpu, mps_spec};
-use crate::node::absence::TOLERATED;
+use crate::node::absence::MAX_ABSENCE;
 
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -87,22 +87,23 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
                 actions.wake_after,
             )
         };
-        for gone in [start + TOLERATED, start + 5 * TOLERATED] {
-            // The daemon serves for some time before it is away. Only the time since then counts.
+        for gone in [start + MAX_ABSENCE, start + 5 * MAX_ABSENCE] {
+            // The daemon serves for some time before its absence. Only the time of the absence
+            // counts.
             node.mps(view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
-            let gone = gone + TOLERATED;
+            let gone = gone + MAX_ABSENCE;
             node.mps(away.clone());
-            assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, Some(TOLERATED)), "{what}");
+            assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, Some(MAX_ABSENCE)), "{what}");
             let pools =
                 crate::allocation::allocate::ResourceView { resource: MPS, pools: &table.pools[MPS], reserved: &[] };
             assert!(
                 crate::allocation::allocate::grant(&pools, &["GPU-a::0".to_owned()]).is_ok(),
                 "{what}: Allocate answers"
             );
-            let half = TOLERATED / 2;
+            let half = MAX_ABSENCE / 2;
             assert_eq!(served(&node.reconcile(&mut table, gone + half)), (10, 0, true, true, Some(half)), "{what}");
-            for late in [gone + TOLERATED, gone + 2 * TOLERATED] {
+            for late in [gone + MAX_ABSENCE, gone + 2 * MAX_ABSENCE] {
                 let actions = node.reconcile(&mut table, late);
                 assert_eq!((healthy(&actions), actions.status.gpus[0].slices[0].unhealthy), (0, 10), "{what}");
                 assert_eq!((actions.wake_after, actions.not_ready.is_none()), (None, node.view.alive), "{what}");
@@ -160,7 +161,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     next.mps(view(DaemonState::Restarting, 0, &desired));
     assert_eq!(healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
-    // The new layout has other limits, and the daemon has the same defaults or others.
+    // The new layout has other limits. The defaults of the daemon stay the same, or change too.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving(start);
         node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
@@ -174,7 +175,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
         node.object(Object::Present(generation, other));
         node.mps(view(DaemonState::Restarting, 0, &desired));
         node.reconcile(&mut table, start);
-        let actions = node.reconcile(&mut table, start + WITHDRAW);
+        let actions = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
         assert_eq!(actions.desired == desired, same_daemon);
         assert_eq!((healthy(&actions), actions.wake_after), (0, None), "the layout changed");
         for state in [DaemonState::Active, DaemonState::Restarting] {
@@ -207,7 +208,7 @@ fn a_whole_gpu_waits_until_its_daemon_has_exited() {
     node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
     node.object(Object::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
     node.reconcile(&mut table, start);
-    let actions = node.reconcile(&mut table, start + WITHDRAW);
+    let actions = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
     assert!(actions.desired.daemons.is_empty());
     assert_eq!((actions.lists.values().flatten().count(), healthy(&actions)), (1, 0));
     let mut gone = view(DaemonState::Active, 0, &desired);
@@ -328,10 +329,10 @@ fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
     node.object(spec(5));
     let actions = node.reconcile(&mut table, later + GRACE / 2);
     assert_eq!(actions.lists.values().flatten().count(), 10, "{:?}", actions.status.steps);
-    assert_eq!(actions.list_interval, LIST_IN_USE);
+    assert_eq!(actions.list_interval, LIST_INTERVAL_IN_USE);
     assert_eq!(node.pod_resources(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
     node.reconcile(&mut table, later + GRACE);
-    assert_eq!(node.reconcile(&mut table, later + GRACE + WITHDRAW).lists.values().flatten().count(), 5);
+    assert_eq!(node.reconcile(&mut table, later + GRACE + WITHDRAWAL_TIME).lists.values().flatten().count(), 5);
 }
 
 #[test]
@@ -342,16 +343,16 @@ fn slices_are_unhealthy_before_their_removal_and_stay_if_allocated_meanwhile() {
     node.object(spec(5));
     let withdrawn = node.reconcile(&mut table, start);
     assert_eq!((withdrawn.lists.values().flatten().count(), healthy(&withdrawn)), (10, 0));
-    assert_eq!(withdrawn.wake_after, Some(WITHDRAW));
+    assert_eq!(withdrawn.wake_after, Some(WITHDRAWAL_TIME));
     assert!(withdrawn.status.plan_id.is_empty());
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
-    let blocked = node.reconcile(&mut table, start + WITHDRAW);
+    let blocked = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
     assert_eq!((blocked.lists.values().flatten().count(), healthy(&blocked), blocked.wake_after), (10, 10, None));
     assert_eq!(blocked.status.steps[0].result, "Waiting");
     table.allocations = Allocations::default();
-    assert_eq!(healthy(&node.reconcile(&mut table, start + 2 * WITHDRAW)), 0, "listed as unhealthy again");
+    assert_eq!(healthy(&node.reconcile(&mut table, start + 2 * WITHDRAWAL_TIME)), 0, "listed as unhealthy again");
     node.object(spec(10));
-    let back = node.reconcile(&mut table, start + 3 * WITHDRAW);
+    let back = node.reconcile(&mut table, start + 3 * WITHDRAWAL_TIME);
     assert_eq!((healthy(&back), back.status.plan_id.as_str()), (10, "p10"));
 }
 

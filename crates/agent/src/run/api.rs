@@ -31,15 +31,15 @@ use crate::node::status::{is_minor_change, with_times};
 use crate::object::Object;
 use crate::termination::shutdown::Periods;
 
-/// Least time between two status writes, so that a burst of changes is one write.
-const WRITE_INTERVAL: Duration = Duration::from_millis(200);
+/// Minimum interval between status writes, so that a burst of changes causes one write.
+const MIN_WRITE_INTERVAL: Duration = Duration::from_millis(200);
 /// How long a status with only minor changes is delayed. Pods often start in bursts, and the
 /// operator keeps their reservations until the status shows their allocations.
 const MINOR_DELAY: Duration = Duration::from_millis(500);
-/// First and longest pause after a failed write.
-const BACK_OFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
-/// Most characters of an Event's note. The API server's limit is 1024.
-const MAX_NOTE: usize = 1000;
+/// First and maximum backoff after a failed write.
+const WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
+/// Maximum number of characters of an Event's note. The API server's limit is 1024.
+const MAX_NOTE_CHARS: usize = 1000;
 
 /// State of the object on the API server.
 #[derive(Debug, Clone, Default)]
@@ -56,7 +56,7 @@ struct Server {
 
 /// Creates a client as soon as the configuration for one exists.
 async fn connect(metrics: &Metrics) -> Client {
-    let mut pause = BACK_OFF.0;
+    let mut pause = WRITE_BACKOFF.0;
     loop {
         match connect::in_cluster() {
             Ok(client) => return client,
@@ -69,7 +69,7 @@ async fn connect(metrics: &Metrics) -> Client {
             }
         }
         sleep(pause).await;
-        pause = (pause * 2).min(BACK_OFF.1);
+        pause = (pause * 2).min(WRITE_BACKOFF.1);
     }
 }
 
@@ -137,7 +137,7 @@ async fn write_status(
     metrics: Metrics,
 ) {
     let api: Api<GpuNode> = Api::all(client);
-    let mut pause = BACK_OFF.0;
+    let mut pause = WRITE_BACKOFF.0;
     // The last written status and its version, until the watch reports a newer one.
     let mut written: Option<(GpuNodeStatus, Option<String>)> = None;
     let mut trust_written = false;
@@ -172,14 +172,14 @@ async fn write_status(
                                 "failed to write the GpuNode's status"
                             );
                             sleep(pause).await;
-                            pause = (pause * 2).min(BACK_OFF.1);
+                            pause = (pause * 2).min(WRITE_BACKOFF.1);
                             continue;
                         }
                     };
-                    pause = BACK_OFF.0;
+                    pause = WRITE_BACKOFF.0;
                     written = Some((status, version));
                     (trust_written, delayed_since) = (true, None);
-                    sleep(WRITE_INTERVAL).await;
+                    sleep(MIN_WRITE_INTERVAL).await;
                 }
             }
         } else {
@@ -227,7 +227,7 @@ fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
-/// Publishes Events on the `GpuNode`, on the Node and on the pod that they are about, forever. A
+/// Publishes each Event on the `GpuNode`, on the Node and on the pod that it is about, forever. A
 /// failed Event is not retried.
 async fn write_events(
     client: Client,
@@ -245,7 +245,7 @@ async fn write_events(
         let event = |related| Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
             reason: reason.to_owned(),
-            note: Some(note.chars().take(MAX_NOTE).collect()),
+            note: Some(note.chars().take(MAX_NOTE_CHARS).collect()),
             action: "Serve".into(),
             secondary: related,
         };
@@ -327,7 +327,7 @@ async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiv
             uid: Some(uid),
             ..ObjectReference::default()
         };
-        let note = note.chars().take(MAX_NOTE).collect();
+        let note = note.chars().take(MAX_NOTE_CHARS).collect();
         let event =
             Event { type_: EventType::Warning, reason, note: Some(note), action: "Watch".into(), secondary: None };
         if let Err(error) = recorder.publish(&event, &regarding).await {
@@ -453,7 +453,7 @@ mod tests {
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
 
-        // Minor changes are delayed, all until the same time after the first.
+        // All minor changes are delayed until the same time after the first.
         let began = Instant::now();
         let mut pods_so_far: Vec<&str> = Vec::new();
         for pod in ["a", "b", "c", "d"] {
@@ -464,8 +464,9 @@ mod tests {
         let (_, sent) = answer(&mut api, 200, &object(&allocated_to(&pods_so_far))).await;
         assert_eq!((pods(&sent), began.elapsed() <= MINOR_DELAY + Duration::from_millis(2)), (4, true));
 
-        // One allocation more, and then one less, whose slices another pod may use.
-        tokio::time::sleep(WRITE_INTERVAL).await;
+        // An allocation is added, and then another is removed. A third pod may use the freed
+        // slices.
+        tokio::time::sleep(MIN_WRITE_INTERVAL).await;
         let began = Instant::now();
         wanted.send_replace(Some(allocated_to(&["a", "b", "c", "d", "e"])));
         assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err());

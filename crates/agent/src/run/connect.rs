@@ -1,5 +1,5 @@
 //! A client for the API server from inside a pod. It uses the service account's token and the
-//! cluster's CA, and reads both again when they are renewed.
+//! cluster's CA, and rereads both when they are renewed.
 //!
 //! `kube::Client::try_default` does the same, but also supports kubeconfig files. The code for
 //! YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of memory on each
@@ -26,13 +26,14 @@ use tower::{BoxError, ServiceBuilder};
 
 /// Directory in which Kubernetes mounts the token and the CA.
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-/// How long a token is used after it was read. The kubelet renews a token when a fifth of its
-/// lifetime is left.
-const TOKEN_AGE: Duration = Duration::from_secs(60);
-/// The same deadlines as in `kube`. Watches end by themselves after 290 s, so a longer silence
-/// means that the connection is dead.
-const CONNECT: Duration = Duration::from_secs(30);
-const SILENCE: Duration = Duration::from_secs(295);
+/// Maximum time that a token is used after it was read. The kubelet renews a token when a fifth of
+/// its lifetime is left.
+const MAX_TOKEN_AGE: Duration = Duration::from_secs(60);
+/// Timeout for connecting, the same as in `kube`.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Timeout for reads and writes, the same as in `kube`. A watch ends after 290 s, so a longer
+/// silence means that the connection is dead.
+const IO_TIMEOUT: Duration = Duration::from_secs(295);
 
 /// Why there is no client for the API server.
 #[derive(Debug, thiserror::Error)]
@@ -77,9 +78,9 @@ fn client(authority: &str, account: &Path) -> Result<Client, ConnectError> {
     let https =
         hyper_rustls::HttpsConnectorBuilder::new().with_tls_config(tls).https_only().enable_http1().wrap_connector(tcp);
     let mut connector = hyper_timeout::TimeoutConnector::new(https);
-    connector.set_connect_timeout(Some(CONNECT));
-    connector.set_read_timeout(Some(SILENCE));
-    connector.set_write_timeout(Some(SILENCE));
+    connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+    connector.set_read_timeout(Some(IO_TIMEOUT));
+    connector.set_write_timeout(Some(IO_TIMEOUT));
     let http = legacy::Client::builder(TokioExecutor::new()).build::<_, Body>(connector);
     let service = ServiceBuilder::new()
         .layer(BaseUriLayer::new(uri))
@@ -110,7 +111,7 @@ impl Token {
     /// token stays in use.
     fn now(&self) -> Option<HeaderValue> {
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        if read.1.elapsed() >= TOKEN_AGE {
+        if read.1.elapsed() >= MAX_TOKEN_AGE {
             let token = std::fs::read_to_string(&self.file).ok().and_then(|text| bearer(&text));
             *read = (token.or_else(|| read.0.take()), Instant::now());
         }
@@ -124,8 +125,8 @@ fn bearer(token: &str) -> Option<HeaderValue> {
     Some(value)
 }
 
-/// Verifies servers against the CA file as it is at each handshake, because clusters renew their
-/// CA.
+/// Verifies servers against the current content of the CA file at each handshake, because clusters
+/// renew their CA.
 struct CurrentCa {
     file: PathBuf,
     provider: Arc<CryptoProvider>,
@@ -271,7 +272,7 @@ mod tests {
         assert!(matches!(Token::read(file.clone()), Err(ConnectError::Read { .. })));
         std::fs::write(&file, "one").unwrap();
         let token = Token::read(file.clone()).unwrap();
-        let expire = || token.read.lock().unwrap().1 = Instant::now().checked_sub(TOKEN_AGE).unwrap();
+        let expire = || token.read.lock().unwrap().1 = Instant::now().checked_sub(MAX_TOKEN_AGE).unwrap();
         std::fs::write(&file, "two").unwrap();
         assert_eq!(token.now().unwrap(), "Bearer one", "less than a minute old");
         expire();

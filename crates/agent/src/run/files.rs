@@ -13,8 +13,8 @@ use crate::checkpoint::Store;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
-/// Pause between attempts to write.
-const RETRY_PAUSE: Duration = Duration::from_secs(1);
+/// Delay between attempts to write.
+const WRITE_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Contents of the files.
 #[derive(Clone, Default)]
@@ -27,7 +27,7 @@ pub(super) struct Written {
     pub(super) sweep: bool,
 }
 
-/// Writes the files on a separate thread, because a disk may be slow. Retries what fails.
+/// Writes the files on a separate thread, because a disk may be slow. Retries failed writes.
 pub(super) async fn write(
     args: Arc<AgentArgs>,
     store: Store,
@@ -46,7 +46,7 @@ pub(super) async fn write(
             Err(error) => {
                 metrics.error("files");
                 tracing::error!(%error, "failed to write files; retrying");
-                tokio::time::sleep(RETRY_PAUSE).await;
+                tokio::time::sleep(WRITE_RETRY_DELAY).await;
                 continue;
             }
         }

@@ -22,17 +22,17 @@ use super::input::Input;
 
 /// Interval between polls. An event triggers one at once.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
-/// Least time between polls, however many events trigger one.
-const MIN_INTERVAL: Duration = Duration::from_millis(100);
+/// Minimum interval between polls, however many events trigger one.
+const MIN_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Deadline of NVML calls for a GPU. Usually NVML answers within a second, even if it initializes
 /// the GPU. A driver that hangs takes minutes, or never answers.
-const DEADLINE: Duration = Duration::from_secs(20);
+const GPU_DEADLINE: Duration = Duration::from_secs(20);
 /// How long answers are gathered, so that a poll of eight GPUs causes one reconciliation, not
 /// eight.
 const GATHER_TIME: Duration = Duration::from_millis(50);
-/// How long the first answers of all GPUs are awaited, so that a node does not appear to have fewer
-/// GPUs than it has. A GPU that hangs delays the others by this time, once.
-const FIRST_ANSWERS: Duration = Duration::from_secs(1);
+/// Maximum time to wait for the first answers of all GPUs, so that a node does not appear to have
+/// fewer GPUs than it has. A GPU that hangs delays the others by this time, once.
+const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Polls the driver and its GPUs. Returns when the main loop has ended.
 ///
@@ -60,7 +60,7 @@ pub(crate) async fn watch(
         let mut answered = false;
         loop {
             let asked = Instant::now();
-            let answer = node.call(DEADLINE, |gpus| gpus.census()).await;
+            let answer = node.call(GPU_DEADLINE, |gpus| gpus.census()).await;
             let count = answer.as_ref().map_or(0, |census| census.count);
             let before = std::mem::replace(&mut answered, answer.is_ok());
             // The main loop needs the census before the answers of the GPUs that it counts.
@@ -77,7 +77,7 @@ pub(crate) async fn watch(
                 gpus.spawn(watch_gpu(watched, worker, answers.clone(), poll.clone(), driver_returned.clone()));
                 watched += 1;
             }
-            tokio::time::sleep(MIN_INTERVAL).await;
+            tokio::time::sleep(MIN_POLL_INTERVAL).await;
             tokio::select! {
                 // Cancel-safe: a missed change is returned by the next call.
                 _ = poll.changed() => {}
@@ -88,8 +88,8 @@ pub(crate) async fn watch(
     tokio::try_join!(forward, census, gather(gathered, &inputs)).map(drop)
 }
 
-/// Forwards answers. Those within [`GATHER_TIME`] are one input, and so are a census and the first
-/// answers of its GPUs within [`FIRST_ANSWERS`].
+/// Forwards answers. Answers within [`GATHER_TIME`] form one input. So do a census and the first
+/// answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`].
 async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);
@@ -106,7 +106,7 @@ async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>
                     Input::Census(Ok(census), _) if census.count != count => {
                         count = census.count;
                         awaited = (0..count).collect();
-                        until = Some(now + FIRST_ANSWERS);
+                        until = Some(now + FIRST_ANSWERS_TIMEOUT);
                     }
                     Input::Gpu(index, ..) if awaited.remove(index) && awaited.is_empty() => until = Some(now),
                     _ => {}
@@ -137,7 +137,7 @@ async fn watch_gpu(
     let mut answered = true;
     loop {
         let asked = Instant::now();
-        let answer = worker.call(DEADLINE, move |gpus| gpus.observe(index)).await;
+        let answer = worker.call(GPU_DEADLINE, move |gpus| gpus.observe(index)).await;
         if answer.is_ok() != std::mem::replace(&mut answered, answer.is_ok()) {
             match &answer {
                 Ok(_) => tracing::info!(index, "the GPU answers NVML again"),
@@ -152,14 +152,14 @@ async fn watch_gpu(
         }
         if let Some(uuid) = uuid {
             let of = uuid.clone();
-            // Missing values are not sent: the next poll asks for them again.
-            if let Ok(vitals) = worker.call(DEADLINE, move |gpus| gpus.vitals(&of)).await
+            // Missing values are not sent: the next poll requests them again.
+            if let Ok(vitals) = worker.call(GPU_DEADLINE, move |gpus| gpus.vitals(&of)).await
                 && answers.send(Input::Vitals(uuid, vitals, asked)).await.is_err()
             {
                 return;
             }
         }
-        tokio::time::sleep(MIN_INTERVAL).await;
+        tokio::time::sleep(MIN_POLL_INTERVAL).await;
         tokio::select! {
             // Cancel-safe: a missed change is returned by the next call.
             _ = poll.changed() => {}
@@ -202,10 +202,10 @@ mod tests {
         for input in [census(3), gpu(0), gpu(2)] {
             send.send(input).await.unwrap();
         }
-        tokio::time::sleep(FIRST_ANSWERS / 2).await;
+        tokio::time::sleep(FIRST_ANSWERS_TIMEOUT / 2).await;
         send.send(gpu(1)).await.unwrap();
         assert_eq!(answers(received.recv().await), [0, 2, 1]);
-        assert!(begun.elapsed() < FIRST_ANSWERS, "no wait once all have answered");
+        assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "no wait once all have answered");
 
         // A fourth GPU appears, and hangs.
         for input in [census(4), gpu(0), gpu(1)] {
@@ -217,7 +217,7 @@ mod tests {
             send.send(input).await.unwrap();
         }
         assert_eq!(answers(received.recv().await), [0, 1]);
-        assert!(begun.elapsed() < FIRST_ANSWERS, "the wait for it is over");
+        assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "the wait for it is over");
         drop(send);
         assert!(received.recv().await.is_none());
     }

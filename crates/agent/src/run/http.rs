@@ -16,9 +16,9 @@ use tokio::sync::watch;
 
 use crate::metrics::Metrics;
 
-/// How long the main loop may miss its heartbeat before the agent counts as dead. It reconciles
-/// every few seconds.
-const SILENCE: Duration = Duration::from_secs(60);
+/// Maximum age of the main loop's heartbeat before the agent counts as dead. The main loop
+/// reconciles every few seconds.
+const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 
 /// Heartbeat of the main loop.
 #[derive(Debug, Clone)]
@@ -62,7 +62,7 @@ async fn metrics_text(State(probes): State<Arc<Probes>>) -> impl IntoResponse {
 }
 
 async fn healthz(State(probes): State<Arc<Probes>>) -> (StatusCode, &'static str) {
-    if probes.heartbeat.borrow().reconciled.elapsed() < SILENCE {
+    if probes.heartbeat.borrow().reconciled.elapsed() < MAX_HEARTBEAT_AGE {
         (StatusCode::OK, "ok\n")
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, "the main loop is blocked\n")
@@ -77,7 +77,7 @@ async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
     }
 }
 
-/// Why the agent is not ready, if it is not: the first thing that it waits for.
+/// The first thing that the agent waits for before it is ready; `None` if it is ready.
 fn not_ready(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
     if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());

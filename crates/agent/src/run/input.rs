@@ -24,8 +24,8 @@ pub(super) enum Input {
     Event(GpuEvent),
     Object(Object),
     Mps(mps::HostView),
-    /// The kubelet's PodResources list, when it was requested, and the kubelet's checkpoint as it
-    /// was afterwards.
+    /// The kubelet's PodResources list, when it was requested, and the kubelet's checkpoint as read
+    /// afterwards.
     PodResources(Result<Vec<HeldDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
     KubeletStarted,
     Findings(Vec<FindingStatus>),

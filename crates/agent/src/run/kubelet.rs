@@ -30,11 +30,11 @@ fn socket_id(socket: &Path) -> Option<SocketId> {
     Some((found.dev(), found.ino(), found.mtime(), found.mtime_nsec()))
 }
 
-/// The start of the kubelet that answered last.
+/// Detects a restart of the kubelet, which replaces its socket.
 #[derive(Debug, Default)]
 struct SocketTracker {
     seen: Option<SocketId>,
-    /// The kubelet has restarted, and the main loop does not know yet.
+    /// The kubelet has restarted, and this was not reported to the main loop yet.
     unreported: bool,
 }
 

@@ -26,10 +26,10 @@ use crate::metrics::Metrics;
 use crate::node::{Actions, Node};
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Longest delay of files and status after an allocation.
-const SOON: Duration = Duration::from_millis(30);
-/// Longest pause between two reconciliations. Decisions depend on time even without inputs.
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Maximum delay of files and status after an allocation.
+const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
+/// Maximum interval between two reconciliations. Decisions depend on time even without inputs.
+const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// State of the main loop.
 pub(super) struct Main {
@@ -60,7 +60,7 @@ impl Main {
         let allocator = Arc::clone(&self.pods.allocator);
         let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
         loop {
-            let pause = self.reconcile().unwrap_or(LONGEST_PAUSE);
+            let pause = self.reconcile().unwrap_or(MAX_RECONCILE_INTERVAL);
             tokio::select! {
                 // Cancel-safe: an unreceived message stays in the channel.
                 input = inputs.recv() => match input {
@@ -71,7 +71,7 @@ impl Main {
                 () = allocator.allocated.notified() => {
                     // The kubelet gets its response first, and a burst of allocations is handled at
                     // once. The start of a container ends the delay.
-                    let _ = tokio::time::timeout(SOON, allocator.starting.notified()).await;
+                    let _ = tokio::time::timeout(MAX_ALLOCATION_DELAY, allocator.starting.notified()).await;
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }
                 // Cancel-safe: a missed signal is returned by the next call.
@@ -91,7 +91,7 @@ impl Main {
     }
 
     fn handle(&mut self, input: Input) {
-        // With every input, because the clock may have been set.
+        // Set the time with every input, because the clock may have been set.
         self.node.set_time(Instant::now(), Timestamp::now());
         match input {
             Input::OrderResult(ended) => {
@@ -162,7 +162,8 @@ impl Main {
     /// Reconciles and carries out the actions. Returns when to reconcile again, if soon.
     fn reconcile(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        // Before the lock is taken: this does file I/O, and the kubelet's calls wait for the table.
+        // Do this before taking the lock: it does file I/O, and the kubelet's calls wait for the
+        // table.
         let nodes = self.device_nodes();
         let mut table = self.pods.allocator.table();
         let actions = self.node.reconcile(&mut table, now);

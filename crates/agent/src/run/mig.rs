@@ -7,9 +7,9 @@ use crate::act::perform;
 use crate::gpu::hardware::error_chain;
 use crate::gpu::mig::{ChangeOutcome, MigOrder, OrderResult};
 
-/// After this time a change counts as slow. Changing an instance takes a fraction of a second,
-/// a GPU that the driver resets some seconds.
-const SLOW: Duration = Duration::from_secs(15);
+/// A change counts as slow after this time. Changing an instance takes a fraction of a second.
+/// Changing a GPU that the driver resets takes some seconds.
+const SLOW_CHANGE_TIME: Duration = Duration::from_secs(15);
 
 /// Makes a change and reports its result. If it is slow, reports that first.
 pub(super) async fn carry_out(library: Library, order: MigOrder, report: impl AsyncFn(OrderResult)) {
@@ -25,7 +25,7 @@ pub(super) async fn carry_out(library: Library, order: MigOrder, report: impl As
     // No deadline: the result must be known before any other change of this GPU.
     let call = worker.call(Duration::MAX, move |gpus| Ok(perform(gpus, &ordered)));
     let mut call = std::pin::pin!(call);
-    let answer = match tokio::time::timeout(SLOW, &mut call).await {
+    let answer = match tokio::time::timeout(SLOW_CHANGE_TIME, &mut call).await {
         Ok(answer) => answer,
         Err(_) => {
             let outcome = ChangeOutcome::Slow(begun.elapsed());

@@ -1,4 +1,4 @@
-//! The tasks of the agent, which do all waiting. Only [`main_loop`] decides.
+//! The tasks of the agent. They do all waiting. Only [`main_loop`] decides.
 mod api;
 mod connect;
 mod files;
@@ -47,8 +47,8 @@ use crate::node::Node;
 use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Pause between attempts to lock the node's checkpoint.
-const LOCK: Duration = Duration::from_millis(50);
+/// Interval between attempts to lock the node's checkpoint.
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Runs the agent until it receives SIGTERM.
 ///
@@ -104,7 +104,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (plugin_states, stopping) = (main.plugins.state(), main.stopping.clone());
 
     let mut tasks = JoinSet::new();
-    // First, because it serves the checkpoint's state before other tasks have answers.
+    // Start the main loop first: it serves the checkpoint's state before other tasks have answers.
     tasks.spawn(main.run(received));
     tasks.spawn(hardware::watch(library.clone(), inputs.clone(), polls));
     let view = watch::Sender::new(link.read_view());
@@ -161,7 +161,8 @@ fn restore(
 /// Each would write the MPS host's desired file without the allocations of the other, and thereby
 /// close doors of running pods.
 ///
-/// If the directory cannot be locked the agent continues, as it does if it cannot be written.
+/// The agent continues if the directory cannot be locked, as it does if the directory cannot be
+/// written.
 async fn wait_for_lock(store: &Store) -> Option<Lock> {
     let mut logged = false;
     loop {
@@ -177,7 +178,7 @@ async fn wait_for_lock(store: &Store) -> Option<Lock> {
                 return None;
             }
         }
-        tokio::time::sleep(LOCK).await;
+        tokio::time::sleep(LOCK_RETRY_INTERVAL).await;
     }
 }
 

@@ -17,8 +17,8 @@ use crate::object::Object;
 use crate::pods::PodObject;
 use crate::termination::shutdown::Shutdown;
 
-/// Pause between reads of the spec and the pods.
-const POLL: Duration = Duration::from_millis(100);
+/// Interval between reads of the spec and the pods.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A directory with a spec, a status, pods and events.
 #[derive(Debug, Clone)]
@@ -64,7 +64,7 @@ impl OfflineDirectory {
                             let current = pods.iter().filter_map(PodObject::uid).cloned().collect();
                             let gone = terminating.complete_list(&current, Instant::now());
                             pods.iter().fold(gone, |changed, pod| {
-                                pod.note_termination(node, terminating, &mut shutdown) || changed
+                                pod.record_termination(node, terminating, &mut shutdown) || changed
                             })
                         });
                         let mut names = to.names.lock();
@@ -82,7 +82,7 @@ impl OfflineDirectory {
                 }
                 last = text;
             }
-            sleep(POLL).await;
+            sleep(POLL_INTERVAL).await;
         }
     }
 
@@ -90,7 +90,7 @@ impl OfflineDirectory {
     pub(super) async fn follow(&self, first: Object, objects: mpsc::Sender<Object>) {
         let (mut last, mut generation) = (first, 1);
         loop {
-            sleep(POLL).await;
+            sleep(POLL_INTERVAL).await;
             let next = match (self.read(generation), &last) {
                 (Object::Present(_, spec), Object::Present(_, before)) if spec != *before => {
                     Object::Present(generation + 1, spec)

@@ -19,9 +19,9 @@ use crate::tenants::names::{PodNames, SharedPodNames};
 use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Periods, Shutdown};
 
-/// Pods in one page of a list. All pods of a node take a megabyte, which this process would keep
-/// allocated.
-const PAGE: u32 = 20;
+/// Number of pods in one page of a list. A list of all pods of a node takes a megabyte, which this
+/// process would keep allocated.
+const PAGE_SIZE: u32 = 20;
 
 /// The recipients of changes of this node's pods.
 #[derive(Debug, Clone)]
@@ -85,7 +85,7 @@ impl TerminationWatch {
                 if matches!(event, Event::InitApply(_)) {
                     listed.extend(uid(object).cloned());
                 }
-                object.0.as_ref().is_ok_and(|pod| pod.note_termination(node, terminating, shutdown))
+                object.0.as_ref().is_ok_and(|pod| pod.record_termination(node, terminating, shutdown))
             }
         };
         let advanced = shutdown.in_progress() && self.advance(terminating);
@@ -127,7 +127,7 @@ pub(super) async fn follow(
     metrics: Metrics,
 ) {
     let api: Api<DeserializeGuard<PodObject>> = Api::all(client);
-    let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE);
+    let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE_SIZE);
     let mut events = std::pin::pin!(watcher(api, config).default_backoff());
     let mut listed = BTreeSet::new();
     let mut watch_state = TerminationWatch { shutdown: Shutdown::new(periods), ..TerminationWatch::default() };
@@ -215,8 +215,8 @@ mod tests {
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    /// Seconds from the start of a pod's termination to its deadline. None if the pod is not known
-    /// to terminate.
+    /// Seconds from the start of a pod's termination to its deadline. `None` if the pod is not
+    /// known to terminate.
     fn seconds_left(terminating: &TerminatingPods, name: &str) -> Option<u64> {
         let (found, leaving) = terminating.find(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));

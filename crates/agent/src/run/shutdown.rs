@@ -10,9 +10,9 @@ use crate::files::watch_directory;
 use crate::termination::shutdown::{Periods, ShutdownStart};
 
 /// Name of the record in the kubelet's directory.
-const RECORD: &str = "graceful_node_shutdown_state";
-/// Pause between reads if inotify does not work.
-const POLL: Duration = Duration::from_secs(1);
+const SHUTDOWN_RECORD_FILE: &str = "graceful_node_shutdown_state";
+/// Interval between reads if inotify does not work.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Follows shutdowns if the kubelet's settings are known. Returns at once otherwise.
 pub(super) async fn watch(args: &AgentArgs, periods: Periods, record: watch::Sender<Option<Instant>>) {
@@ -23,7 +23,7 @@ pub(super) async fn watch(args: &AgentArgs, periods: Periods, record: watch::Sen
     }
 }
 
-/// How long the node has been up.
+/// Time since the node booted.
 fn uptime(proc: &Path) -> Option<Duration> {
     let text = std::fs::read_to_string(proc.join("uptime")).ok()?;
     Duration::try_from_secs_f64(text.split_whitespace().next()?.parse().ok()?).ok()
@@ -34,7 +34,7 @@ async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch:
     let mut last: Option<ShutdownStart> = None;
     let read = || {
         let uptime = uptime(&proc).unwrap_or_default();
-        let record = std::fs::read(kubelet.join(RECORD)).unwrap_or_default();
+        let record = std::fs::read(kubelet.join(SHUTDOWN_RECORD_FILE)).unwrap_or_default();
         last = ShutdownStart::read(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
         let since = last.as_ref().map(|start| start.at);
         began.send_if_modified(|began| {
@@ -50,7 +50,7 @@ async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch:
     let unwatched = |error| {
         tracing::debug!(%error, path = %kubelet.display(), "failed to watch the kubelet's directory; polling it instead");
     };
-    watch_directory(&kubelet, POLL, read, unwatched).await;
+    watch_directory(&kubelet, POLL_INTERVAL, read, unwatched).await;
 }
 
 #[cfg(test)]
@@ -70,7 +70,7 @@ mod tests {
         let write = |end: &str| {
             let record = format!(r#"{{"startTime":"{}","endTime":"{end}"}}"#, Timestamp::now());
             std::fs::write(kubelet.join(".tmp"), record).unwrap();
-            std::fs::rename(kubelet.join(".tmp"), kubelet.join(RECORD)).unwrap();
+            std::fs::rename(kubelet.join(".tmp"), kubelet.join(SHUTDOWN_RECORD_FILE)).unwrap();
         };
         let deadline = Duration::from_secs(60);
         write("0001-01-01T00:00:00Z");

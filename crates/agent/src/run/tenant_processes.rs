@@ -1,5 +1,5 @@
 //! Lists the processes on shared devices, on a separate thread for each GPU. A GPU that hangs is
-//! omitted, and delays the others once, by [`PATIENCE`].
+//! omitted, and delays the others once, by [`ROUND_TIMEOUT`].
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,16 +13,17 @@ use crate::tenants::snapshot::TenantSnapshot;
 use crate::tenants::violations::{ProcessId, ProcessSample, SampledProcess};
 
 /// Deadline for NVML's answer about a GPU.
-const DEADLINE: Duration = Duration::from_secs(5);
-/// How long a round waits for the GPUs that it queried. Later answers belong to the next round.
-const PATIENCE: Duration = Duration::from_millis(500);
+const GPU_DEADLINE: Duration = Duration::from_secs(5);
+/// Maximum time that a round waits for the GPUs that it queried. Later answers belong to the next
+/// round.
+const ROUND_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Result of a round.
 #[derive(Debug, Default)]
 pub(crate) struct Round {
     /// The processes on the devices that answered.
     pub(crate) sample: ProcessSample,
-    /// Devices of GPUs that have not answered yet. Suspicions there are kept.
+    /// Devices of GPUs that have not answered yet. Suspected violations on these devices are kept.
     pub(crate) waiting: BTreeSet<String>,
     /// GPUs that failed to answer, with the error.
     pub(crate) unreachable: Vec<(String, NvmlError)>,
@@ -48,7 +49,7 @@ pub(crate) struct ProcessObserver {
 
 impl ProcessObserver {
     pub(crate) fn new(library: Library, proc: PathBuf) -> Self {
-        // Bounded in fact: it holds at most one answer for each GPU.
+        // The number of messages is bounded: at most one answer for each GPU.
         let (sender, answers) = mpsc::unbounded_channel();
         Self { library, proc, workers: BTreeMap::new(), in_progress: BTreeMap::new(), sender, answers }
     }
@@ -59,7 +60,7 @@ impl ProcessObserver {
     /// # Errors
     /// A thread could not be started.
     pub(crate) async fn round(&mut self, snapshot: &Arc<TenantSnapshot>, devices: &[String]) -> std::io::Result<Round> {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + ROUND_TIMEOUT;
         let mut queried = BTreeSet::new();
         for (gpu, devices) in by_gpu(snapshot, devices) {
             if !self.in_progress.contains_key(&gpu) {
@@ -96,7 +97,8 @@ impl ProcessObserver {
         self.in_progress.insert(gpu.clone(), devices.clone());
         let (proc, sender) = (self.proc.clone(), self.sender.clone());
         tokio::spawn(async move {
-            let sample = worker.call(DEADLINE, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
+            let sample =
+                worker.call(GPU_DEADLINE, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
             // The channel is closed only when the agent ends.
             let _ = sender.send(Answer { gpu, sample });
         });
@@ -258,7 +260,7 @@ mod tests {
         let begun = Instant::now();
         let second = observer.round(&snapshot, &devices).await.unwrap();
         assert_eq!(seen(&second), ["GPU-a", "GPU-c"]);
-        assert!(begun.elapsed() < PATIENCE, "the second round does not wait for it");
+        assert!(begun.elapsed() < ROUND_TIMEOUT, "the second round does not wait for it");
         // After the deadline the call fails. Still only one thread queries the GPU.
         let unreachable = loop {
             let round = observer.round(&snapshot, &devices).await.unwrap();

@@ -1,4 +1,4 @@
-//! Detects tenants that leave their shares.
+//! Detects tenants that exceed their limits.
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,12 +21,12 @@ use crate::tenants::names::SharedPodNames;
 use crate::tenants::snapshot::TenantSnapshot;
 use crate::tenants::violations::{ProcessId, find_violations};
 
-/// Time between two rounds.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between two rounds.
+const ROUND_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between the round that suspects a process and the round that confirms it. Together with
-/// [`INTERVAL`] it is well below the promised two seconds. It is longer than a program takes from
-/// its first context until the driver reports it as an MPS client.
-const CONFIRM: Duration = Duration::from_millis(400);
+/// [`ROUND_INTERVAL`] it is well below the promised two seconds. It is longer than the driver takes
+/// to report a program as an MPS client after the program's first context.
+const CONFIRMATION_DELAY: Duration = Duration::from_millis(400);
 /// How long the MPS host may take to terminate a client.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(15);
 
@@ -109,7 +109,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
                 return Ok(());
             }
         }
-        let pause = if changes.confirm { CONFIRM } else { INTERVAL };
+        let pause = if changes.confirm { CONFIRMATION_DELAY } else { ROUND_INTERVAL };
         tokio::time::sleep(pause.saturating_sub(begun.elapsed())).await;
     }
 }

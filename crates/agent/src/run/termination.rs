@@ -17,7 +17,7 @@ use crate::termination::{Client, ClientKey, Outcome, Terminations};
 
 /// Deadline for the MPS host, which answers within 8 s: it waits up to 4 s until its daemon is
 /// free.
-const ANSWER: Duration = Duration::from_secs(10);
+const REQUEST_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Terminates clients of terminating pods, forever.
 pub(super) async fn run(
@@ -84,7 +84,7 @@ fn clients(pods: &TerminatingPods, view: &mps::HostView, known: &mut BTreeMap<Cl
 async fn terminate(link: mps::link::HostLink, client: Client) -> (Client, Outcome, Instant) {
     let began = Instant::now();
     let ClientKey { device, pid } = client.key.clone();
-    let outcome = match link.request(&Request::Terminate { device, pid }, ANSWER).await {
+    let outcome = match link.request(&Request::Terminate { device, pid }, REQUEST_DEADLINE).await {
         Ok(Reply::Done) => Outcome::Terminated,
         Ok(Reply::NoContext) => Outcome::NoContext,
         Ok(Reply::Error { message }) | Err(message) => Outcome::Failed(message),

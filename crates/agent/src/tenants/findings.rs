@@ -22,9 +22,9 @@ pub const MAX_FINDINGS: usize = 32;
 /// How long a former MPS client is exempt from `OutsideMps`. When an MPS server ends, the driver
 /// may list its broken clients as plain processes. The exemption has to end, since a process can
 /// execute another program.
-const FORMER_CLIENT: Duration = Duration::from_secs(10);
-/// How long to wait before a client that was to be terminated is terminated again.
-const TERMINATE_AGAIN: Duration = Duration::from_secs(10);
+const FORMER_CLIENT_EXEMPTION: Duration = Duration::from_secs(10);
+/// Minimum interval between requests to terminate the same client.
+const MIN_TERMINATION_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The findings of the node.
 #[derive(Debug, Default)]
@@ -32,7 +32,7 @@ pub struct Findings {
     /// Violations of the previous sample, with the processes that caused them.
     previous: BTreeMap<ViolationKey, BTreeSet<ProcessId>>,
     confirmed: BTreeMap<ViolationKey, Finding>,
-    /// When each client was last to be terminated.
+    /// When the termination of each client was last requested.
     terminated: BTreeMap<ProcessId, Instant>,
     /// When each process was last seen as an MPS client.
     clients: BTreeMap<ProcessId, Instant>,
@@ -111,8 +111,8 @@ impl Findings {
     /// Adds the MPS clients of a sample and removes old processes.
     fn remember_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
         self.clients.extend(clients.into_iter().map(|process| (process, now)));
-        self.clients.retain(|_, at| now.saturating_duration_since(*at) < FORMER_CLIENT);
-        self.terminated.retain(|_, at| now.saturating_duration_since(*at) < TERMINATE_AGAIN);
+        self.clients.retain(|_, at| now.saturating_duration_since(*at) < FORMER_CLIENT_EXEMPTION);
+        self.terminated.retain(|_, at| now.saturating_duration_since(*at) < MIN_TERMINATION_INTERVAL);
     }
 
     /// Removes former MPS clients from a violation of kind `OutsideMps`. Returns `None` if they are
@@ -124,7 +124,8 @@ impl Findings {
         (!violation.processes.is_empty()).then_some(violation)
     }
 
-    /// Adds the violation's clients to those to terminate, except those ordered a short time ago.
+    /// Adds the violation's clients to those to terminate, unless that was requested a short time
+    /// ago.
     fn terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
         for &process in &violation.clients {
             if let Entry::Vacant(entry) = self.terminated.entry(process) {
@@ -198,7 +199,7 @@ impl Findings {
         all
     }
 
-    /// Whether neither time nor an empty sample could change anything.
+    /// Whether no finding can change with time or with an empty sample.
     pub fn is_empty(&self) -> bool {
         self.confirmed.is_empty() && self.previous.is_empty()
     }

@@ -12,7 +12,7 @@
 //!
 //! The operator reads `GpuNode.status` and evicts pods.
 //!
-//! The watch asks nothing while no process can use a shared device. A GPU that does not answer
+//! The watch queries nothing while no process can use a shared device. A GPU that does not answer
 //! gives no sample: its tenants are neither reported nor terminated, and the watch of other GPUs
 //! continues.
 pub mod findings;

@@ -19,7 +19,7 @@ pub struct PodNames {
     pods: BTreeMap<String, PodName>,
     /// UIDs in the list that the watch reads now.
     listing: Option<BTreeSet<String>>,
-    /// One list was complete: a pod that is missing is gone.
+    /// A list was complete, so a pod that is not known has been removed.
     complete: bool,
 }
 

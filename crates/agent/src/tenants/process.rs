@@ -9,7 +9,7 @@ use crate::cgroup::{self, Owner};
 /// at most 4 KiB.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// What `/proc` says of a process.
+/// What `/proc` says about a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
     /// Clock ticks from boot to its start. Start and pid identify the process until the node

@@ -19,7 +19,7 @@ pub struct TenantSnapshot {
     pub devices: BTreeMap<String, SharedDevice>,
     /// Shares that containers have; `None` while the kubelet does not list them.
     pub shares: Option<Vec<Share>>,
-    /// Memory limits in MiB, by allocation; `None` means no limit.
+    /// Memory limits in MiB, by allocation; `None` means unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
 }
 

@@ -10,10 +10,10 @@ use crate::cgroup::Owner;
 /// How many MiB more than its shares allow NVML may show for a container.
 ///
 /// MPS and NVML count a context differently. On an H200 under driver 580, NVML shows 274 MiB for a
-/// client that has allocated nothing. MPS counts from 57 MiB (8 SMs) to 514 MiB (132 SMs) of such a
-/// client against its limit. A client at its MPS limit therefore shows up to 217 MiB more than the
-/// limit. The tolerance applies once per container, not once per process: the contexts of all its
-/// processes have to fit into its shares, like all other memory.
+/// client that has allocated nothing. For the same client, MPS counts from 57 MiB (8 SMs) to 514
+/// MiB (132 SMs) against its limit. A client at its MPS limit therefore shows up to 217 MiB more
+/// than the limit. The tolerance applies once per container, not once per process: the contexts of
+/// all its processes have to fit into its shares, like all other memory.
 pub const TOLERANCE_MIB: u64 = 256;
 
 const MIB: u64 = 1 << 20;
@@ -60,7 +60,7 @@ pub struct Usage {
     pub device: String,
     /// Memory in bytes.
     pub bytes: u64,
-    /// What its shares allow, in MiB; `None` means no limit.
+    /// Memory that its shares allow, in MiB; `None` means unlimited.
     pub limit_mib: Option<u64>,
 }
 
@@ -103,7 +103,7 @@ pub struct Violation {
     pub message: String,
 }
 
-/// What one sample shows.
+/// Result of comparing one sample with the limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Assessment {
     /// Memory use of each container.
@@ -267,7 +267,7 @@ impl ContainerOnDevice<'_> {
         tenant
     }
 
-    /// What the container's shares of the device allow, in MiB; `None` means no limit.
+    /// Memory that the container's shares of the device allow, in MiB; `None` means unlimited.
     ///
     /// The kubelet does not list the shares of init containers. Their limit is that of the doors
     /// that their clients used, except doors of other pods.

@@ -1,7 +1,7 @@
 //! Terminates the MPS clients of terminating pods through MPS, before a signal can kill a program
 //! with a kernel in flight. Such a kill would break the programs of its neighbours.
 //!
-//! - [`pods`] tracks which pods terminate, and until when.
+//! - [`pods`] tracks which pods terminate, and their deadlines.
 //! - [`shutdown`] predicts which pods terminate because the node shuts down.
 //! - `process` reads the state of a client's process from `/proc`.
 //! - [`Terminations`] decides which clients to terminate now.
@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 
 use self::pods::Deadlines;
 
-/// How long after its deadline a client that still runs is reported. A `preStop` sleep of one
-/// second has not ended by then.
+/// Time from the deadline of a client that still runs until it is reported. A `preStop` sleep of
+/// one second has not ended by then.
 const REPORT_AFTER: Duration = Duration::from_millis(500);
-/// First and longest pause after a failed attempt.
-const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// Pause between attempts at a client that has no context, or that is stopped.
-const RECHECK: Duration = Duration::from_millis(250);
+/// First and maximum backoff after a failed attempt.
+const RETRY_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+/// Interval between attempts at a client that has no context, or that is stopped.
+const RECHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Identifies a client of an MPS server.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -54,7 +54,7 @@ pub struct Client {
 pub enum Outcome {
     /// Its contexts are destroyed.
     Terminated,
-    /// It has no context, so that nothing is in flight. It can still create one.
+    /// It has no context, so no kernel is in flight. It can still create one.
     NoContext,
     /// The attempt failed for this reason.
     Failed(String),
@@ -138,7 +138,7 @@ impl Terminations {
                 check_at(report_at);
             }
             if client.stopped {
-                check_at(now + RECHECK);
+                check_at(now + RECHECK_INTERVAL);
             } else if now < attempts.not_before {
                 check_at(attempts.not_before);
             } else if !busy {
@@ -158,16 +158,16 @@ impl Terminations {
     /// Records the outcome of an attempt.
     pub fn record(&mut self, key: &ClientKey, outcome: &Outcome, now: Instant) {
         self.busy.remove(&key.device);
-        // A client that is not listed any more has ended, whatever the outcome.
+        // A client that is no longer listed has ended, whatever the outcome.
         let Some(attempts) = self.attempts.get_mut(key) else { return };
         match outcome {
             Outcome::Terminated => attempts.terminated = true,
             Outcome::NoContext => {
-                (attempts.due, attempts.not_before) = (now + RECHECK, now + RECHECK);
+                (attempts.due, attempts.not_before) = (now + RECHECK_INTERVAL, now + RECHECK_INTERVAL);
                 attempts.last_error = None;
             }
             Outcome::Failed(error) => {
-                let pause = RETRY.0.saturating_mul(1 << attempts.failures.min(8)).min(RETRY.1);
+                let pause = RETRY_BACKOFF.0.saturating_mul(1 << attempts.failures.min(8)).min(RETRY_BACKOFF.1);
                 attempts.failures += 1;
                 attempts.not_before = now + pause;
                 attempts.last_error = Some(error.clone());
@@ -281,8 +281,8 @@ mod tests {
         assert!(decision.report[0].1.contains("stopped"));
         terminations.record(&other.key, &Outcome::Terminated, now);
         let decision = terminations.decide(vec![stopped], now);
-        assert_eq!((decision.report.len(), decision.next_check), (0, Some(now + RECHECK)));
-        assert_eq!(pids(&terminations.decide(vec![one], now + RECHECK)), [1]);
+        assert_eq!((decision.report.len(), decision.next_check), (0, Some(now + RECHECK_INTERVAL)));
+        assert_eq!(pids(&terminations.decide(vec![one], now + RECHECK_INTERVAL)), [1]);
     }
 
     #[test]
@@ -292,11 +292,11 @@ mod tests {
         let one = client(&pods, "a", "G", 1, false).unwrap();
         let mut terminations = Terminations::default();
         for attempt in 0..20 {
-            let now = start + RECHECK * attempt;
+            let now = start + RECHECK_INTERVAL * attempt;
             let decision = terminations.decide(vec![one.clone()], now);
             assert_eq!((pids(&decision), decision.report.len()), (vec![1], 0));
             terminations.record(&one.key, &Outcome::NoContext, now);
-            assert_eq!(terminations.decide(vec![one.clone()], now).next_check, Some(now + RECHECK));
+            assert_eq!(terminations.decide(vec![one.clone()], now).next_check, Some(now + RECHECK_INTERVAL));
         }
     }
 

@@ -1,4 +1,4 @@
-//! Tracks which pods of the node terminate, and until when. Pure: callers pass in the time.
+//! Tracks which pods of the node terminate, and their deadlines. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -87,7 +87,7 @@ struct Pod {
     name: String,
     /// The deadlines, if the pod terminates.
     deadlines: Option<Deadlines>,
-    /// When the API server was found to have removed it.
+    /// When the agent found that the API server had removed it.
     removed: Option<Instant>,
 }
 
@@ -118,7 +118,7 @@ impl TerminatingPods {
             (Some(_), Some(was)) => Some(was),
             (Some(Deletion { grace, left }), None) => {
                 // If the pod was observed before without a deletion, the deletion is new, whatever
-                // the clocks say. Else its grace period may be almost over.
+                // the clocks say. Otherwise its grace period may be almost over.
                 let left = if before.is_some() { grace } else { left.min(grace) };
                 Some(Deadlines::new(now, now + left, grace, sleep))
             }
@@ -129,7 +129,7 @@ impl TerminatingPods {
         changed
     }
 
-    /// Notes that the API server has removed a pod: after its programs have ended, or by force
+    /// Records that the API server has removed a pod: after its programs have ended, or by force
     /// while they may still run. Returns whether that changes anything.
     pub fn removed(&mut self, uid: &str, now: Instant) -> bool {
         self.prune(now);
@@ -140,7 +140,7 @@ impl TerminatingPods {
         true
     }
 
-    /// Notes that all pods which are not in `uids` have been removed. Returns whether that changes
+    /// Records that all pods that are not in `uids` have been removed. Returns whether that changes
     /// anything.
     pub fn complete_list(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
         let missing: Vec<String> = self.by_uid.keys().filter(|uid| !uids.contains(*uid)).cloned().collect();
@@ -174,8 +174,8 @@ impl TerminatingPods {
     /// does not terminate.
     pub fn find(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, Deadlines)> {
         if !uids.is_empty() {
-            // The client's pod may be a static pod or a new pod that is not tracked. Another pod
-            // with the allocation is not the client's then.
+            // The client's pod may be a static pod or a new pod that is not tracked. In that case,
+            // another pod with the allocation is not the client's.
             let pod = uids.iter().find_map(|uid| self.by_uid.get(uid))?;
             return Some((&pod.name, pod.deadlines?));
         }
@@ -207,7 +207,7 @@ pub(super) mod tests {
         Duration::from_millis(millis)
     }
 
-    /// A pod without a deletion, or with one of this grace period and rest in seconds.
+    /// A pod without a deletion, or with a deletion that has this grace period and rest in seconds.
     pub(in crate::termination) fn observation(uid: &str, grace: Option<(u64, u64)>) -> PodObservation {
         let deletion = grace.map(|(grace, left)| Deletion { grace: secs(grace), left: secs(left) });
         PodObservation { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }

@@ -30,8 +30,8 @@ impl Process {
 
 /// UIDs of the pods whose cgroups contain the process, outermost first.
 ///
-/// Excludes the pods that contain this process too: on a node that runs in a pod, all processes
-/// belong to that pod.
+/// Excludes pods that also contain the agent's own process: on a node that runs in a pod, all
+/// processes belong to that pod.
 pub(crate) fn pods_of(pid: u32) -> Vec<String> {
     static OWN: LazyLock<Vec<String>> =
         LazyLock::new(|| cgroup::pods(&read(&directory(std::process::id()).join("cgroup")).unwrap_or_default()));
@@ -50,7 +50,7 @@ fn read(path: &Path) -> Option<String> {
 }
 
 /// Whether all threads block SIGTERM. A program that waits for the signal blocks it in every
-/// thread, since it would end the process through any other.
+/// thread, because the signal would end the process through a thread that does not block it.
 fn all_threads_block(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
     // A thread that has ended meanwhile does not count.

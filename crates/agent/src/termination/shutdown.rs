@@ -2,8 +2,8 @@
 //! (`shutdownGracePeriod` and related settings). Pure.
 //!
 //! The kubelet does not delete these pods, and updates the status of each only after it has ended.
-//! Before it terminates the first pod, it records the start of the shutdown in a file. Which pods
-//! it terminates when follows from its settings, which the agent gets as arguments.
+//! Before it terminates the first pod, it records the start of the shutdown in a file. Its
+//! settings, which the agent gets as arguments, determine the order and the times.
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -13,16 +13,17 @@ use serde::Deserialize;
 
 use super::pods::{Deletion, PodObservation, TerminatingPods};
 
-/// How much longer than the sum of all periods a shutdown may take. The kubelet has given up one
-/// that takes longer.
-const SLACK: Duration = Duration::from_secs(60);
+/// Maximum time that a shutdown takes beyond the sum of all periods. The kubelet has given up a
+/// shutdown that takes longer.
+const MAX_OVERRUN: Duration = Duration::from_secs(60);
 
-/// How long the kubelet waits for pods from this priority up to that of the next period.
+/// How long the kubelet waits for pods whose priority is in this period: at least `priority`, and
+/// below that of the next period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Period {
     /// The lowest priority of these pods.
     pub priority: i32,
-    /// Seconds until the next group of pods, and the longest grace period of each pod.
+    /// Seconds until the next group of pods. This is also the maximum grace period of each pod.
     pub seconds: u32,
 }
 
@@ -88,7 +89,7 @@ pub struct Pod {
     pub observation: Option<PodObservation>,
 }
 
-/// How far a shutdown has come.
+/// Progress of a shutdown.
 #[derive(Debug)]
 struct Progress {
     /// Estimated start of each group that has started. Never later than the real start.
@@ -206,19 +207,19 @@ impl Shutdown {
 #[serde(rename_all = "camelCase")]
 struct Record {
     start_time: Timestamp,
-    /// In the year 1 until the shutdown has ended.
+    /// A time in the year 1 until the shutdown has ended.
     end_time: Timestamp,
 }
 
-/// Returns for how long the kubelet has been terminating pods, by its record. Returns `None` if the
-/// record is malformed, of an earlier boot, ended or too old.
+/// Returns how long the kubelet has been terminating pods, according to its record. Returns `None`
+/// if the record is malformed, too old or from an earlier boot, or if the shutdown has ended.
 pub fn elapsed(record: &[u8], now: Timestamp, up: Duration, periods: &Periods) -> Option<Duration> {
     let Record { start_time, end_time } = serde_json::from_slice(record).ok()?;
     let elapsed = Duration::try_from(now.duration_since(start_time)).ok()?;
-    (end_time < start_time && elapsed < up && elapsed < periods.total() + SLACK).then_some(elapsed)
+    (end_time < start_time && elapsed < up && elapsed < periods.total() + MAX_OVERRUN).then_some(elapsed)
 }
 
-/// A shutdown in progress, and the record that says so.
+/// A shutdown in progress, and the record that shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ShutdownStart {
     record: Vec<u8>,
@@ -240,7 +241,7 @@ impl ShutdownStart {
     ) -> Option<Self> {
         match previous {
             Some(previous) if previous.record == record => {
-                (now.saturating_duration_since(previous.at) < periods.total() + SLACK).then_some(previous)
+                (now.saturating_duration_since(previous.at) < periods.total() + MAX_OVERRUN).then_some(previous)
             }
             _ => {
                 let at = elapsed(&record, wall, up, periods).and_then(|elapsed| now.checked_sub(elapsed))?;
@@ -287,7 +288,11 @@ pub(crate) mod tests {
             let ended = br#"{"startTime":"2026-11-22T11:59:55Z","endTime":"2026-11-22T12:00:01Z"}"#;
             assert_eq!(read(ended, Some(&start_of_first), 2, set), None);
             assert_eq!(read(b"", Some(&start_of_first), 2, set), None);
-            assert_eq!(read(&record, Some(&start_of_first), (periods.total() + SLACK).as_secs(), set), None, "too old");
+            assert_eq!(
+                read(&record, Some(&start_of_first), (periods.total() + MAX_OVERRUN).as_secs(), set),
+                None,
+                "too old"
+            );
         }
     }
 
@@ -355,7 +360,7 @@ pub(crate) mod tests {
         let deleted = Pod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
         let observation = shutdown.observe("usual", deleted, start + secs(1)).unwrap();
         assert_eq!(observation.deletion, Some(Deletion { grace: secs(5), left: secs(4) }), "the shorter one counts");
-        // The kubelet gave up the shutdown: the pod does not terminate any more.
+        // The kubelet gave up the shutdown: the pod no longer terminates.
         shutdown.observe("usual", usual(), start);
         shutdown.set_start(None);
         shutdown.update(&mut terminating, start + secs(2));

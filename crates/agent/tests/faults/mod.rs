@@ -40,19 +40,19 @@ async fn a_fault_is_reported_on_each_affected_pod_and_shares_recover_when_the_la
     machine.set_pods(&[pod("bad", 1, &gpu), pod("near", 2, &gpu)]);
     machine.start_host();
     machine.start_agent(&[]);
-    machine.healthy(MPS, 10).await;
+    machine.wait_for_healthy(MPS, 10).await;
     let (bad, near) = (ids(&gpu, [0]), ids(&gpu, [1, 2]));
     machine.pods.hold(&[held("bad", MPS, &bad), held("near", MPS, &near)]);
     let mut neighbour = start_program(&machine, &near, &["--hold", "forever", "--linger", "forever"]).await;
     let mut culprit = start_program(&machine, &bad, &["--kernel-ms", "1", "--fault"]).await;
     culprit.wait().unwrap();
-    machine.healthy(MPS, 0).await;
+    machine.wait_for_healthy(MPS, 0).await;
     let ended = tokio::task::spawn_blocking(move || {
         neighbour.wait().unwrap();
         Instant::now()
     });
     let ended = ended.await.unwrap();
-    machine.healthy(MPS, 10).await;
+    machine.wait_for_healthy(MPS, 10).await;
     println!("healthy {:?} after the last client had ended", ended.elapsed());
     let pod = |name: &str, reason: &str| (Some(format!("ns/{name}")), reason.to_owned());
     let node = |reason: &str| (None, reason.to_owned());
@@ -64,6 +64,6 @@ async fn a_fault_is_reported_on_each_affected_pod_and_shares_recover_when_the_la
         pod("near", "BrokenByGpuFault"),
         pod("near", "EndedInGpuFault"),
     ];
-    machine.until("all events", || (events(&machine).len() >= expected.len()).then_some(())).await;
+    machine.wait_until("all events", || (events(&machine).len() >= expected.len()).then_some(())).await;
     assert_eq!(events(&machine), expected);
 }

@@ -4,7 +4,7 @@ use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, Partition, Who
 
 use crate::machine::{MPS, Machine, SLICED, held, ids, mps, pod, sliced, spec};
 
-const THREE: &str = "nvidia.com/mig-3g.40gb";
+const MIG_3G: &str = "nvidia.com/mig-3g.40gb";
 
 /// Whether all healthy slices of a resource are on this device.
 fn only_of(seen: &cleave_kubelet::fake::Seen, resource: &str, device: &str) -> bool {
@@ -27,60 +27,61 @@ fn trigger_read(machine: &Machine) {
 
 #[tokio::test]
 async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_with_the_reset() {
-    let mut machine = Machine::running(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
-    machine.healthy(SLICED, 8).await;
+    let mut machine = Machine::start(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
+    machine.wait_for_healthy(SLICED, 8).await;
     machine.simgpu(&["xid", "1", "119"]);
-    let seen = machine.healthy(SLICED, 4).await;
+    let seen = machine.wait_for_healthy(SLICED, 4).await;
     assert!(only_of(&seen, SLICED, &machine.uuids[0]));
-    let status = machine.status("the XID", |status| reason(status, 1) == "ResetRequired").await;
+    let status = machine.wait_for_status("the XID", |status| reason(status, 1) == "ResetRequired").await;
     let health = &status.gpus[1].health;
     assert_eq!((health.class.as_str(), health.healthy, health.since.is_some()), ("NeedsReset", false, true));
     assert!(health.message.contains("XID 119 (GSP RPC timeout)"), "{}", health.message);
     assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
     machine
-        .until("the checkpoint", || {
+        .wait_until("the checkpoint", || {
             std::fs::read_to_string(machine.path("state/agent.json")).ok()?.contains("\"xid\":119").then_some(())
         })
         .await;
 
     machine.kill_agent();
-    machine.seen("the end of the stream", |seen| !seen.endpoints[SLICED].connected).await;
+    machine.wait_for_view("the end of the stream", |seen| !seen.endpoints[SLICED].connected).await;
     std::fs::remove_file(machine.path("spec/status.json")).unwrap();
     machine.start_agent(&[]);
-    let status = machine.status("NVML answered", |status| condition(status, "GpusHealthy").1 != "Starting").await;
+    let status =
+        machine.wait_for_status("NVML answered", |status| condition(status, "GpusHealthy").1 != "Starting").await;
     assert_eq!(reason(&status, 1), "ResetRequired", "a restart of the agent does not clear the fault");
-    let seen = machine.healthy(SLICED, 4).await;
+    let seen = machine.wait_for_healthy(SLICED, 4).await;
     assert!(only_of(&seen, SLICED, &machine.uuids[0]));
 
     machine.simgpu(&["lose", "1"]);
     trigger_read(&machine);
-    machine.status("lost", |status| status.gpus[1].health.class == "Lost").await;
+    machine.wait_for_status("lost", |status| status.gpus[1].health.class == "Lost").await;
     machine.simgpu(&["reset", "1"]);
     trigger_read(&machine);
-    machine.healthy(SLICED, 8).await;
-    let status = machine.status("healthy", |status| status.gpus[1].health.healthy).await;
+    machine.wait_for_healthy(SLICED, 8).await;
+    let status = machine.wait_for_status("healthy", |status| status.gpus[1].health.healthy).await;
     assert_eq!(condition(&status, "GpusHealthy"), ("True", "Healthy"));
-    machine.until("the events", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(())).await;
+    machine.wait_until("the events", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(())).await;
 }
 
 #[tokio::test]
 async fn clearing_faults_clears_earlier_ones_and_not_later_ones() {
-    let machine = Machine::running(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
-    machine.healthy(SLICED, 4).await;
+    let machine = Machine::start(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
+    machine.wait_for_healthy(SLICED, 4).await;
     machine.simgpu(&["xid", "0", "48"]);
-    machine.healthy(SLICED, 0).await;
-    let status = machine.status("the XID", |status| status.gpus[0].health.last.is_some()).await;
+    machine.wait_for_healthy(SLICED, 0).await;
+    let status = machine.wait_for_status("the XID", |status| status.gpus[0].health.last.is_some()).await;
     let cleared = status.gpus[0].health.last.clone();
     machine.set_spec("cleared", vec![GpuSpec { cleared: cleared.clone(), ..sliced(&machine.uuids[0], 4) }]);
-    machine.healthy(SLICED, 4).await;
+    machine.wait_for_healthy(SLICED, 4).await;
     machine.simgpu(&["xid", "0", "48"]);
-    machine.healthy(SLICED, 0).await;
+    machine.wait_for_healthy(SLICED, 0).await;
 }
 
 #[tokio::test]
 async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
-    let machine = Machine::running(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
-    machine.healthy(SLICED, 8).await;
+    let machine = Machine::start(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
+    machine.wait_for_healthy(SLICED, 8).await;
     for (fault, end, expected) in [
         ("remap-failed=on", "remap-failed=off", "RowRemapFailed"),
         ("recovery=reset", "recovery=none", "ResetRequired"),
@@ -88,27 +89,27 @@ async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
     ] {
         machine.simgpu(&["set", "1", fault]);
         trigger_read(&machine);
-        let seen = machine.healthy(SLICED, 4).await;
+        let seen = machine.wait_for_healthy(SLICED, 4).await;
         assert!(only_of(&seen, SLICED, &machine.uuids[0]), "{fault}");
-        machine.status(fault, |status| reason(status, 1) == expected && reason(status, 0).is_empty()).await;
+        machine.wait_for_status(fault, |status| reason(status, 1) == expected && reason(status, 0).is_empty()).await;
         machine.simgpu(&["set", "1", end]);
         trigger_read(&machine);
-        machine.healthy(SLICED, 8).await;
+        machine.wait_for_healthy(SLICED, 8).await;
     }
     for pending in ["remap-pending=on", "recovery=drain-and-reset"] {
         machine.simgpu(&["set", "1", pending]);
         trigger_read(&machine);
-        let status = machine.status(pending, |status| reason(status, 1) == "ResetPending").await;
+        let status = machine.wait_for_status(pending, |status| reason(status, 1) == "ResetPending").await;
         assert!(status.gpus[1].health.healthy, "it serves slices");
         assert_eq!(condition(&status, "GpusHealthy"), ("True", "ResetPending"));
-        machine.healthy(SLICED, 8).await;
+        machine.wait_for_healthy(SLICED, 8).await;
         machine.simgpu(&["reset", "1"]);
         trigger_read(&machine);
-        machine.status("reset", |status| reason(status, 1).is_empty()).await;
+        machine.wait_for_status("reset", |status| reason(status, 1).is_empty()).await;
     }
     // Errors from before the agent's first read do not count. Add errors until one counts.
     machine
-        .until("memory errors", || {
+        .wait_until("memory errors", || {
             machine.simgpu(&["ecc", "1", "--uncorrected", "1"]);
             trigger_read(&machine);
             let text = std::fs::read(machine.path("spec/status.json")).ok()?;
@@ -116,39 +117,40 @@ async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
             (reason(&status, 1) == "EccErrors").then_some(())
         })
         .await;
-    machine.healthy(SLICED, 4).await;
+    machine.wait_for_healthy(SLICED, 4).await;
     machine.simgpu(&["reset", "1"]);
     trigger_read(&machine);
-    machine.healthy(SLICED, 8).await;
+    machine.wait_for_healthy(SLICED, 8).await;
 }
 
 #[tokio::test]
 async fn an_xid_of_a_mig_instance_affects_only_that_instance() {
-    let machine = Machine::running(&["H100-80"], |gpus| {
+    let machine = Machine::start(&["H100-80"], |gpus| {
         let instance = |start| MigInstanceSpec {
             profile: "3g.40gb".into(),
             start,
-            partition: MigPartition { whole: Some(Whole { resource: THREE.into() }), ..MigPartition::default() },
+            partition: MigPartition { whole: Some(Whole { resource: MIG_3G.into() }), ..MigPartition::default() },
         };
         let mig = Some(vec![instance(0), instance(4)]);
         vec![spec(&gpus[0], Partition { mig, ..Partition::default() })]
     });
-    machine.healthy(THREE, 2).await;
-    let status =
-        machine.status("both", |status| status.gpus[0].mig.as_ref().is_some_and(|mig| mig.instances.len() == 2)).await;
+    machine.wait_for_healthy(MIG_3G, 2).await;
+    let status = machine
+        .wait_for_status("both", |status| status.gpus[0].mig.as_ref().is_some_and(|mig| mig.instances.len() == 2))
+        .await;
     let [faulty, healthy] = [0, 1].map(|at| status.gpus[0].mig.as_ref().unwrap().instances[at].clone());
     machine.simgpu(&["xid", "0", "94", "--instance", &format!("{},0", faulty.gpu_instance)]);
-    let seen = machine.healthy(THREE, 1).await;
-    assert!(only_of(&seen, THREE, &healthy.uuid));
+    let seen = machine.wait_for_healthy(MIG_3G, 1).await;
+    assert!(only_of(&seen, MIG_3G, &healthy.uuid));
     let status = machine
-        .status("the instance", |status| {
+        .wait_for_status("the instance", |status| {
             status.gpus[0].mig.iter().flat_map(|mig| &mig.instances).any(|instance| instance.health.is_some())
         })
         .await;
     assert!(status.gpus[0].health.healthy);
     assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
     machine.simgpu(&["xid", "0", "95", "--instance", &format!("{},0", faulty.gpu_instance)]);
-    machine.healthy(THREE, 0).await;
+    machine.wait_for_healthy(MIG_3G, 0).await;
 }
 
 #[tokio::test]
@@ -162,34 +164,36 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.set_pods(&[]);
     machine.start_host();
     machine.start_agent(&[]);
-    machine.healthy(MPS, 8).await;
+    machine.wait_for_healthy(MPS, 8).await;
     let used = ids(&first, [2]);
     machine.kubelet.allocate(MPS, &[&used[0]]).await.unwrap();
     machine.pods.hold(&[held("p", MPS, &used)]);
     let daemon = machine.host_status().unwrap().daemons[&first].pid;
 
     set_cordoned(&machine, "cordoned", true);
-    let seen = machine.healthy(MPS, 5).await;
+    let seen = machine.wait_for_healthy(MPS, 5).await;
     assert_eq!(seen.endpoints[MPS].devices.len(), 8, "all shares stay listed");
     assert!(seen.endpoints[MPS].healthy().iter().any(|id| **id == *used[0]), "a share in use stays healthy");
-    machine.status("applied", |status| status.plan_id == "cordoned" && status.gpus[0].slices[0].unhealthy == 3).await;
+    machine
+        .wait_for_status("applied", |status| status.plan_id == "cordoned" && status.gpus[0].slices[0].unhealthy == 3)
+        .await;
 
     machine.kill_agent();
-    machine.seen("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
+    machine.wait_for_view("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
     machine.start_agent(&[]);
-    machine.seen("the new stream", |seen| seen.endpoints[MPS].connected).await;
-    machine.healthy(MPS, 5).await;
+    machine.wait_for_view("the new stream", |seen| seen.endpoints[MPS].connected).await;
+    machine.wait_for_healthy(MPS, 5).await;
 
     // A pod that was released before the cordon waits for two shares of the GPU.
     machine.set_pods(&[pod("late", 2, &first)]);
-    machine.healthy(MPS, 7).await;
+    machine.wait_for_healthy(MPS, 7).await;
     machine.set_pods(&[]);
-    machine.healthy(MPS, 5).await;
+    machine.wait_for_healthy(MPS, 5).await;
     machine.pods.hold(&[]);
-    machine.healthy(MPS, 4).await;
+    machine.wait_for_healthy(MPS, 4).await;
     assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "its daemon was not restarted");
     set_cordoned(&machine, "open again", false);
-    machine.healthy(MPS, 8).await;
+    machine.wait_for_healthy(MPS, 8).await;
 }
 
 /// Ten shares on each GPU.
@@ -199,25 +203,25 @@ fn ten_shares_each(gpus: &[String]) -> Vec<GpuSpec> {
 
 #[tokio::test]
 async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
-    let machine = Machine::running(&["4xH200"], ten_shares_each);
-    machine.healthy(MPS, 40).await;
+    let machine = Machine::start(&["4xH200"], ten_shares_each);
+    machine.wait_for_healthy(MPS, 40).await;
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
     trigger_read(&machine);
     // The answer for GPU 2 arrives before the deadline of GPU 3 has passed.
     machine.simgpu(&["set", "2", "remap-failed=on"]);
     trigger_read(&machine);
     let seen = |status: &GpuNodeStatus| reason(status, 2) == "RowRemapFailed";
-    let status = machine.status("the second read of GPU 2", seen).await;
+    let status = machine.wait_for_status("the second read of GPU 2", seen).await;
     assert!(status.gpus[3].health.healthy, "the answer for GPU 2 waited for GPU 3");
     machine.simgpu(&["set", "2", "remap-failed=off"]);
     trigger_read(&machine);
 
     let unreachable = |status: &GpuNodeStatus| reason(status, 3) == "GpuUnreachable" && status.gpus[2].health.healthy;
-    let status = machine.status("GPU 3 is unreachable", unreachable).await;
+    let status = machine.wait_for_status("GPU 3 is unreachable", unreachable).await;
     let health = &status.gpus[3].health;
     assert_eq!((health.class.as_str(), health.message.as_str()), ("Lost", "NVML did not answer for 20 s"));
     assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
-    let seen = machine.healthy(MPS, 30).await;
+    let seen = machine.wait_for_healthy(MPS, 30).await;
     assert!(!seen.endpoints[MPS].healthy().iter().any(|id| id.starts_with(machine.uuids[3].as_str())));
     let share = ids(&machine.uuids[0], [0]);
     machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
@@ -227,12 +231,12 @@ async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
     machine.simgpu(&["xid", "1", "48"]);
     machine.simgpu(&["set", "2", "remap-failed=on"]);
     let both = |status: &GpuNodeStatus| reason(status, 1) == "ResetRequired" && reason(status, 2) == "RowRemapFailed";
-    let status = machine.status("the faults of other GPUs", both).await;
+    let status = machine.wait_for_status("the faults of other GPUs", both).await;
     assert_eq!((reason(&status, 0), reason(&status, 3)), ("", "GpuUnreachable"));
 
     machine.simgpu(&["clear"]);
-    machine.status("GPU 3 has recovered", |status| status.gpus[3].health.healthy).await;
-    let seen = machine.healthy(MPS, 20).await;
+    machine.wait_for_status("GPU 3 has recovered", |status| status.gpus[3].health.healthy).await;
+    let seen = machine.wait_for_healthy(MPS, 20).await;
     assert_eq!(seen.endpoints[MPS].devices.len(), 40);
 }
 
@@ -243,14 +247,14 @@ async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
     machine.set_spec("first", ten_shares_each(&machine.uuids));
     machine.start_host();
     machine.start_agent(&[]);
-    machine.healthy(MPS, 30).await;
+    machine.wait_for_healthy(MPS, 30).await;
     let reported = |status: &GpuNodeStatus| condition(status, "GpusHealthy") == ("False", "GpuUnhealthy");
-    let status = machine.status("the GPU is reported", reported).await;
+    let status = machine.wait_for_status("the GPU is reported", reported).await;
     let healthy = status.conditions.iter().find(|condition| condition.type_ == "GpusHealthy").unwrap();
     assert_eq!((healthy.message.as_str(), status.gpus.len()), ("GPU 3: NVML did not answer for 20 s", 3));
     machine.simgpu(&["clear"]);
-    machine.healthy(MPS, 40).await;
-    machine.status("all are healthy", |status| condition(status, "GpusHealthy") == ("True", "Healthy")).await;
+    machine.wait_for_healthy(MPS, 40).await;
+    machine.wait_for_status("all are healthy", |status| condition(status, "GpusHealthy") == ("True", "Healthy")).await;
 }
 
 #[tokio::test]
@@ -259,7 +263,7 @@ async fn a_gpu_that_hangs_while_its_events_are_registered_does_not_block_events_
     machine.simgpu(&["hang", "nvmlDeviceRegisterEvents", "--gpu", "0"]);
     machine.set_spec("first", vec![sliced(&machine.uuids[0], 4), sliced(&machine.uuids[1], 4)]);
     machine.start_agent(&[]);
-    machine.healthy(SLICED, 8).await;
+    machine.wait_for_healthy(SLICED, 8).await;
     // The driver reports no events from before the registration. Send XIDs until one arrives.
     let reported = || {
         machine.simgpu(&["xid", "1", "48"]);
@@ -267,6 +271,6 @@ async fn a_gpu_that_hangs_while_its_events_are_registered_does_not_block_events_
             serde_json::from_slice(&std::fs::read(machine.path("spec/status.json")).ok()?).ok()?;
         (reason(&status, 1) == "ResetRequired").then_some(())
     };
-    machine.until("an XID of the other GPU", reported).await;
-    machine.healthy(SLICED, 4).await;
+    machine.wait_until("an XID of the other GPU", reported).await;
+    machine.wait_for_healthy(SLICED, 4).await;
 }

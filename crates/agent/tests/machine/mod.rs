@@ -1,5 +1,5 @@
 //! A node without a cluster: simulated GPUs, a fake kubelet, and the agent and the MPS host as
-//! processes. Dropping it ends all of them.
+//! processes. Dropping it stops all of them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
 use std::fs::{self, File};
@@ -70,7 +70,7 @@ impl Machine {
     }
 
     /// Creates a node on which the agent and the MPS host run.
-    pub(crate) fn running(gpus: &[&str], spec: impl FnOnce(&[String]) -> Vec<GpuSpec>) -> Self {
+    pub(crate) fn start(gpus: &[&str], spec: impl FnOnce(&[String]) -> Vec<GpuSpec>) -> Self {
         let mut machine = Self::new(gpus);
         let spec = spec(&machine.uuids);
         machine.set_spec("first", spec);
@@ -83,8 +83,7 @@ impl Machine {
         self.directory.path().join(name)
     }
 
-    /// Replaces the NVML library of programs that start from now on. Returns the path of the last
-    /// one.
+    /// Replaces the NVML library of programs that start from now on. Returns the previous path.
     pub(crate) fn replace_library(&mut self, path: PathBuf) -> PathBuf {
         std::mem::replace(&mut self.library, path)
     }
@@ -249,9 +248,13 @@ impl Machine {
     }
 
     /// Waits until the agent's status meets the condition and returns it.
-    pub(crate) async fn status(&self, what: &str, condition: impl Fn(&GpuNodeStatus) -> bool) -> GpuNodeStatus {
+    pub(crate) async fn wait_for_status(
+        &self,
+        what: &str,
+        condition: impl Fn(&GpuNodeStatus) -> bool,
+    ) -> GpuNodeStatus {
         let read = || serde_json::from_slice(&fs::read(self.path("spec/status.json")).ok()?).ok();
-        self.until(what, || read().filter(&condition)).await
+        self.wait_until(what, || read().filter(&condition)).await
     }
 
     /// Reads the desired file, which the agent writes for the MPS host.
@@ -272,7 +275,7 @@ impl Machine {
     }
 
     /// Waits until the kubelet's view meets the condition and returns it.
-    pub(crate) async fn seen(&self, what: &str, condition: impl Fn(&Seen) -> bool) -> Seen {
+    pub(crate) async fn wait_for_view(&self, what: &str, condition: impl Fn(&Seen) -> bool) -> Seen {
         match self.kubelet.once(DEADLINE, condition).await {
             Some(seen) => seen,
             None => self.fail(what),
@@ -280,14 +283,14 @@ impl Machine {
     }
 
     /// Waits until the kubelet sees exactly `count` healthy devices of a resource.
-    pub(crate) async fn healthy(&self, resource: &str, count: usize) -> Seen {
+    pub(crate) async fn wait_for_healthy(&self, resource: &str, count: usize) -> Seen {
         let condition =
             |seen: &Seen| seen.endpoints.get(resource).is_some_and(|endpoint| endpoint.healthy().len() == count);
-        self.seen(&format!("{count} healthy {resource}"), condition).await
+        self.wait_for_view(&format!("{count} healthy {resource}"), condition).await
     }
 
     /// Waits for a condition. `what` names it in the panic message if it is never met.
-    pub(crate) async fn until<T>(&self, what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    pub(crate) async fn wait_until<T>(&self, what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
         let end = Instant::now() + DEADLINE;
         while Instant::now() < end {
             if let Some(value) = condition() {

@@ -10,9 +10,9 @@ use serde_json::Value;
 
 use crate::machine::{MPS, Machine, SLICED, WHOLE, held, kill_child, mps, sliced, spec};
 
-const THREE: &str = "nvidia.com/mig-3g.40gb";
-const TWO: &str = "nvidia.com/mig-2g.20gb";
-const ONE: &str = "nvidia.com/mig-1g.10gb";
+const MIG_3G: &str = "nvidia.com/mig-3g.40gb";
+const MIG_2G: &str = "nvidia.com/mig-2g.20gb";
+const MIG_1G: &str = "nvidia.com/mig-1g.10gb";
 
 /// How an instance is served.
 #[derive(Clone, Copy)]
@@ -60,12 +60,12 @@ impl Machine {
     }
 
     async fn applied(&self, plan: &str) -> GpuNodeStatus {
-        self.status(plan, |status| status.plan_id == plan).await
+        self.wait_for_status(plan, |status| status.plan_id == plan).await
     }
 
     /// Waits for a step whose message contains `what`.
-    async fn message(&self, what: &str) -> GpuNodeStatus {
-        self.status(what, |status| status.steps.iter().any(|step| step.message.contains(what))).await
+    async fn wait_for_message(&self, what: &str) -> GpuNodeStatus {
+        self.wait_for_status(what, |status| status.steps.iter().any(|step| step.message.contains(what))).await
     }
 }
 
@@ -84,8 +84,8 @@ impl Drop for OutsideProgram {
 
 #[tokio::test]
 async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_whole_again() {
-    let machine = Machine::running(&["H100-80", "H100-80"], |_| vec![]);
-    machine.healthy(WHOLE, 2).await;
+    let machine = Machine::start(&["H100-80", "H100-80"], |_| vec![]);
+    machine.wait_for_healthy(WHOLE, 2).await;
     let gpu = machine.uuids[0].clone();
     let first =
         [("3g.40gb", 4, ServedAs::Whole), ("2g.20gb", 2, ServedAs::Shares(4)), ("1g.10gb", 0, ServedAs::Replicas(3))];
@@ -94,14 +94,14 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     assert_eq!(status.gpus[0].mode, "Mig");
     let starts: Vec<_> = status.gpus[0].slices.iter().map(|slice| (slice.resource.as_str(), slice.start)).collect();
     assert!(
-        starts.contains(&(THREE, Some(4))) && starts.contains(&(MPS, Some(2))) && starts.contains(&(SLICED, Some(0)))
+        starts.contains(&(MIG_3G, Some(4))) && starts.contains(&(MPS, Some(2))) && starts.contains(&(SLICED, Some(0)))
     );
-    let three = healthy(&machine.healthy(THREE, 1).await, THREE);
-    let shares = healthy(&machine.healthy(MPS, 4).await, MPS);
-    machine.healthy(SLICED, 3).await;
-    machine.healthy(WHOLE, 1).await;
+    let three = healthy(&machine.wait_for_healthy(MIG_3G, 1).await, MIG_3G);
+    let shares = healthy(&machine.wait_for_healthy(MPS, 4).await, MPS);
+    machine.wait_for_healthy(SLICED, 3).await;
+    machine.wait_for_healthy(WHOLE, 1).await;
 
-    let given = machine.kubelet.allocate(THREE, &[&three[0]]).await.unwrap();
+    let given = machine.kubelet.allocate(MIG_3G, &[&three[0]]).await.unwrap();
     let device = three[0].split("::").next().unwrap();
     assert_eq!(given.envs["NVIDIA_VISIBLE_DEVICES"], device);
     let seen = machine.client(&given, &[]);
@@ -120,8 +120,8 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     );
 
     // A pod uses the 3g instance. All others are replaced.
-    machine.pods.hold(&[held("train", THREE, &three)]);
-    let before = machine.healthy(THREE, 1).await;
+    machine.pods.hold(&[held("train", MIG_3G, &three)]);
+    let before = machine.wait_for_healthy(MIG_3G, 1).await;
     let kept = machine.instances(0).into_iter().find(|(start, _)| *start == 4).unwrap();
     machine.set_spec(
         "again",
@@ -130,7 +130,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
             &[("3g.40gb", 4, ServedAs::Whole), ("1g.10gb", 0, ServedAs::Whole), ("1g.10gb", 1, ServedAs::Whole)],
         )],
     );
-    let after = machine.healthy(ONE, 2).await;
+    let after = machine.wait_for_healthy(MIG_1G, 2).await;
     machine.applied("again").await;
     assert!(machine.instances(0).contains(&kept), "the instance was not replaced");
     let lists = |seen: &Seen, resource: &str| {
@@ -139,18 +139,18 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
             seen.registrations.iter().filter(|r| r.request.resource_name == resource).count(),
         )
     };
-    assert_eq!(lists(&after, THREE), lists(&before, THREE), "its stream sent no list");
+    assert_eq!(lists(&after, MIG_3G), lists(&before, MIG_3G), "its stream sent no list");
     assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "nor did that of the other GPU");
-    machine.until("the end of the daemon", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    machine.wait_until("the end of the daemon", || machine.host_status()?.daemons.is_empty().then_some(())).await;
 
     // The change that would destroy the instance waits for its pod and reports it.
     machine.set_spec("whole", vec![]);
-    machine.message("in use by ns/train").await;
-    machine.until("the end of the free instances", || (machine.instances(0).len() == 1).then_some(())).await;
+    machine.wait_for_message("in use by ns/train").await;
+    machine.wait_until("the end of the free instances", || (machine.instances(0).len() == 1).then_some(())).await;
     assert!(machine.instances(0).contains(&kept));
     machine.pods.hold(&[]);
     machine.applied("whole").await;
-    machine.healthy(WHOLE, 2).await;
+    machine.wait_for_healthy(WHOLE, 2).await;
     let show = machine.simgpu(&["show"]);
     assert!(!show.contains("Exclusive"), "{show}");
     assert!(machine.events().iter().all(|reason| reason == "MigChanged"), "{:?}", machine.events());
@@ -158,16 +158,17 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
 
 #[tokio::test]
 async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_other_gpu() {
-    let machine = Machine::running(&["2xH100-80"], |_| vec![]);
-    machine.healthy(WHOLE, 2).await;
+    let machine = Machine::start(&["2xH100-80"], |_| vec![]);
+    machine.wait_for_healthy(WHOLE, 2).await;
     let call = "nvmlGpuInstanceCreateComputeInstance";
     machine.simgpu(&["fail", call, "--gpu", "0", "--code", "INSUFFICIENT_RESOURCES"]);
     let wanted = |start| {
         machine.uuids.iter().map(|gpu| partitioned(gpu, &[("2g.20gb", start, ServedAs::Whole)])).collect::<Vec<_>>()
     };
     machine.set_spec("first", wanted(0));
-    machine.healthy(TWO, 1).await;
-    let status = machine.message("failed 5 times, and will not be tried again until the spec or the GPU changes").await;
+    machine.wait_for_healthy(MIG_2G, 1).await;
+    let status =
+        machine.wait_for_message("failed 5 times, and will not be tried again until the spec or the GPU changes").await;
     let failed = status.steps.iter().find(|step| step.result == "Failed").unwrap();
     assert_eq!(
         (failed.gpu.as_str(), failed.action.as_str()),
@@ -179,7 +180,7 @@ async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_
     machine.simgpu(&["clear"]);
     machine.set_spec("second", wanted(2));
     machine.applied("second").await;
-    machine.healthy(TWO, 2).await;
+    machine.wait_for_healthy(MIG_2G, 2).await;
     // A creation that NVML refuses once is repeated.
     machine.simgpu(&["fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0", "--count", "1"]);
     machine.set_spec("third", wanted(4));
@@ -188,15 +189,15 @@ async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_
 
 #[tokio::test]
 async fn a_hanging_creation_blocks_only_its_own_gpu() {
-    let machine = Machine::running(&["3xH100-80"], |gpus| vec![sliced(&gpus[2], 4)]);
-    machine.healthy(SLICED, 4).await;
+    let machine = Machine::start(&["3xH100-80"], |gpus| vec![sliced(&gpus[2], 4)]);
+    machine.wait_for_healthy(SLICED, 4).await;
     machine.simgpu(&["hang", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0"]);
     let with_instance = |gpu: usize| partitioned(&machine.uuids[gpu], &[("1g.10gb", 3, ServedAs::Whole)]);
     machine.set_spec("partitioned", vec![with_instance(0), with_instance(1), sliced(&machine.uuids[2], 4)]);
-    let created = healthy(&machine.healthy(ONE, 1).await, ONE);
-    machine.kubelet.allocate(ONE, &[&created[0]]).await.unwrap();
+    let created = healthy(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
+    machine.kubelet.allocate(MIG_1G, &[&created[0]]).await.unwrap();
     machine.kubelet.allocate(SLICED, &[&format!("{}::1", machine.uuids[2])]).await.unwrap();
-    machine.message("the driver has not answered").await;
+    machine.wait_for_message("the driver has not answered").await;
     machine.set_spec(
         "other",
         vec![
@@ -205,24 +206,25 @@ async fn a_hanging_creation_blocks_only_its_own_gpu() {
             sliced(&machine.uuids[2], 4),
         ],
     );
-    machine.healthy(ONE, 2).await;
+    machine.wait_for_healthy(MIG_1G, 2).await;
     machine.simgpu(&["clear"]);
     machine.applied("other").await;
-    machine.healthy(ONE, 3).await;
+    machine.wait_for_healthy(MIG_1G, 3).await;
 }
 
 #[tokio::test]
 async fn a_program_outside_kubernetes_keeps_its_instance() {
-    let machine =
-        Machine::running(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    let machine = Machine::start(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.applied("first").await;
     let uuid = machine.instances(0)[0].1.clone().unwrap();
     let program = OutsideProgram(machine.start_outside_pods(&uuid));
     machine
-        .until("the program", || machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(()))
+        .wait_until("the program", || {
+            machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(())
+        })
         .await;
     machine.set_spec("second", vec![partitioned(&machine.uuids[0], &[("2g.20gb", 0, ServedAs::Whole)])]);
-    machine.message(&format!("in use by processes outside of Kubernetes (pid {})", program.0.id())).await;
+    machine.wait_for_message(&format!("in use by processes outside of Kubernetes (pid {})", program.0.id())).await;
     assert_eq!(machine.instances(0), [(0, Some(uuid))]);
     drop(program);
     machine.applied("second").await;
@@ -235,23 +237,23 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     machine.set_spec("first", vec![partitioned(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.start_host();
     machine.start_agent(&[]);
-    let status = machine.message("reset it (nvidia-smi --gpu-reset), or reboot the node").await;
+    let status = machine.wait_for_message("reset it (nvidia-smi --gpu-reset), or reboot the node").await;
     assert_eq!(status.steps.iter().find(|step| step.action == "turn MIG mode on").unwrap().result, "Waiting");
     assert_eq!(status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
     machine.simgpu(&["reset", "0"]);
     machine.applied("first").await;
-    machine.healthy(ONE, 1).await;
+    machine.wait_for_healthy(MIG_1G, 1).await;
 }
 
 #[tokio::test]
 async fn a_restarted_agent_completes_the_change_of_a_killed_one() {
     let mut machine =
-        Machine::running(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 6, ServedAs::Whole)])]);
-    let used = healthy(&machine.healthy(ONE, 1).await, ONE);
+        Machine::start(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 6, ServedAs::Whole)])]);
+    let used = healthy(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
     machine.applied("first").await;
-    let given = machine.kubelet.allocate(ONE, &[&used[0]]).await.unwrap();
-    machine.pods.hold(&[held("p", ONE, &used)]);
-    machine.status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
+    let given = machine.kubelet.allocate(MIG_1G, &[&used[0]]).await.unwrap();
+    machine.pods.hold(&[held("p", MIG_1G, &used)]);
+    machine.wait_for_status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
     let kept = machine.instances(0)[0].clone();
     let gpu = machine.uuids[0].clone();
     let partitions: [&[(&str, u32, ServedAs)]; 2] = [
@@ -272,7 +274,7 @@ async fn a_restarted_agent_completes_the_change_of_a_killed_one() {
         machine.simgpu(&["hang", call, "--count", "1"]);
         machine.set_spec(&plan, vec![partitioned(&gpu, partitions[round % 2])]);
         machine
-            .until(call, || {
+            .wait_until(call, || {
                 let shown: Value = serde_json::from_str(&machine.simgpu(&["show", "--output", "json"])).unwrap();
                 (shown["faults"][0]["remaining"].as_u64() == Some(0)).then_some(())
             })
@@ -286,7 +288,7 @@ async fn a_restarted_agent_completes_the_change_of_a_killed_one() {
         machine.start_agent(&[]);
         machine.applied(&plan).await;
         assert!(machine.instances(0).contains(&kept) && machine.instances(0).len() == 3, "{call}");
-        machine.healthy(MPS, 2).await;
+        machine.wait_for_healthy(MPS, 2).await;
         assert_eq!(machine.client(&given, &[])["uuid"].as_str(), kept.1.as_deref(), "{call}");
     }
 }
@@ -319,11 +321,13 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
         let cdi = machine.path("cdi");
         let (root, cdi_dir) = (root.to_str().unwrap(), cdi.to_str().unwrap());
         machine.start_agent(&["--device-list-strategy", strategy, "--host-root", root, "--cdi-dir", cdi_dir]);
-        machine.seen(strategy, |seen| seen.endpoints.get(THREE).is_some_and(|endpoint| endpoint.connected)).await;
-        let ids = healthy(&machine.healthy(THREE, 1).await, THREE);
+        machine
+            .wait_for_view(strategy, |seen| seen.endpoints.get(MIG_3G).is_some_and(|endpoint| endpoint.connected))
+            .await;
+        let ids = healthy(&machine.wait_for_healthy(MIG_3G, 1).await, MIG_3G);
         let uuid = ids[0].split("::").next().unwrap();
-        let given = machine.kubelet.allocate(THREE, &[&ids[0]]).await.unwrap();
-        machine.kubelet.pre_start(THREE, &[&ids[0]]).await.unwrap();
+        let given = machine.kubelet.allocate(MIG_3G, &[&ids[0]]).await.unwrap();
+        machine.kubelet.pre_start(MIG_3G, &[&ids[0]]).await.unwrap();
         assert_eq!(given.envs["NVIDIA_VISIBLE_DEVICES"], "void");
         if strategy == "cdi" {
             let names: Vec<&str> = given.cdi_devices.iter().map(|device| device.name.as_str()).collect();
@@ -344,6 +348,6 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
             assert_eq!(paths, expected);
         }
         machine.kill_agent();
-        machine.seen("the end", |seen| !seen.endpoints[THREE].connected).await;
+        machine.wait_for_view("the end", |seen| !seen.endpoints[MIG_3G].connected).await;
     }
 }

@@ -305,8 +305,8 @@ fn run(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), TestCaseE
     Ok(())
 }
 
-/// Runs the same sequences each time. The kubelet's requests name no pod, so that about one in
-/// several thousand random sequences misleads the agent.
+/// Runs the same sequences each time. The kubelet's requests name no pod, so about one in several
+/// thousand random sequences misleads the agent.
 fn search(init: bool) {
     let config = ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() };
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);

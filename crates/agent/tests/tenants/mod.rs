@@ -62,9 +62,9 @@ impl Node {
         fs::create_dir(&proc).unwrap();
         machine.start_host();
         machine.start_agent(&["--proc", proc.to_str().unwrap()]);
-        machine.healthy(MPS, 10 * gpus).await;
+        machine.wait_for_healthy(MPS, 10 * gpus).await;
         for gpu in &machine.uuids {
-            let daemon = machine.until("the server", || {
+            let daemon = machine.wait_until("the server", || {
                 let daemon = machine.host_status()?.daemons.remove(gpu)?;
                 Some([daemon.pid?, daemon.server_pid?])
             });
@@ -105,14 +105,14 @@ impl Node {
     }
 
     /// Waits for a finding of this kind.
-    async fn finding(&self, kind: &str) -> FindingStatus {
+    async fn wait_for_finding(&self, kind: &str) -> FindingStatus {
         let has = |finding: &FindingStatus| finding.kind == kind;
-        let status = self.machine.status(kind, |status| status.findings.iter().any(has)).await;
+        let status = self.machine.wait_for_status(kind, |status| status.findings.iter().any(has)).await;
         status.findings.into_iter().find(has).unwrap()
     }
 
     async fn no_findings(&self) {
-        self.machine.status("no findings", |status| status.findings.is_empty()).await;
+        self.machine.wait_for_status("no findings", |status| status.findings.is_empty()).await;
     }
 
     /// Pod and reason of each Event on pods.
@@ -132,7 +132,7 @@ impl Node {
 
     async fn exit_status(&mut self, index: usize) -> Option<i32> {
         let program = &mut self.programs[index];
-        self.machine.until("the program's end", || program.try_wait().unwrap()).await.code()
+        self.machine.wait_until("the program's end", || program.try_wait().unwrap()).await.code()
     }
 }
 
@@ -155,17 +155,17 @@ async fn a_container_over_its_memory_limit_is_reported_and_its_neighbour_is_not(
     let mut node = Node::new(Enforcement::Report).await;
     node.start(1, &[], &["--allocate", "700", "--hold", "forever"]);
     let pid = node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
-    let finding = node.finding("MemoryExceeded").await;
+    let finding = node.wait_for_finding("MemoryExceeded").await;
     assert_eq!(
         (finding.namespace.as_str(), finding.pod.as_str(), finding.uid.as_str(), finding.container.as_str()),
         ("ns", "p", PODS[0].1, "c")
     );
     assert_eq!((finding.pid, finding.gpu.as_str()), (Some(pid), node.machine.uuids[0].as_str()));
     assert!(finding.message.contains("MiB") && finding.since.is_some(), "{finding:?}");
-    node.machine.until("the pod's event", || (!node.pod_events().is_empty()).then_some(())).await;
+    node.machine.wait_until("the pod's event", || (!node.pod_events().is_empty()).then_some(())).await;
     assert_eq!(node.pod_events(), [("ns/p".to_owned(), "MemoryExceeded".to_owned())]);
-    node.machine.until("the node's event", || (node.machine.events() == ["MemoryExceeded"]).then_some(())).await;
-    let status = node.machine.status("findings", |status| !status.findings.is_empty()).await;
+    node.machine.wait_until("the node's event", || (node.machine.events() == ["MemoryExceeded"]).then_some(())).await;
+    let status = node.machine.wait_for_status("findings", |status| !status.findings.is_empty()).await;
     assert_eq!(status.findings.len(), 1, "the neighbour is within its limits: {:?}", status.findings);
     assert!(node.programs[1].try_wait().unwrap().is_none(), "it is only reported");
     kill_child(&mut node.programs[1]);
@@ -177,10 +177,10 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
     let mut node = Node::new(Enforcement::Report).await;
     node.start(1, &[], &["--hold", "forever"]);
     let pid = node.start(0, &[OUTSIDE_MPS], &["--hold", "forever"]);
-    let finding = node.finding("OutsideMps").await;
+    let finding = node.wait_for_finding("OutsideMps").await;
     assert_eq!((finding.pod.as_str(), finding.pid), ("p", Some(pid)));
     // The program may also exceed the memory limit of its share.
-    let all = node.machine.status("findings", |status| !status.findings.is_empty()).await.findings;
+    let all = node.machine.wait_for_status("findings", |status| !status.findings.is_empty()).await.findings;
     assert!(all.iter().all(|finding| finding.pod == "p"), "{all:?}");
 }
 
@@ -188,12 +188,14 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
 async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_share() {
     let mut node = Node::new(Enforcement::Report).await;
     let row = held("q", MPS, &[format!("{}::1", node.machine.uuids[0])]);
-    // Pod p has no share any more, and its program uses the door of pod q.
+    // Pod p no longer has a share, and its program uses the door of pod q.
     node.machine.pods.hold(&[row]);
-    node.machine.until("the end of its share", || (node.machine.desired()?.allocations.len() == 1).then_some(())).await;
+    node.machine
+        .wait_until("the end of its share", || (node.machine.desired()?.allocations.len() == 1).then_some(()))
+        .await;
     node.responses[0] = node.responses[1].clone();
     let pid = node.start(0, &[], &["--hold", "forever"]);
-    let finding = node.finding("NoShare").await;
+    let finding = node.wait_for_finding("NoShare").await;
     assert_eq!((finding.pod.as_str(), finding.pid), ("p", Some(pid)));
 }
 
@@ -202,11 +204,11 @@ async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_it
     let mut node = Node::new(Enforcement::Evict).await;
     node.start(1, &[], &["--hold", "forever"]);
     node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
-    node.finding("MemoryExceeded").await;
+    node.wait_for_finding("MemoryExceeded").await;
     // CUDA_ERROR_MPS_CLIENT_TERMINATED: 810 % 256.
     assert_eq!(node.exit_status(1).await, Some(42));
     assert!(node.programs[0].try_wait().unwrap().is_none(), "the neighbour continues");
-    assert_eq!(node.finding("MemoryExceeded").await.pod, "p");
+    assert_eq!(node.wait_for_finding("MemoryExceeded").await.pod, "p");
     let (name, uid, letter) = PODS[1];
     node.machine.set_pods(&[pod(name, uid, letter)]);
     node.no_findings().await;
@@ -219,11 +221,11 @@ async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
     node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
     let logged = || fs::read_to_string(&log).ok()?.contains("its tenants are not checked").then_some(());
-    node.machine.until("the watch gives up", logged).await;
-    assert!(node.machine.status("a status", |_| true).await.findings.is_empty());
+    node.machine.wait_until("the watch gives up", logged).await;
+    assert!(node.machine.wait_for_status("a status", |_| true).await.findings.is_empty());
     assert!(node.programs[0].try_wait().unwrap().is_none());
     node.machine.simgpu(&["clear"]);
-    node.finding("MemoryExceeded").await;
+    node.wait_for_finding("MemoryExceeded").await;
     assert_eq!(node.exit_status(0).await, Some(42));
 }
 
@@ -234,11 +236,11 @@ async fn tenants_of_other_gpus_are_watched_while_one_gpu_hangs() {
     node.start(1, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
     let logged = || fs::read_to_string(&log).ok()?.contains("its tenants are not checked").then_some(());
-    node.machine.until("the watch gives up on that GPU", logged).await;
+    node.machine.wait_until("the watch gives up on that GPU", logged).await;
     node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
-    assert_eq!(node.finding("MemoryExceeded").await.pod, "p");
-    let all = node.machine.status("findings", |status| !status.findings.is_empty()).await.findings;
+    assert_eq!(node.wait_for_finding("MemoryExceeded").await.pod, "p");
+    let all = node.machine.wait_for_status("findings", |status| !status.findings.is_empty()).await.findings;
     assert_eq!(all.len(), 1, "the other GPU gives no samples: {all:?}");
     node.machine.simgpu(&["clear"]);
-    node.machine.status("both findings", |status| status.findings.len() == 2).await;
+    node.machine.wait_for_status("both findings", |status| status.findings.len() == 2).await;
 }

@@ -54,7 +54,7 @@ impl Node {
         machine.set_pods(&[]);
         machine.start_host();
         machine.start_agent(&[]);
-        machine.healthy(MPS, 10 * machine.uuids.len()).await;
+        machine.wait_for_healthy(MPS, 10 * machine.uuids.len()).await;
         Self { machine, pods: Vec::new(), rows: Vec::new() }
     }
 
@@ -72,18 +72,18 @@ impl Node {
         let out = File::create(self.machine.path(name)).unwrap();
         let child = self.machine.program(&response).args(arguments).stdout(out).spawn().unwrap();
         let program = Program { child, name };
-        self.machine.until("its first kernel", || self.last_output(name, "launched")).await;
+        self.machine.wait_until("its first kernel", || self.last_output(name, "launched")).await;
         let listed = || {
             let status = self.machine.host_status()?;
             let client = status.daemons[&device].clients.iter().find(|client| client.pid == program.pid())?;
             client.allocation.clone()
         };
-        self.machine.until("the MPS host lists it", listed).await;
+        self.machine.wait_until("the MPS host lists it", listed).await;
         // The agent learns the client's pod from the kubelet's list.
         let holder = format!("ns/{name}");
         let reported =
             |status: &GpuNodeStatus| status.gpus.iter().flat_map(|gpu| &gpu.allocations).any(|held| held.pod == holder);
-        self.machine.status("the agent knows its pod", reported).await;
+        self.machine.wait_for_status("the agent knows its pod", reported).await;
         program
     }
 
@@ -95,8 +95,8 @@ impl Node {
     }
 
     /// Waits for a CUDA error of a program and returns its number.
-    async fn error(&self, name: &str) -> i64 {
-        self.machine.until(&format!("{name} fails"), || self.last_output(name, "error")).await.as_i64().unwrap()
+    async fn wait_for_error(&self, name: &str) -> i64 {
+        self.machine.wait_until(&format!("{name} fails"), || self.last_output(name, "error")).await.as_i64().unwrap()
     }
 
     /// Deletes pods in the API server, with a grace period in seconds.
@@ -116,17 +116,17 @@ impl Node {
     }
 
     async fn exit_status(&self, mut program: Program) -> ExitStatus {
-        self.machine.until("its end", || program.child.try_wait().unwrap()).await
+        self.machine.wait_until("its end", || program.child.try_wait().unwrap()).await
     }
 
-    /// Waits until the MPS host does not list a client any more.
-    async fn client_removed(&self, pid: u32) {
+    /// Waits until the MPS host no longer lists a client.
+    async fn wait_until_client_removed(&self, pid: u32) {
         let removed = || {
             let status = self.machine.host_status()?;
             let mut clients = status.daemons.values().flat_map(|daemon| &daemon.clients);
             clients.all(|client| client.pid != pid).then_some(())
         };
-        self.machine.until("the client's removal", removed).await;
+        self.machine.wait_until("the client's removal", removed).await;
     }
 
     /// Checks that a program and its MPS server continue.
@@ -145,7 +145,7 @@ async fn killing_a_busy_program_of_a_pod_that_does_not_terminate_breaks_its_neig
     let _neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let busy = pods.start_pod("busy", 0, &LONG_KERNELS).await;
     busy.signal(Signal::KILL);
-    assert_eq!(pods.error("neighbour").await, 700);
+    assert_eq!(pods.wait_for_error("neighbour").await, 700);
 }
 
 #[tokio::test]
@@ -159,10 +159,10 @@ async fn a_busy_program_of_a_terminating_pod_is_terminated_before_it_is_killed()
             "by-force" => pods.delete_by_force(name),
             _ => pods.delete(&[name], 30),
         }
-        assert_eq!(pods.error(name).await, 810, "{name}");
+        assert_eq!(pods.wait_for_error(name).await, 810, "{name}");
         let pid = busy.pid();
         busy.signal(signal);
-        pods.client_removed(pid).await;
+        pods.wait_until_client_removed(pid).await;
         pods.assert_unharmed(&mut neighbour);
     }
     assert!(pods.machine.events().is_empty());
@@ -177,16 +177,16 @@ async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_peri
     let dies = pods.start_pod("dies", 0, &LONG_KERNELS).await;
     pods.delete(&["polite", "dies"], 30);
     // A program without the grace period would be terminated by now too.
-    assert_eq!(pods.error("dies").await, 810);
+    assert_eq!(pods.wait_for_error("dies").await, 810);
     polite.signal(Signal::TERM);
     assert_eq!((pods.exit_status(polite).await.code(), pods.last_output("polite", "error")), (Some(0), None));
     // A program that gets no SIGTERM is terminated before its grace period ends.
     let deaf = pods.start_pod("deaf", 0, &handles).await;
     pods.delete(&["deaf"], 1);
-    assert_eq!(pods.error("deaf").await, 810);
+    assert_eq!(pods.wait_for_error("deaf").await, 810);
     let pid = deaf.pid();
     drop(deaf);
-    pods.client_removed(pid).await;
+    pods.wait_until_client_removed(pid).await;
     pods.assert_unharmed(&mut neighbour);
     drop(dies);
 }
@@ -199,12 +199,12 @@ async fn a_stopped_program_is_reported_and_delays_no_others() {
     let _other = pods.start_pod("other", 0, &LONG_KERNELS).await;
     stopped.signal(Signal::STOP);
     pods.delete(&["stopped", "other"], 30);
-    assert_eq!(pods.error("other").await, 810);
-    pods.machine.until("the event", || (pods.machine.events() == ["ClientNotEnded"]).then_some(())).await;
+    assert_eq!(pods.wait_for_error("other").await, 810);
+    pods.machine.wait_until("the event", || (pods.machine.events() == ["ClientNotEnded"]).then_some(())).await;
     let text = fs::read_to_string(pods.machine.path("spec/events.jsonl")).unwrap();
     assert!(text.contains("ns/stopped") && text.contains("it is stopped"), "{text}");
     stopped.signal(Signal::CONT);
-    assert_eq!(pods.error("stopped").await, 810);
+    assert_eq!(pods.wait_for_error("stopped").await, 810);
     pods.assert_unharmed(&mut neighbour);
 }
 
@@ -217,18 +217,20 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
     pods.machine.simgpu(&["hang", "mps:command:terminate_client", "--gpu", "0", "--seconds", "3600"]);
     pods.machine.simgpu(&["fail", "mps:command:terminate_client", "--gpu", "1", "--code", "1", "--count", "2"]);
     pods.delete(&["first", "second"], 30);
-    assert_eq!(pods.error("second").await, 810);
+    assert_eq!(pods.wait_for_error("second").await, 810);
     assert_eq!(pods.last_output("first", "error"), None);
     let reported = || {
         let text = fs::read_to_string(pods.machine.path("spec/events.jsonl")).ok()?;
         text.contains("ns/first").then_some(())
     };
-    pods.machine.until("the event", reported).await;
+    pods.machine.wait_until("the event", reported).await;
     pods.assert_unharmed(&mut neighbour);
     pods.machine.simgpu(&["clear"]);
     // The MPS host may have replaced the hanging daemon meanwhile, which ends its clients too.
-    assert!([806, 810].contains(&pods.error("first").await));
-    pods.machine.until("the neighbour continues", || neighbour.child.try_wait().unwrap().is_none().then_some(())).await;
+    assert!([806, 810].contains(&pods.wait_for_error("first").await));
+    pods.machine
+        .wait_until("the neighbour continues", || neighbour.child.try_wait().unwrap().is_none().then_some(()))
+        .await;
 }
 
 #[tokio::test]
@@ -238,9 +240,9 @@ async fn a_pod_with_a_long_prestop_sleep_is_terminated_after_it() {
     let other = pods.start_pod("other", 0, &LONG_KERNELS).await;
     pods.pods[0]["spec"]["containers"][0]["lifecycle"] = json!({"preStop": {"sleep": {"seconds": 20}}});
     pods.delete(&["drains", "other"], 60);
-    assert_eq!(pods.error("other").await, 810);
+    assert_eq!(pods.wait_for_error("other").await, 810);
     assert_eq!(pods.last_output("drains", "error"), None, "its hook still sleeps");
     pods.delete(&["drains"], 0);
-    assert_eq!(pods.error("drains").await, 810);
+    assert_eq!(pods.wait_for_error("drains").await, 810);
     drop((drains, other));
 }

@@ -12,7 +12,7 @@ use super::report::NodeView;
 use super::view::View;
 
 /// Maximum number of nodes in one sentence.
-const MAX_NAMED: usize = 5;
+const MAX_NAMED_NODES: usize = 5;
 
 impl View<'_> {
     /// The suggestions, one sentence each.
@@ -37,7 +37,7 @@ impl View<'_> {
         help
     }
 
-    /// The nodes that have room but refuse the pod, by reason.
+    /// The nodes that have room but are not usable for the pod, by reason.
     fn refusing<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
         let mut refusing: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for node in nodes {
@@ -50,8 +50,8 @@ impl View<'_> {
         refusing
     }
 
-    /// The pods to remove so that the pod fits, whatever their priority: users can delete them, and
-    /// some end by themselves.
+    /// The pods to remove so that the pod fits, regardless of their priority: users can delete
+    /// them, and some end by themselves.
     fn removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.holders();
         let lowered = |holder: &Holder| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
@@ -115,7 +115,7 @@ impl View<'_> {
         holders
     }
 
-    /// Requested resources that no usable node offers, or not in this amount on one GPU.
+    /// Requested resources that no usable node offers, or that no GPU offers in this amount.
     fn missing_resources(&self, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Vec<String> {
         let resources: BTreeSet<&str> = self.asks.iter().map(|ask| ask.resource.as_str()).collect();
         resources.into_iter().filter_map(|resource| self.missing_resource(resource, nodes, usable)).collect()
@@ -155,10 +155,10 @@ impl View<'_> {
     }
 }
 
-/// A sentence about the nodes that have room but refuse the pod for this reason.
+/// A sentence about the nodes that have room but are not usable for the pod for this reason.
 fn refusal_line(refusal: &str, nodes: &[&str]) -> String {
-    let named = nodes.iter().take(MAX_NAMED).copied().collect::<Vec<_>>().join(", ");
-    let more = nodes.len().saturating_sub(MAX_NAMED);
+    let named = nodes.iter().take(MAX_NAMED_NODES).copied().collect::<Vec<_>>().join(", ");
+    let more = nodes.len().saturating_sub(MAX_NAMED_NODES);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     let have = if nodes.len() == 1 { "has" } else { "have" };
     format!("{named}{more} {have} room, but: {refusal}.")

@@ -14,7 +14,7 @@ use kube::{Api, Client};
 
 use crate::client::InstallArgs;
 
-/// The cluster at one time, as input of the operator's two parts.
+/// The cluster at one time, as input of the placement gate and of planning.
 #[derive(Debug, Default)]
 pub struct Live {
     /// The input of the placement gate.
@@ -26,7 +26,7 @@ pub struct Live {
 }
 
 impl Live {
-    /// Lists the objects of a cluster, and the pod `namespace/name` even if it has ended.
+    /// Lists the objects of a cluster, and the pod `namespace/name` even if the pod has ended.
     ///
     /// # Errors
     /// The API server rejected a request.
@@ -74,7 +74,7 @@ impl Live {
 pub(super) struct Decisions {
     /// The pods that are released, and why.
     pub(super) released: BTreeMap<String, ReleaseReason>,
-    /// What the other pods wait for, as a message to their owners.
+    /// The reasons why the other pods wait, as messages to their owners.
     pub(super) waiting: BTreeMap<String, String>,
 }
 

@@ -88,8 +88,8 @@ impl View<'_> {
         }
     }
 
-    /// The free amounts, by node, of resources that Cleave does not serve. The pod's own use counts
-    /// as free.
+    /// The free amounts, by node, of resources that Cleave does not manage. Resources that the pod
+    /// itself uses count as free.
     fn free(&self) -> BTreeMap<&str, Free<'_>> {
         let mut free: BTreeMap<&str, Free> = BTreeMap::new();
         for (name, node) in &self.live.observed.nodes {
@@ -142,7 +142,7 @@ fn plan_node(name: &str, node: &Node) -> PlanNode {
     }
 }
 
-/// The first resource besides GPUs that a node lacks.
+/// The first resource, apart from GPUs, of which a node has too little.
 fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };
@@ -155,7 +155,7 @@ fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Optio
     })
 }
 
-/// Whether a device is the GPU, a part of it, or a part that it will be partitioned into.
+/// Whether a device is the GPU, a part of it, or a part that the GPU will be partitioned into.
 fn is_part_of(room: &DeviceUsage, gpu: &GpuStatus) -> bool {
     room.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == room.device)
 }

@@ -11,13 +11,13 @@ pub struct Explanation {
     pub priority: i32,
     /// Scheduling gates that the pod still has.
     pub gates: Vec<String>,
-    /// What the pod requests. Each part must come from one device.
+    /// The resources that the pod requests. Each amount must come from one device.
     pub requests: Vec<Part>,
     /// The state of the pod.
     pub verdict: Verdict,
     /// Allocations, or the reservation of a pod that does not run yet.
     pub assignments: Vec<Assignment>,
-    /// Nodes on which Cleave manages GPUs.
+    /// The nodes on which Cleave manages GPUs.
     pub nodes: Vec<NodeView>,
     /// Number of other nodes.
     pub other_nodes: usize,
@@ -92,7 +92,7 @@ pub struct Assignment {
     pub resource: String,
     /// The amount.
     pub units: u32,
-    /// Name of the container. `None` of a reservation.
+    /// Name of the container. `None` for a reservation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub container: Option<String>,
 }
@@ -146,8 +146,8 @@ pub struct DeviceView {
     pub used: u32,
     /// The amount reserved for pods that do not run yet.
     pub reserved: u32,
-    /// The amount that is left.
+    /// The free amount.
     pub free: u32,
-    /// What this means for the pod.
+    /// Whether the resource fits the pod, or why not.
     pub note: String,
 }

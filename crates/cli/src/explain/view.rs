@@ -165,7 +165,8 @@ impl View<'_> {
         }
         let mut assignments = Vec::new();
         let Some(placement) = self.pod.placement.as_ref() else { return assignments };
-        // A reservation ends when it expires, or on all nodes but the one that the pod is bound to.
+        // A reservation ends when it expires. It also ends on all nodes but the one that the pod is
+        // bound to.
         let valid = |node: &str| self.pod.node().map_or(placement.until > self.live.now, |bound| bound == node);
         for (node, reserved) in placement.nodes.iter().filter(|(node, _)| valid(node)) {
             assignments.extend(reserved.iter().map(|reserved| Assignment {

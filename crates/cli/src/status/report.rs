@@ -75,9 +75,9 @@ pub struct Gpu {
     /// Class of the fault.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub class: String,
-    /// Why it is unhealthy, in one word.
+    /// Why the GPU is unhealthy, in one word.
     pub reason: String,
-    /// Why it is unhealthy, for people.
+    /// Why the GPU is unhealthy, for people.
     pub message: String,
     /// The reason of its cordon, possibly empty. `None` if it is not cordoned.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -117,7 +117,7 @@ pub struct Daemon {
     pub door: String,
     /// Number of restarts.
     pub restarts: u32,
-    /// Why it is not active.
+    /// Why the daemon is not active.
     pub message: String,
 }
 

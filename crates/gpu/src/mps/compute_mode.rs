@@ -21,10 +21,10 @@ use super::text::shorten;
 use crate::nvml;
 
 /// Time limit of the child process.
-const DEADLINE: Duration = Duration::from_secs(20);
-/// Number of bytes of its output that are read.
+const CHILD_DEADLINE: Duration = Duration::from_secs(20);
+/// Maximum number of bytes read from its output.
 const MAX_OUTPUT: u64 = 64 * 1024;
-const EXTENSION: &str = ".compute-mode";
+const RECORD_EXTENSION: &str = ".compute-mode";
 
 /// A compute mode, as the child process receives and prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -79,7 +79,7 @@ struct Record(PathBuf);
 
 impl Record {
     fn of(context: &Context, device: &str) -> Self {
-        Self(context.paths.mps().join(format!("{device}{EXTENSION}")))
+        Self(context.paths.mps().join(format!("{device}{RECORD_EXTENSION}")))
     }
 
     fn error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
@@ -110,14 +110,15 @@ impl Record {
     }
 }
 
-/// Sets a device to `EXCLUSIVE_PROCESS` and records the former mode. The one process that can then
-/// use the device is the MPS server.
+/// Sets a device to `EXCLUSIVE_PROCESS` and records the former mode. Afterwards, only the MPS
+/// server can use the device.
 pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(), ComputeModeError> {
     let record = Record::of(context, device);
-    // A record of an earlier MPS host contains the mode to restore.
+    // A record from an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
-        // Before the change, in case this process dies in between. It is nearly always the default.
+        // Record a mode before the change: this process may die in between. The default is nearly
+        // always right.
         record.write(Mode::Default)?;
     }
     match run(context, device, Mode::ExclusiveProcess).await {
@@ -140,10 +141,10 @@ pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), Compu
     record.remove()
 }
 
-/// Devices whose recorded mode has to be restored.
+/// Devices whose recorded mode must be restored.
 pub(crate) fn recorded(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
-    let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(EXTENSION).map(str::to_owned);
+    let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(RECORD_EXTENSION).map(str::to_owned);
     entries.filter_map(|entry| name(entry.ok()?)).collect()
 }
 
@@ -155,7 +156,7 @@ async fn run(context: &Context, device: &str, mode: Mode) -> Result<Mode, Comput
     let (child, output) = context.children.spawn(&mut command, &[]).map_err(ComputeModeError::Spawn)?;
     let mut text = Vec::new();
     let mut output = output.take(MAX_OUTPUT);
-    let exited = timeout(DEADLINE, async {
+    let exited = timeout(CHILD_DEADLINE, async {
         output.read_to_end(&mut text).await?;
         io::Result::Ok(child.exited().await)
     })
@@ -170,6 +171,6 @@ async fn run(context: &Context, device: &str, mode: Mode) -> Result<Mode, Comput
         }
         Ok(Ok(exit)) => Err(ComputeModeError::Failed { output: shorten(text.trim()), exit }),
         Ok(Err(error)) => Err(ComputeModeError::Output(error)),
-        Err(_) => Err(ComputeModeError::Timeout { after: DEADLINE }),
+        Err(_) => Err(ComputeModeError::Timeout { after: CHILD_DEADLINE }),
     }
 }

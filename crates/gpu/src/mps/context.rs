@@ -1,4 +1,4 @@
-//! What all parts of the MPS host share. It knows no device and no door.
+//! The state that all parts of the MPS host share. It does not depend on devices or doors.
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -15,7 +15,7 @@ use super::wire::Paths;
 pub(crate) struct Options {
     /// The MPS control daemon's program.
     pub(crate) mps_control: PathBuf,
-    /// `LD_LIBRARY_PATH` for it.
+    /// `LD_LIBRARY_PATH` for the MPS control daemon.
     pub(crate) library_path: Option<OsString>,
     /// Program and first arguments of the process that sets a compute mode.
     pub(crate) compute_mode: Vec<OsString>,
@@ -29,9 +29,10 @@ pub(crate) struct Context {
     pub(crate) children: Rc<Children>,
     /// Cancelled when the MPS host stops: daemons quit even if they have clients.
     pub(crate) stopping: CancellationToken,
-    /// Limits the connections of all doors, so that descriptors remain to admit each of them.
+    /// Limits the total number of connections to doors, so that descriptors remain to admit each
+    /// client.
     pub(crate) connections: Arc<Semaphore>,
-    /// Limits the connections of all doors to servers: each takes two descriptors.
+    /// Limits the total number of connections from doors to servers. Each takes two descriptors.
     pub(crate) server_connections: Arc<Semaphore>,
     status_changes: watch::Sender<u64>,
 }
@@ -50,7 +51,7 @@ impl Context {
         }
     }
 
-    /// Announces a change of something that the status contains.
+    /// Announces that the content of the status has changed.
     pub(crate) fn status_changed(&self) {
         self.status_changes.send_modify(|changes| *changes = changes.wrapping_add(1));
     }

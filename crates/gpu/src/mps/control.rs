@@ -2,7 +2,7 @@
 //! over `control`.
 //!
 //! The daemon serves one connection at a time and waits for it without a deadline. So each function
-//! sends all its packets at once and waits for no other process in between.
+//! sends all its packets at once and does not wait for another process in between.
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,14 +16,14 @@ use super::process::{Children, Exit};
 use super::protocol::{self, Command, Kind, Reply, Unexpected};
 use super::seqpacket::{Credentials, Socket};
 
-/// Time after which a daemon without an answer is treated as hung. It answers in well under a
-/// millisecond, also while its server is in FAULT.
+/// Time after which a daemon that has not answered is treated as hung. It answers in well under a
+/// millisecond, even while its server is in FAULT.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 /// Stops a daemon. Clients have 3 seconds to exit.
 pub(crate) const QUIT: Command = Command::Quit { seconds: 3 };
 /// Time limit for the daemon to answer [`QUIT`].
 pub(crate) const QUIT_DEADLINE: Duration = Duration::from_secs(3).saturating_add(ANSWER_DEADLINE);
-/// Longer output answers no command that is used here.
+/// Maximum size of a command's output, in bytes. The commands used here have shorter answers.
 const MAX_OUTPUT: usize = 256 * 1024;
 
 /// Why a daemon gave no usable answer.
@@ -113,7 +113,8 @@ pub(crate) async fn ask_by_tool(
     answer
 }
 
-/// A client that the daemon has accepted and now waits for.
+/// A client that the daemon has accepted. The daemon waits for the result of the client's
+/// handshake.
 pub(crate) struct Introduced {
     /// The client's socket to the server.
     pub(crate) server: OwnedFd,
@@ -121,14 +122,14 @@ pub(crate) struct Introduced {
     pub(crate) daemon: PendingHandshake,
 }
 
-/// A connection to a daemon that serves nobody else until it receives the result of a client's
-/// handshake with the server.
+/// A connection to a daemon that serves no other client until it receives the result of this
+/// client's handshake with the server.
 pub(crate) struct PendingHandshake(Socket);
 
 impl PendingHandshake {
     /// Sends the result, a `CUresult`.
     pub(crate) async fn finish(self, result: &[u8]) {
-        // The next probe detects a daemon that is gone.
+        // The next probe detects a daemon that has exited.
         let _ = timeout(ANSWER_DEADLINE, self.0.send(result)).await;
     }
 }

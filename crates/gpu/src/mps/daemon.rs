@@ -1,8 +1,8 @@
 //! One device and the MPS control daemon that serves it.
 //!
-//! A [`Device`] outlives its daemons: doors keep it and wait for [`Phase::is_open`]. Setting limits
-//! and introducing a client needs the [`ControlLock`] throughout: a server applies the limits that
-//! were set last to the next client.
+//! A [`Device`] outlives its daemons: doors hold it and wait for [`Phase::is_open`]. A caller that
+//! sets limits and introduces a client holds the [`ControlLock`] throughout: a server applies the
+//! most recent limits to the next client.
 //!
 //! ```text
 //! lifecycle ─▶ probe ─▶ recovery ─▶ server ─▶ Device ─▶ clients, fault ─▶ escalation
@@ -39,7 +39,8 @@ use super::control::{self, ANSWER_DEADLINE, ControlError};
 use super::protocol::Command;
 use super::wire::{Daemon, DaemonState, DaemonStatus, Enforcement};
 
-/// Time limit for a daemon's first answer. It takes less than a second unless the node is busy.
+/// Time limit for a daemon's first answer. An answer takes less than a second unless the node is
+/// busy.
 pub(super) const DAEMON_START_DEADLINE: Duration = Duration::from_secs(15);
 /// Time limit for a server to become ready. Without a persistence daemon the driver initializes the
 /// GPU first.
@@ -72,7 +73,7 @@ pub(crate) struct Limits {
 /// The right to change a server's limits and to introduce a client.
 #[derive(Debug, Default)]
 pub(crate) struct ControlLock {
-    /// The server whose limits were set and read back last.
+    /// The server whose limits were most recently set and read back.
     applied: Option<(u32, Limits)>,
 }
 
@@ -99,13 +100,13 @@ pub(crate) struct Device {
     report: RefCell<Report>,
     clients: RefCell<Clients>,
     faults: RefCell<FaultTracker>,
-    /// Since when a `terminate_client` is unanswered.
+    /// When the `terminate_client` that has not been answered yet was sent.
     terminating_since: Cell<Option<Instant>>,
-    /// A door got no answer from the daemon. The next probe then has only one try.
+    /// Whether a door got no answer from the daemon. If so, the next probe does not retry.
     unanswered: Cell<bool>,
-    /// A client's handshake went as expected at least once.
+    /// Whether a client's handshake has succeeded at least once.
     handshake_known: Cell<bool>,
-    /// A daemon runs, or is being started or stopped.
+    /// Whether a daemon is starting, running or stopping.
     present: Cell<bool>,
 }
 

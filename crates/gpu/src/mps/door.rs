@@ -4,13 +4,14 @@
 //! that takes, so that the daemon never waits for a client. Then, under the device's
 //! [`ControlLock`], it sets the server's limits to the allocation's, introduces the client to the
 //! daemon, and passes the client its connection to the server. It keeps the lock until the server
-//! has accepted the client or certainly will not. Limits bind at that moment, and the daemon and
-//! its server handle one client at a time without a deadline.
+//! has accepted the client or certainly will not. Limits take effect at that moment, and the daemon
+//! and its server handle one client at a time without a deadline.
 //!
 //! The server must not wait for a client either. Driver 580's server waits forever if a client
-//! leaves before it has introduced itself. The door could introduce it, but not on a socket that
-//! the client has shut down, and a shutdown affects all holders of a socket. So the server's socket
-//! stays here. The client receives one end of a connection to the door, which relays both ways.
+//! leaves before it has introduced itself. The door can introduce the client in its place, but not
+//! on a socket that the client has shut down: a shutdown affects all holders of a socket. So the
+//! door keeps the server's socket. The client receives one end of a connection to the door, which
+//! relays both ways.
 //!
 //! [`ControlLock`]: super::daemon::ControlLock
 mod admission;
@@ -35,13 +36,13 @@ use super::error::NotReady;
 use super::seqpacket::Listener;
 use super::wire::{Allocation, AllocationStatus};
 
-/// Connections of one allocation that are served at once, a few more than it can have clients.
-/// Others wait in the kernel's queue, where their `connect` blocks.
+/// Maximum number of connections that a door serves at once, slightly more than an allocation can
+/// have clients. Further connections wait in the kernel's queue, where their `connect` blocks.
 const MAX_CONNECTIONS: usize = 64;
-/// Connections of one allocation to its server. A client has two or three, and a GPU has at most 48
-/// contexts.
+/// Maximum number of connections of one allocation to its server. A client has two or three, and a
+/// GPU has at most 48 contexts.
 const MAX_SERVER_CONNECTIONS: usize = 256;
-/// Pause after a failed `accept`. Descriptors may be exhausted and become free again.
+/// Delay after a failed `accept`. Descriptors may be exhausted and become free again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// An open door.
@@ -59,10 +60,10 @@ pub(crate) struct Door {
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
     server_connections: Arc<Semaphore>,
-    /// One client of an allocation at a time waits for the device's control lock, so that
-    /// allocations take turns.
+    /// The one client of this allocation that may wait for the device's control lock holds this, so
+    /// that allocations take turns.
     turn: Mutex<()>,
-    /// Clients in a row that did not complete their handshake.
+    /// Number of clients in a row that did not complete their handshake.
     stalled: Cell<u32>,
     /// Signals a listener that a new one replaces it.
     replaced: RefCell<CancellationToken>,
@@ -168,13 +169,13 @@ impl Door {
     async fn accept(self: &Rc<Self>, listener: &Listener, replaced: &CancellationToken) {
         let mut has_failed = false;
         loop {
-            // Before `accept`, so that a connection without a permit stays in the kernel's queue.
+            // Get a permit before `accept`: a connection without one stays in the kernel's queue.
             let Ok(permit) = Arc::clone(&self.connections).acquire_owned().await else { return };
             let Ok(shared_permit) = Arc::clone(&self.context.connections).acquire_owned().await else { return };
             let accepted = tokio::select! {
                 biased;
                 accepted = listener.accept() => accepted,
-                // Only once the queue is empty. Later connections find the new socket.
+                // Stop only once the queue is empty. Later connections find the new socket.
                 () = replaced.cancelled() => return,
             };
             match accepted {

@@ -2,8 +2,7 @@
 //!
 //! [`HostError`] ends the process. [`DaemonError`] ends one life of a daemon, which is then
 //! restarted. [`DesiredError`] leaves everything as it is. [`TerminateError`] and [`NotReady`]
-//! answer a request of the agent. What goes wrong in one exchange with a daemon is a
-//! [`ControlError`].
+//! answer a request of the agent. A failed exchange with a daemon is a [`ControlError`].
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,7 +22,7 @@ pub enum HostError {
     Prepare {
         /// The directory or socket.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// The path of a door would be too long for a socket.
@@ -44,7 +43,7 @@ pub enum HostError {
     /// Signals, inotify or standard output failed.
     #[error("a system call that the MPS host needs failed")]
     System(#[from] io::Error),
-    /// NVML refused.
+    /// An NVML call failed.
     #[error("cannot set the compute mode")]
     ComputeMode(#[from] nvml::NvmlError),
 }

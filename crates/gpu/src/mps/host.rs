@@ -1,4 +1,4 @@
-//! `cleave mps-host`: starts, runs the main loop, and stops.
+//! Starts `cleave mps-host`, runs its main loop, and stops it.
 use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -24,7 +24,8 @@ use crate::nvml;
 
 /// Interval of checks whether door sockets were removed.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// MPS servers inherit the limit and need 16,384 descriptors. Doors need some for each client.
+/// Maximum number of open files. MPS servers inherit it and need 16,384. Doors need some per
+/// client.
 const MAX_DESCRIPTORS: u64 = 65_536;
 
 /// Runs until SIGTERM or SIGINT.
@@ -32,7 +33,7 @@ const MAX_DESCRIPTORS: u64 = 65_536;
 /// `subcommand` is the word before [`HostArgs`] on this program's command line, if any.
 ///
 /// Call it on a current-thread runtime, once per process. It reaps every child of the process, so
-/// there can be no others.
+/// other code must not start any.
 ///
 /// # Errors
 /// [`HostError`] if it cannot start. Later errors are part of the status.
@@ -57,7 +58,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
     let context = Rc::new(Context::new(paths, options, Children::start()?, max_descriptors));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
-    // Watched before the first read, so that no write in between is missed.
+    // Start to watch before the first read, so that no write in between is missed.
     let mut desired = DesiredWatch::new(&context.paths.mps())?;
     let listener = socket::listen(&context.paths.socket())?;
     tokio::task::spawn_local(socket::serve(Rc::clone(&reconciler), listener));

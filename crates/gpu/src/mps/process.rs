@@ -2,8 +2,8 @@
 //!
 //! The MPS server is the daemon's child. When the daemon dies first, this process inherits it as
 //! the subreaper (or pid 1), so it has to reap every process that exits below it. That would take
-//! the exit status away from tokio's own children. So nothing in the MPS host uses those; all
-//! processes are started here.
+//! the exit status away from tokio's own children. So the MPS host starts all processes here and
+//! none through tokio.
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;

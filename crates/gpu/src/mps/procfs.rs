@@ -1,4 +1,5 @@
-//! Finds MPS processes in `/proc` and reads their state. Kills what an earlier MPS host left.
+//! Finds MPS processes in `/proc` and reads their state. Kills processes that an earlier MPS host
+//! left.
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,19 +15,18 @@ const SEARCH_DEADLINE: Duration = Duration::from_secs(5);
 const SEARCH_STACK: usize = 128 * 1024;
 /// Time limit for a killed process to exit.
 const KILL_DEADLINE: Duration = Duration::from_secs(5);
-/// Number and interval of attempts to read an empty environment again.
-const EMPTY_READS: u32 = 20;
-const EMPTY_READ_PAUSE: Duration = Duration::from_millis(5);
+/// Number and interval of retries to read an empty environment.
+const MAX_EMPTY_READS: u32 = 20;
+const EMPTY_READ_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Finds MPS daemons and servers whose pipe directory is `pipe`: this host's, or those that an
-/// earlier MPS host left.
+/// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
+/// one started them.
 pub(crate) async fn of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
     let of = pipe.to_owned();
     on_own_thread(move || search(&of)).await.unwrap_or_default()
 }
 
-/// Finds all MPS daemons and servers that may serve a GPU. `None` if the search
-/// failed.
+/// Finds all MPS daemons and servers that may serve a GPU. `None` if the search failed.
 pub(crate) async fn of_gpu(uuid: &str) -> Option<Vec<u32>> {
     let uuid = uuid.to_owned();
     on_own_thread(move || pids().filter(|&pid| is_mps(pid) && serves(pid, &uuid)).collect()).await
@@ -63,8 +63,8 @@ fn is_mps(pid: u32) -> bool {
 }
 
 fn serves(pid: u32, uuid: &str) -> bool {
-    // A process has no environment for a moment while it starts, and none once it has exited.
-    for _ in 0..EMPTY_READS {
+    // A process briefly has no environment while it starts, and none once it has exited.
+    for _ in 0..MAX_EMPTY_READS {
         let environment = read(pid, "environ");
         if !environment.is_empty() {
             return may_serve(&environment, uuid);
@@ -72,13 +72,13 @@ fn serves(pid: u32, uuid: &str) -> bool {
         if state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             return false;
         }
-        std::thread::sleep(EMPTY_READ_PAUSE);
+        std::thread::sleep(EMPTY_READ_INTERVAL);
     }
     true
 }
 
-/// Whether a daemon with this environment may serve a GPU. It cannot if it names other devices by
-/// UUID and nothing else; an index may mean any GPU.
+/// Whether a daemon with this environment may serve a GPU. It cannot if the environment names only
+/// other devices, by UUID. An index may mean any GPU.
 fn may_serve(environment: &[u8], uuid: &str) -> bool {
     let name = b"CUDA_VISIBLE_DEVICES=".as_slice();
     let list = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(name));
@@ -120,12 +120,12 @@ pub(crate) async fn clear(pipe: &Path) -> usize {
     left.len()
 }
 
-/// Whether a process is stopped by a signal or a debugger. It answers only after it is continued.
+/// Whether a process is stopped by a signal or a debugger. Such a process does not answer.
 pub(crate) fn is_stopped(pid: u32) -> bool {
     matches!(state(pid), Some('T' | 't'))
 }
 
-/// A process's state from `/proc/PID/stat`; none if it is gone.
+/// A process's state from `/proc/PID/stat`; `None` if the process is gone.
 fn state(pid: u32) -> Option<char> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the name in parentheses, which may contain anything.

@@ -21,7 +21,7 @@ pub(crate) const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 const END_OF_COMMANDS: [u8; 8] = 0_u64.to_le_bytes();
 /// `CUDA_SUCCESS`: the last packet of a client that has connected to the server.
 pub(crate) const CLIENT_CONNECTED: [u8; 4] = 0_u32.to_le_bytes();
-/// The longest packet of the protocol.
+/// Maximum size of a packet of the protocol, in bytes.
 pub(crate) const MAX_PACKET: usize = 8 * 1024;
 
 /// The packets by which a new client introduces itself to the server, on the socket that came with
@@ -29,7 +29,7 @@ pub(crate) const MAX_PACKET: usize = 8 * 1024;
 ///
 /// The server accepts one client at a time and waits for these packets without a deadline. If the
 /// client dies before it has sent them, driver 580's server never accepts a client again. Sending
-/// them in the client's place recovers the server, whichever of them the client had sent.
+/// all of them in the client's place recovers the server, even if the client had sent some.
 pub(crate) const INTRODUCTION: [&[u8]; 3] = [CREDENTIALS, &0_u32.to_le_bytes(), &0xff_u32.to_le_bytes()];
 
 /// Who connects to `control`.
@@ -95,10 +95,10 @@ pub enum Command {
     SetMemory {
         /// Pid of the server.
         server: u32,
-        /// MiB. None removes the limit.
+        /// MiB. `None` removes the limit.
         mib: Option<u64>,
     },
-    /// Reads what [`Command::SetMemory`] set.
+    /// Reads the limit set by [`Command::SetMemory`].
     GetMemory {
         /// Pid of the server.
         server: u32,
@@ -107,9 +107,9 @@ pub enum Command {
     SetDefaultThreads(u8),
     /// Sets the memory limit, in MiB, of servers that start from now on.
     SetDefaultMemory(u64),
-    /// Reads what [`Command::SetDefaultThreads`] set.
+    /// Reads the percentage set by [`Command::SetDefaultThreads`].
     GetDefaultThreads,
-    /// Reads what [`Command::SetDefaultMemory`] set.
+    /// Reads the limit set by [`Command::SetDefaultMemory`].
     GetDefaultMemory,
     /// Lists the pids of a server's clients.
     Clients(u32),
@@ -169,7 +169,7 @@ pub enum Reply {
 }
 
 impl Reply {
-    /// Parses a packet; `None` if it is not of this protocol.
+    /// Parses a packet; `None` if it does not belong to this protocol.
     pub fn parse(packet: &[u8]) -> Option<Self> {
         if packet == END_OF_REPLIES {
             return Some(Self::End);
@@ -186,8 +186,8 @@ impl Reply {
 pub struct Unexpected(String);
 
 impl Unexpected {
-    /// Keeps only the beginning of a long answer: it enters a status that has to fit into an object
-    /// of the API server.
+    /// Keeps only the beginning of a long answer: it becomes part of a status that has to fit into
+    /// an object of the API server.
     pub(crate) fn new(answer: &str) -> Self {
         Self(shorten(answer))
     }
@@ -202,11 +202,11 @@ pub fn pids(output: &str) -> Result<Vec<u32>, Unexpected> {
 /// State of an MPS server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerState {
-    /// It starts.
+    /// The server is starting.
     Initializing,
-    /// It serves.
+    /// The server admits clients.
     Active,
-    /// It admits nobody until the clients that a fatal error broke have exited.
+    /// The server admits no client until the clients that a fatal error broke have exited.
     Fault,
     /// No such server exists.
     Gone,
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn limits_match_the_form_in_which_the_daemon_prints_them() {
-        // As measured: the limit that was set, and what the daemon printed.
+        // Measured pairs of a limit and the output of the daemon.
         for (mib, printed) in [(512, "512M"), (100, "100M"), (1024, "1G"), (1536, "1G"), (7678, "7G"), (10239, "9G")] {
             assert!(is_memory(printed, Some(mib)), "{mib} {printed}");
         }

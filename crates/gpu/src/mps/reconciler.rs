@@ -18,14 +18,14 @@ use super::files::replace;
 use super::protocol::Terminated;
 use super::wire::{Allocation, Desired, Status, VERSION};
 
-/// Changes within this time are written as one status.
+/// Time within which changes are combined into one status.
 const STATUS_DELAY: Duration = Duration::from_millis(5);
 
 /// The daemons and doors of this node.
 pub(crate) struct Reconciler {
     context: Rc<Context>,
     desired: RefCell<Desired>,
-    /// Hash of the desired file that was applied last.
+    /// Hash of the desired file that was most recently applied.
     applied: RefCell<String>,
     desired_error: RefCell<Option<DesiredError>>,
     devices: RefCell<BTreeMap<String, Supervised>>,
@@ -193,7 +193,7 @@ impl Reconciler {
         self.devices.borrow_mut().clear();
     }
 
-    /// The current status. A host that stops reports no daemons.
+    /// The current status. A host that is stopping reports no daemons.
     pub(crate) fn status(&self) -> Status {
         let desired_error = self.desired_error.borrow();
         let door_errors = self.door_errors.borrow();
@@ -239,8 +239,8 @@ impl Reconciler {
         self.write_status(&Status { pid: 0, error, ..self.status() });
     }
 
-    /// Replaces the status file. Returns whether that succeeded; if not, the next change tries
-    /// again.
+    /// Replaces the status file. Returns whether that succeeded. If it failed, the next change
+    /// retries.
     fn write_status(&self, status: &Status) -> bool {
         let path = self.context.paths.status();
         let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace(&path, &text));

@@ -21,9 +21,9 @@ use super::protocol::MAX_PACKET;
 
 /// Poll interval of [`Socket::closed`].
 const CLOSED_POLL: Duration = Duration::from_secs(1);
-/// Pause of [`Socket::connect`] while the listener's queue is full.
+/// Retry interval of [`Socket::connect`] while the listener's queue is full.
 const CONNECT_RETRY: Duration = Duration::from_millis(5);
-/// The longest path that a socket address can hold.
+/// Maximum length of a socket's path, in bytes.
 pub(crate) const MAX_PATH: usize = 107;
 
 /// The sender of a packet or the peer of a connection, attested by the kernel and translated into
@@ -63,11 +63,12 @@ impl Socket {
         async_fd(fd).map(Self)
     }
 
-    /// Prepares a relay between `other`, which nobody else uses, and a process that expects
+    /// Prepares a relay between `other`, which has no other user, and a process that expects
     /// `other` itself.
     ///
     /// Returns `other` and the two ends of a new connection. The last is for the process: it has
-    /// the type, flags and options of `other`. On the second the kernel attests who sends.
+    /// the type, flags and options of `other`. On the second, the kernel attests the sender of each
+    /// packet.
     pub(crate) fn interpose(other: OwnedFd) -> io::Result<(Self, Self, OwnedFd)> {
         let kind = rustix::net::sockopt::socket_type(&other)?;
         let (near, far) = rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
@@ -224,8 +225,8 @@ impl AsFd for Socket {
 pub(crate) struct Listener(AsyncFd<OwnedFd>);
 
 impl Listener {
-    /// Listens at `path` for every user and replaces what is there. The name appears only once the
-    /// socket accepts connections.
+    /// Listens at `path` for every user and replaces any existing file. The name appears only once
+    /// the socket accepts connections.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let building = path.with_extension("new");
         match std::fs::remove_file(&building) {
@@ -283,7 +284,7 @@ fn retry<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Sends one packet without waiting, with credentials where there are any.
+/// Sends one packet without waiting, with the credentials if there are any.
 pub(crate) fn send_now(
     fd: impl AsFd,
     data: &[u8],

@@ -16,15 +16,15 @@ use super::protocol::Terminated;
 use super::reconciler::Reconciler;
 use super::wire::{Reply, Request};
 
-/// Connections served at once.
+/// Maximum number of connections served at once.
 const MAX_CONNECTIONS: usize = 64;
-/// Bytes of a request, which is one line.
+/// Maximum size of a request in bytes. A request is one line.
 const MAX_REQUEST: u64 = 64 * 1024;
-/// A connection without a request for this long is closed.
-const IDLE: Duration = Duration::from_secs(300);
+/// Time without a request after which a connection is closed.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time limit for the peer to accept a reply.
 const REPLY_DEADLINE: Duration = Duration::from_secs(5);
-/// Pause after a failed `accept`.
+/// Delay after a failed `accept`.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// Creates the socket in place of one that an earlier MPS host left.
@@ -69,7 +69,7 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
     loop {
         line.clear();
         let mut limited = (&mut reader).take(MAX_REQUEST);
-        match timeout(IDLE, limited.read_until(b'\n', &mut line)).await {
+        match timeout(IDLE_TIMEOUT, limited.read_until(b'\n', &mut line)).await {
             Ok(Ok(0)) | Err(_) => return Ok(()),
             Ok(read) => read?,
         };
@@ -96,7 +96,7 @@ async fn answer(reconciler: &Reconciler, request: Request) -> Reply {
             match timeout(Duration::from_millis(timeout_ms), reconciler.ready(&allocation)).await {
                 Ok(()) => Reply::Done,
                 Err(_) => match reconciler.check_ready(&allocation) {
-                    // It became ready just now.
+                    // The allocation became ready after the time limit.
                     Ok(()) => Reply::Done,
                     Err(reason) => Reply::Error { message: reason.to_string() },
                 },

@@ -1,9 +1,9 @@
 //! Shortens text from outside this project before it enters a status, an error or a log.
 
-/// The longest part that is kept, in characters.
+/// Maximum number of characters that are kept.
 const MAX_CHARS: usize = 200;
 
-/// The beginning of `text`, with an ellipsis where something was cut off.
+/// Shortens `text` to its beginning, with an ellipsis where something was removed.
 pub(crate) fn shorten(text: &str) -> String {
     match text.char_indices().nth(MAX_CHARS) {
         Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),

@@ -57,13 +57,13 @@ pub enum InvalidDesired {
         /// The rejected percentage.
         threads: u8,
     },
-    /// MPS reads a memory limit of 0 as no limit.
+    /// The memory limit is 0, which MPS treats as unlimited.
     #[error("{0}: invalid memory limit 0 MiB: MPS reads 0 as no limit")]
     Memory(String),
-    /// The allocation could never have a client.
+    /// The maximum number of clients is 0.
     #[error("{0}: maxClients is 0: no client could ever connect")]
     Clients(String),
-    /// MIG instances have no compute mode.
+    /// A compute mode is set for a MIG instance, which has none.
     #[error("{0}: EXCLUSIVE_PROCESS applies to whole GPUs, not to MIG instances")]
     Exclusive(String),
 }
@@ -119,7 +119,8 @@ impl Desired {
     /// 32 hexadecimal digits that identify the content. [`Status::desired`] repeats them once the
     /// MPS host has applied it.
     pub fn hash(&self) -> String {
-        // Maps are ordered, so equal content is equal text. Nothing in it can fail to serialize.
+        // Maps are ordered, so equal content has equal text. None of the types can fail to
+        // serialize.
         let text = serde_json::to_vec(self).unwrap_or_default();
         Sha256::digest(text).iter().take(16).fold(String::new(), |mut digits, byte| {
             let _ = write!(digits, "{byte:02x}");
@@ -209,10 +210,10 @@ impl Paths {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Daemon {
-    /// Clients of several users share one server (`-multiuser-server`).
+    /// Whether clients of several users share one server (`-multiuser-server`).
     pub multi_user: bool,
-    /// Sets the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restores the former mode
-    /// afterwards. False leaves the mode alone; it is always false for MIG instances.
+    /// Whether to set the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restore the former
+    /// mode afterwards. False leaves the mode alone; it is always false for MIG instances.
     pub exclusive: bool,
     /// `set_default_active_thread_percentage`, 1 to 100: the limit of a client that no door limits.
     pub default_threads: Option<u8>,
@@ -226,11 +227,11 @@ pub struct Daemon {
 pub struct Allocation {
     /// The device whose daemon serves it.
     pub device: String,
-    /// Active thread percentage, 1 to 100. None means no limit.
+    /// Active thread percentage, 1 to 100. `None` means unlimited.
     pub threads: Option<u8>,
-    /// Pinned device memory of each process, MiB. None means no limit.
+    /// Pinned device memory of each process, MiB. `None` means unlimited.
     pub memory_mib: Option<u64>,
-    /// Maximum number of clients at once. None means that only MPS's own limit applies.
+    /// Maximum number of clients at once. `None` means that only MPS's own limit applies.
     pub max_clients: Option<u32>,
 }
 
@@ -242,7 +243,7 @@ pub struct Status {
     pub version: u32,
     /// Pid of the MPS host; 0 once it has stopped.
     pub pid: u32,
-    /// [`Desired::hash`] of the file applied last; empty before the first.
+    /// [`Desired::hash`] of the most recently applied file; empty before the first.
     pub desired: String,
     /// Daemons by device, including those that are stopping.
     pub daemons: BTreeMap<String, DaemonStatus>,
@@ -262,7 +263,7 @@ pub struct DaemonStatus {
     pub pid: Option<u32>,
     /// Pid of the MPS server.
     pub server_pid: Option<u32>,
-    /// Restarts after failures since the MPS host started.
+    /// Number of restarts after failures since the MPS host started.
     pub restarts: u32,
     /// Whether doors can enforce limits per allocation on this driver.
     pub enforcement: Enforcement,
@@ -276,22 +277,22 @@ pub struct DaemonStatus {
 }
 
 /// A fatal GPU error. It breaks the contexts of all clients of a server (measured on driver 580),
-/// and the server admits nobody until the last of them has exited.
+/// and the server admits no client until the last of them has exited.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Fault {
     /// Counts a device's faults from 1 since the MPS host ([`Status::pid`]) started.
     pub number: u64,
-    /// The one client that was killed while its kernels ran just before the fault. Without one, the
-    /// client that the server's log names, which may be a neighbour of the real culprit.
+    /// The one client that was killed while its kernels ran just before the fault. If there is
+    /// none, the client that the server's log names, which may be a neighbour of the real culprit.
     pub culprit: Option<Client>,
-    /// The culprit caused no GPU error itself: it was killed while its kernels ran.
+    /// Whether the culprit was killed while its kernels ran, and caused no GPU error itself.
     pub killed: bool,
     /// The clients at that time, including the culprit.
     pub affected: Vec<Client>,
-    /// Those of them that were signalled because they did not exit by themselves.
+    /// The affected clients that were signalled because they did not exit by themselves.
     pub ended: Vec<Client>,
-    /// The device serves again, or its daemon is being replaced.
+    /// Whether the fault is over: the device serves again, or its daemon is being replaced.
     pub over: bool,
 }
 
@@ -304,11 +305,11 @@ pub enum DaemonState {
     Active,
     /// The server is in FAULT until the clients that it broke have exited.
     Fault,
-    /// The daemon or its server died or hung. Clients wait at their doors until it is back.
+    /// The daemon or its server died or hung. Clients wait at their doors until the daemon is back.
     Restarting,
-    /// It failed repeatedly and is retried at a growing, capped interval.
+    /// The daemon failed repeatedly and is retried at a growing, capped interval.
     BackOff,
-    /// No longer desired: it quits once its clients have exited.
+    /// The daemon is no longer desired. It quits once its clients have exited.
     Stopping,
 }
 
@@ -328,7 +329,7 @@ pub enum Enforcement {
 pub struct Client {
     /// Pid in the node's pid namespace.
     pub pid: u32,
-    /// The allocation whose door it used; none for a client that bypassed the doors.
+    /// The allocation whose door it used; `None` for a client that bypassed the doors.
     pub allocation: Option<String>,
 }
 
@@ -336,11 +337,12 @@ pub struct Client {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AllocationStatus {
-    /// Handshakes completed.
+    /// Number of completed handshakes.
     pub admitted: u64,
-    /// Connections refused: administrators' commands, invalid handshakes, too many clients.
+    /// Number of refused connections: administrators' commands, invalid handshakes, too many
+    /// clients.
     pub refused: u64,
-    /// Connections that wait for the daemon.
+    /// Number of connections that wait for the daemon.
     pub waiting: u32,
 }
 

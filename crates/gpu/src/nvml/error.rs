@@ -1,4 +1,4 @@
-//! Errors of NVML calls, by what a caller can do about them.
+//! Errors of NVML calls, grouped by how a caller can react.
 use nvml_wrapper::error::NvmlError as Code;
 
 /// Why an NVML call failed.
@@ -31,7 +31,7 @@ pub enum NvmlError {
         /// The call that failed.
         call: &'static str,
     },
-    /// A call did not return within this deadline, and still has not.
+    /// A call has not returned within this deadline, and still blocks.
     #[error("NVML did not answer for {} s", .0.as_secs())]
     Hung(std::time::Duration),
     /// Any other error of the library.
@@ -71,8 +71,8 @@ pub(super) fn if_supported<T>(call: &'static str, result: Result<T, Code>) -> Re
     }
 }
 
-/// The result of a call whose value is optional: `None` after any error except a lost GPU or
-/// driver.
+/// The result of a call whose value is optional: `None` after any error, except that a lost GPU or
+/// driver is still an error.
 pub(super) fn if_known<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
     match result.map_err(|code| NvmlError::of(call, code)) {
         Ok(value) => Ok(Some(value)),

@@ -22,8 +22,8 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Blocks this thread and passes each event of the GPU at an index to `report`, until `report`
-    /// returns `Break`. While there are no events, `report` gets `None` every second or so, to be
-    /// able to stop.
+    /// returns `Break`. While there are no events, `report` gets `None` about once a second, so
+    /// that it can stop the wait.
     fn listen(
         &self,
         _index: u32,
@@ -63,8 +63,8 @@ pub trait Gpus: Send + Sync {
     /// Sets the compute mode of a GPU and returns the former one.
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
 
-    /// Turns MIG mode of a GPU on or off, and returns when the change takes effect. The GPU must be
-    /// idle. A driver may reset it, which may change other properties of the GPU.
+    /// Turns MIG mode of a GPU on or off. Returns the time at which the change takes effect. The
+    /// GPU must be idle. A driver may reset it, which may change other properties of the GPU.
     fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
 
     /// Creates a GPU instance of `profile` at exactly `start`, with one compute instance over all

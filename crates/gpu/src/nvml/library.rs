@@ -18,8 +18,8 @@ pub struct Library(Arc<Shared>);
 
 struct Shared {
     open: Open,
-    /// Locked while the library is loaded: at most one thread hangs in `nvmlInit`, the others wait
-    /// for it. Never locked during any other call.
+    /// Locked while the library is being loaded: one thread can hang in `nvmlInit`, and the others
+    /// wait for it. Never locked during any other call.
     session: Mutex<Option<Arc<dyn Gpus>>>,
 }
 

@@ -12,8 +12,8 @@
 //! | `worker`, `watch` | threads for calls that may hang: [`Worker`] and [`EventWatch`] |
 //!
 //! GPUs fail one by one, and a call may hang in the driver until the node reboots. So each call is
-//! about one GPU, except [`Gpus::census`]. A program that has other work to do calls each GPU on
-//! its own [`Worker`].
+//! about one GPU, except [`Gpus::census`] and [`Gpus::cuda_version`]. A program that has other work
+//! to do calls each GPU on its own [`Worker`].
 mod error;
 mod find;
 mod gpus;

@@ -27,9 +27,9 @@ pub enum GpuEvent {
     Xid {
         /// UUID of the GPU.
         uuid: String,
-        /// NVIDIA's number of the error.
+        /// NVIDIA's error number.
         xid: u64,
-        /// The GPU instance, under MIG.
+        /// The GPU instance, if the GPU is in MIG mode.
         gpu_instance: Option<u32>,
     },
     /// Some GPU may have changed; NVML does not report which one. Read all of them again.
@@ -40,13 +40,13 @@ pub enum GpuEvent {
 /// this GPU or driver does not report it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Vitals {
-    /// Uncorrected ECC errors since the driver was loaded or the GPU was reset
+    /// Number of uncorrected ECC errors since the driver was loaded or the GPU was reset
     /// (`nvmlDeviceGetTotalEccErrors`, volatile).
     pub uncorrected: Option<u64>,
-    /// The next reset will retire pages or remap rows (`nvmlDeviceGetRetiredPagesPendingStatus`,
-    /// `nvmlDeviceGetRemappedRows`).
+    /// Whether the next reset will retire pages or remap rows
+    /// (`nvmlDeviceGetRetiredPagesPendingStatus`, `nvmlDeviceGetRemappedRows`).
     pub remap_pending: Option<bool>,
-    /// A row could not be remapped (`nvmlDeviceGetRemappedRows`).
+    /// Whether a row could not be remapped (`nvmlDeviceGetRemappedRows`).
     pub remap_failed: Option<bool>,
     /// The requested recovery action (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, since driver 570).
     pub recovery: Option<Recovery>,
@@ -55,7 +55,7 @@ pub struct Vitals {
 /// The action that the driver requests to recover a GPU (`nvmlDeviceGpuRecoveryAction_t`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recovery {
-    /// Nothing.
+    /// No action.
     Nothing,
     /// A reset of the GPU or of its bus.
     Reset,
@@ -158,7 +158,7 @@ pub struct Process {
     pub memory: Option<u64>,
     /// Whether it is an MPS client.
     pub mps: bool,
-    /// GPU instance, under MIG.
+    /// GPU instance, if the GPU is in MIG mode.
     pub gpu_instance: Option<u32>,
 }
 

@@ -292,8 +292,8 @@ fn numa_node(pci: &str) -> Option<u32> {
     fs::read_to_string(format!("/sys/bus/pci/devices/{pci}/numa_node")).ok()?.trim().parse().ok()
 }
 
-/// Merges NVML's list of all processes with its list of MPS clients. A client is in both. The
-/// larger memory value counts.
+/// Merges NVML's list of all processes with its list of MPS clients. A client is in both, possibly
+/// with different memory values: the larger one is used.
 fn merge(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
     let mut processes: BTreeMap<(u32, Option<u32>), Process> = BTreeMap::new();
     for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {

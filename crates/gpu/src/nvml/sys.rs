@@ -29,12 +29,12 @@ fn handle(device: &Device<'_>) -> nvmlDevice_t {
     unsafe { device.handle() }
 }
 
-/// A value that identifies a GPU's handle. Use it only to compare.
+/// A value that identifies a GPU's handle. Use it only for comparisons.
 pub(super) fn identity(device: &Device<'_>) -> usize {
     handle(device) as usize
 }
 
-/// Total memory in bytes, from the call that every driver has.
+/// Total memory in bytes, from the version of the call that every driver has.
 pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
     const CALL: &str = "nvmlDeviceGetMemoryInfo";
     let call = nvml_sym(nvml.lib().nvmlDeviceGetMemoryInfo.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
@@ -50,9 +50,9 @@ pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, N
 /// The state of a GPU's remapped rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RemappedRows {
-    /// The next reset will remap rows.
+    /// Whether the next reset will remap rows.
     pub(super) pending: bool,
-    /// A row could not be remapped.
+    /// Whether a row could not be remapped.
     pub(super) failed: bool,
 }
 
@@ -341,7 +341,7 @@ pub(super) struct RawEvent {
     pub(super) kind: u64,
     /// The number of the XID, if this is a critical XID.
     pub(super) data: u64,
-    /// GPU instance, under MIG.
+    /// GPU instance, if the GPU is in MIG mode.
     pub(super) gpu_instance: Option<u32>,
 }
 

@@ -13,12 +13,13 @@ use super::error::NvmlError;
 use super::library::Library;
 use super::model::GpuEvent;
 
-/// Interval at which a pausing thread checks whether it should stop.
-const STOP_CHECK: Duration = Duration::from_secs(2);
-/// First and longest pause after an error. Every read of a lost GPU fails at once.
+/// Interval at which a waiting thread checks whether it should stop.
+const STOP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
+/// First and maximum delay after an error. Every read of a lost GPU fails at once.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Queued events. A full channel blocks the threads; NVML then queues further events.
-const CAPACITY: usize = 64;
+/// Maximum number of queued events. A full channel blocks the threads; NVML then queues further
+/// events.
+const QUEUE_CAPACITY: usize = 64;
 
 /// The threads that wait for events. They stop some seconds after this value is dropped; a thread
 /// that hangs in a call stops when the call returns.
@@ -34,7 +35,7 @@ pub struct EventWatch {
 impl EventWatch {
     /// Starts without any thread.
     pub fn new(library: Library) -> (Self, mpsc::Receiver<GpuEvent>) {
-        let (events, receiver) = mpsc::channel(CAPACITY);
+        let (events, receiver) = mpsc::channel(QUEUE_CAPACITY);
         (Self { library, events, stop: Arc::default(), watched: 0 }, receiver)
     }
 
@@ -99,6 +100,6 @@ fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &
 fn sleep(duration: Duration, stop: &AtomicBool) {
     let until = Instant::now() + duration;
     while !stop.load(Ordering::Relaxed) && Instant::now() < until {
-        thread::sleep(STOP_CHECK.min(until.saturating_duration_since(Instant::now())));
+        thread::sleep(STOP_CHECK_INTERVAL.min(until.saturating_duration_since(Instant::now())));
     }
 }

@@ -12,8 +12,8 @@ use super::library::Library;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A handle to the thread. The thread stops when the last handle is dropped and its call has
-/// returned.
+/// A handle to the thread. The thread stops once the last handle is dropped and the thread's call
+/// has returned.
 ///
 /// A call that hangs blocks this worker and no other, so use one worker per GPU and purpose. While
 /// a call hangs, further calls fail at once: a worker never blocks more than one thread.

@@ -10,8 +10,8 @@ use super::error::NvmlError;
 use super::model::GpuEvent;
 use super::sys;
 
-/// Pause after a read that returned no event.
-const POLL: Duration = Duration::from_millis(500);
+/// Delay after a read that returned no event.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Registers a GPU in its own event set. Passes each event to `report`, and `None` after each read
 /// without one, until `report` returns `Break`.
@@ -41,7 +41,7 @@ pub(super) fn listen(
             return Ok(());
         }
         if is_quiet {
-            thread::sleep(POLL);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }

@@ -9,9 +9,10 @@ use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use sim_machine::Effect;
 
-use super::node::{Node, daemon, host_program, until};
+use super::node::{Node, daemon, host_program, wait_until};
 
-/// The command of a doctor for a node. Its temporary files are in the node's directory.
+/// Returns the command that runs a doctor on a node. Its temporary files are in the node's
+/// directory.
 fn command(node: &Node, arguments: &[&str]) -> Command {
     fs::create_dir_all(temporary(node)).unwrap();
     fs::set_permissions(temporary(node), fs::Permissions::from_mode(0o755)).unwrap();
@@ -68,7 +69,7 @@ fn checks_with<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
     findings.filter(|finding| finding["verdict"] == verdict).map(|finding| finding["check"].as_str().unwrap()).collect()
 }
 
-/// What the doctor observed in a check.
+/// The observation that the doctor reports for a check.
 fn observed<'a>(report: &'a Value, check: &str) -> &'a str {
     let findings = report["findings"].as_array().unwrap().iter();
     findings
@@ -204,7 +205,7 @@ fn nothing_is_started_on_a_gpu_in_use() {
     node = Node::without_host(1);
     node.desire_allocation("aa", 0, None, None);
     let plain = node.client("aa", &["--hold", "forever"]);
-    until("it has a context", || !node.machine.processes().unwrap().is_empty());
+    wait_until("it has a context", || !node.machine.processes().unwrap().is_empty());
     let (status, report) = run_with_client(&node);
     assert_eq!((status, report["skipReason"].as_str()), (Some(0), Some("the GPU is in use")));
     drop(plain);
@@ -236,9 +237,9 @@ fn a_doctor_that_receives_a_signal_stops_its_daemon() {
     let node = Node::without_host(1);
     node.inject("mps:command:start_server", None, Effect::Hang(None), None);
     let mut doctor: Child = command(&node, &["--client", &client(&node)]).stdout(Stdio::piped()).spawn().unwrap();
-    until("the daemon runs", || leftovers(&node).len() >= 2);
+    wait_until("the daemon runs", || leftovers(&node).len() >= 2);
     rustix::process::kill_process(Pid::from_child(&doctor), Signal::TERM).unwrap();
-    until("the doctor exits", || doctor.try_wait().unwrap().is_some());
+    wait_until("the doctor exits", || doctor.try_wait().unwrap().is_some());
     assert_eq!(doctor.wait().unwrap().code(), Some(2));
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }

@@ -24,7 +24,7 @@ fn sorted<const N: usize>(mut clients: [Reported; N]) -> Vec<Reported> {
     clients.into()
 }
 
-fn running(node: &Node, allocation: &str, arguments: &[&str]) -> Client {
+fn start_running_client(node: &Node, allocation: &str, arguments: &[&str]) -> Client {
     wait_until_running(node.client(allocation, arguments))
 }
 
@@ -35,8 +35,8 @@ fn wait_until_running(mut client: Client) -> Client {
 }
 
 /// Starts a client that runs kernels.
-fn busy(node: &Node, allocation: &str, kernel_ms: &str) -> Client {
-    let mut client = running(node, allocation, &["--busy", "forever", "--kernel-ms", kernel_ms]);
+fn start_busy_client(node: &Node, allocation: &str, kernel_ms: &str) -> Client {
+    let mut client = start_running_client(node, allocation, &["--busy", "forever", "--kernel-ms", kernel_ms]);
     assert_eq!(client.line()["launched"], true);
     client
 }
@@ -45,14 +45,14 @@ fn busy(node: &Node, allocation: &str, kernel_ms: &str) -> Client {
 fn wait_until_over(node: &Node, gpu: usize) -> (Fault, DaemonStatus) {
     let uuid = node.uuid(gpu);
     let is = |daemon: &DaemonStatus| daemon.fault.as_ref().is_some_and(|fault| fault.over);
-    let mut status = node.until("the fault is over", |status| {
+    let mut status = node.wait_for_status("the fault is over", |status| {
         is(&status.daemons[&uuid]) && status.daemons[&uuid].state == DaemonState::Active
     });
     let daemon = status.daemons.remove(&uuid).unwrap();
     (daemon.fault.clone().unwrap(), daemon)
 }
 
-fn by_signal(status: ExitStatus) -> Option<i32> {
+fn exit_signal(status: ExitStatus) -> Option<i32> {
     status.signal()
 }
 
@@ -61,13 +61,13 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     let node = two_tenants();
     let before = node.daemon(0);
     assert_eq!(before.fault, None);
-    let mut exits = running(&node, B, &["--hold", "forever"]);
-    let mut lingers = running(&node, B, &["--hold", "forever", "--linger", "forever"]);
+    let mut exits = start_running_client(&node, B, &["--hold", "forever"]);
+    let mut lingers = start_running_client(&node, B, &["--hold", "forever", "--linger", "forever"]);
     let mut deaf = wait_until_running(node.client_ignoring_sigterm(A, &["--hold", "forever", "--linger", "forever"]));
-    let mut culprit = running(&node, A, &FAULT);
+    let mut culprit = start_running_client(&node, A, &FAULT);
     let expected = sorted([reported(&culprit, A), reported(&deaf, A), reported(&exits, B), reported(&lingers, B)]);
     let uuid = node.uuid(0);
-    let during = node.until("the fault is reported while it lasts", |status| {
+    let during = node.wait_for_status("the fault is reported while it lasts", |status| {
         let fault = status.daemons[&uuid].fault.as_ref();
         fault.is_some_and(|fault| !fault.over && fault.culprit.is_some())
     });
@@ -75,8 +75,8 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     // Of the others, one exits by itself, one at SIGTERM, one at SIGKILL.
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
     assert_eq!(exits.wait().code(), Some(700 - 2 * 256));
-    assert_eq!(by_signal(lingers.wait()), Some(15));
-    assert_eq!(by_signal(deaf.wait()), Some(9));
+    assert_eq!(exit_signal(lingers.wait()), Some(15));
+    assert_eq!(exit_signal(deaf.wait()), Some(9));
     let (fault, after) = wait_until_over(&node, 0);
     let mut affected = fault.affected.clone();
     affected.sort_by_key(|client| client.pid);
@@ -89,8 +89,8 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     assert_eq!(node.limits_seen(B), (66, Some(20480)));
     // The next fault has its own number.
-    running(&node, B, &FAULT).wait();
-    node.until("the next fault is reported", |status| {
+    start_running_client(&node, B, &FAULT).wait();
+    node.wait_for_status("the next fault is reported", |status| {
         status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.number == 2 && fault.over)
     });
 }
@@ -103,12 +103,12 @@ fn a_server_that_does_not_recover_is_replaced() {
     node.apply();
     let (before, other) = (node.daemon(0), node.daemon(1));
     node.inject("mps:heal", Some(0), Effect::Code(1), None);
-    running(&node, A, &FAULT).wait();
+    start_running_client(&node, A, &FAULT).wait();
     let mut waits = node.client(A, &[]);
-    node.until("a client waits", |status| status.allocations[A].waiting == 1);
+    node.wait_for_status("a client waits", |status| status.allocations[A].waiting == 1);
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
-    node.until("the fault is over", |status| {
+    node.wait_for_status("the fault is over", |status| {
         meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
         status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.over)
     });
@@ -133,7 +133,7 @@ fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
     for call in ["mps:heal", "mps:command:shutdown_server", "mps:command:quit"] {
         node.inject(call, Some(0), Effect::Code(1), None);
     }
-    running(&node, A, &FAULT).wait();
+    start_running_client(&node, A, &FAULT).wait();
     let (fault, after) = wait_until_over(&node, 0);
     assert_eq!((fault.number, after.restarts), (1, 1));
     assert_ne!(after.pid, before.pid);
@@ -148,12 +148,12 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     node.desire_allocation(B, 1, Some(50), Some(20480));
     node.apply();
     let before = node.daemon(0);
-    let _lingers = running(&node, A, &["--hold", "forever", "--linger", "forever"]);
-    running(&node, A, &FAULT).wait();
-    kill(node.until_state(0, DaemonState::Fault).server_pid.unwrap(), Signal::STOP);
+    let _lingers = start_running_client(&node, A, &["--hold", "forever", "--linger", "forever"]);
+    start_running_client(&node, A, &FAULT).wait();
+    kill(node.wait_for_state(0, DaemonState::Fault).server_pid.unwrap(), Signal::STOP);
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
-    node.until("another daemon serves", |status| {
+    node.wait_for_status("another daemon serves", |status| {
         meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
@@ -164,8 +164,8 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     assert_eq!(node.daemon(1).restarts, 0);
 }
 
-/// How often a server was replaced after an unclean exit.
-fn replacements(node: &Node) -> usize {
+/// Number of times that a server was replaced after an unclean exit.
+fn count_replacements(node: &Node) -> usize {
     node.log().matches("replacing MPS server").count()
 }
 
@@ -175,39 +175,41 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     let uuid = node.uuid(0);
     let before = node.daemon(0).server_pid;
     let has_clients = |count: usize| {
-        node.until("the number of clients is as expected", |status| status.daemons[&uuid].clients.len() == count);
+        node.wait_for_status("the number of clients is as expected", |status| {
+            status.daemons[&uuid].clients.len() == count
+        });
     };
     // Clean exits: by itself, at a signal that it handles, and through MPS.
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
-    let mut handles = running(&node, A, &["--hold", "forever", "--handle-sigterm"]);
+    let mut handles = start_running_client(&node, A, &["--hold", "forever", "--handle-sigterm"]);
     handles.signal(Signal::TERM);
     assert_eq!(handles.wait().code(), Some(0));
-    let mut ended = busy(&node, A, "1000");
+    let mut ended = start_busy_client(&node, A, "1000");
     assert_eq!(node.request(&Request::Terminate { device: uuid.clone(), pid: ended.pid() }), Reply::Done);
     ended.signal(Signal::KILL);
     ended.wait();
     has_clients(0);
     assert_eq!(node.limits_seen(B), (66, Some(20480)));
-    assert_eq!((node.daemon(0).server_pid, replacements(&node)), (before, 0), "{}", node.log());
+    assert_eq!((node.daemon(0).server_pid, count_replacements(&node)), (before, 0), "{}", node.log());
     // One client is killed while another runs.
-    let mut stays = running(&node, B, &["--hold", "forever", "--handle-sigterm"]);
-    let mut killed = running(&node, A, &["--hold", "forever"]);
+    let mut stays = start_running_client(&node, B, &["--hold", "forever", "--handle-sigterm"]);
+    let mut killed = start_running_client(&node, A, &["--hold", "forever"]);
     killed.signal(Signal::KILL);
     killed.wait();
     has_clients(1);
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     has_clients(1);
     assert!(stays.is_silent());
-    assert_eq!((node.daemon(0).server_pid, replacements(&node)), (before, 0));
+    assert_eq!((node.daemon(0).server_pid, count_replacements(&node)), (before, 0));
     stays.signal(Signal::TERM);
     assert_eq!(stays.wait().code(), Some(0));
-    let after = node.until("another server serves", |status| {
+    let after = node.wait_for_status("another server serves", |status| {
         let server = status.daemons[&uuid].server_pid;
         server.is_some() && server != before
     });
     assert_eq!((after.daemons[&uuid].restarts, &after.daemons[&uuid].fault), (0, &None));
     assert_eq!(node.limits_seen(B), (66, Some(20480)));
-    assert_eq!(replacements(&node), 1);
+    assert_eq!(count_replacements(&node), 1);
     assert!(!node.log().contains("to=Restarting"), "the device stayed Active: {}", node.log());
 }
 
@@ -215,13 +217,13 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
 fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
     let node = two_tenants();
     for round in 1..=3 {
-        let mut killed = busy(&node, A, "1000");
+        let mut killed = start_busy_client(&node, A, "1000");
         killed.signal(Signal::KILL);
         killed.wait();
-        // It connects at once and waits for the new server.
-        let mut later = running(&node, B, &["--busy", "forever", "--kernel-ms", "1", "--handle-sigterm"]);
+        // The next client connects at once and waits for the new server.
+        let mut later = start_running_client(&node, B, &["--busy", "forever", "--kernel-ms", "1", "--handle-sigterm"]);
         assert_eq!(later.line()["launched"], true);
-        assert_eq!(replacements(&node), round);
+        assert_eq!(count_replacements(&node), round);
         assert!(later.is_silent());
         later.signal(Signal::TERM);
         assert_eq!(later.wait().code(), Some(0));
@@ -232,8 +234,8 @@ fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
 #[test]
 fn a_client_killed_while_its_kernels_ran_is_reported_as_the_cause() {
     let node = two_tenants();
-    let mut neighbour = running(&node, B, &["--hold", "forever"]);
-    let mut killed = busy(&node, A, "1000");
+    let mut neighbour = start_running_client(&node, B, &["--hold", "forever"]);
+    let mut killed = start_busy_client(&node, A, "1000");
     let cause = reported(&killed, A);
     killed.signal(Signal::KILL);
     killed.wait();
@@ -249,8 +251,8 @@ fn killing_a_server_in_fault_ends_the_fault() {
     let node = two_tenants();
     let mut lingers =
         wait_until_running(node.client_ignoring_sigterm(B, &["--hold", "forever", "--linger", "forever"]));
-    running(&node, A, &FAULT).wait();
-    let fault = node.until_state(0, DaemonState::Fault);
+    start_running_client(&node, A, &FAULT).wait();
+    let fault = node.wait_for_state(0, DaemonState::Fault);
     kill(fault.server_pid.unwrap(), Signal::KILL);
     let (_, after) = wait_until_over(&node, 0);
     assert_eq!((after.pid, after.restarts), (fault.pid, 0));

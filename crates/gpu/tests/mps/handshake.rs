@@ -8,7 +8,7 @@ use cleave_gpu::mps::wire::DaemonState;
 use sim_mps::handshake::{self, CREDENTIALS, Closed, Entrance, KIND_CLIENT, Subject, own_credentials};
 use sim_mps::seqpacket::Connection;
 
-use crate::node::{Node, until};
+use crate::node::{Node, wait_until};
 use crate::{A, B, two_tenants};
 
 /// A client that has received the server's socket.
@@ -22,7 +22,7 @@ fn assert_unharmed(node: &Node, before: Option<u32>) {
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let daemon = node.daemon(0);
     assert_eq!((daemon.server_pid, daemon.restarts), (before, 0), "{}", node.log());
-    node.until_state(0, DaemonState::Active);
+    node.wait_for_state(0, DaemonState::Active);
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn a_client_that_stalls_with_the_socket_is_disconnected() {
     let server = node.daemon(0).server_pid;
     let stalled = client_with_socket(&node, A);
     assert_unharmed(&node, server);
-    // It would run under limits that were set for other clients meanwhile.
+    // The stalled client would run under limits that were set for other clients meanwhile.
     assert!(matches!(stalled.enter(Subject::Process), Err(Closed::ByServer)));
     assert_unharmed(&node, server);
 }
@@ -88,7 +88,7 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
         assert_eq!((now.pid, now.server_pid, now.restarts), (before.pid, before.server_pid, 0), "{lie}: {line}");
         assert!(neighbour.is_silent(), "{lie}: the neighbour still runs");
     }
-    node.until_state(0, DaemonState::Active);
+    node.wait_for_state(0, DaemonState::Active);
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     }
     assert_eq!(liar.server.recv(64).unwrap().unwrap().data, [0; 4]);
     liar.daemon.send(&7_u32.to_le_bytes()).unwrap();
-    until("the server has disconnected it", || {
+    wait_until("the server has disconnected it", || {
         node.admin(0, &format!("get_client_list {server}")).lines().all(|line| line != std::process::id().to_string())
     });
     assert_unharmed(&node, Some(server));
@@ -142,9 +142,9 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
             socket.try_send(&[0; 4096]).is_err()
         })
     };
-    until("the connection is full", || full(&socket));
+    wait_until("the connection is full", || full(&socket));
     drop(socket);
-    until("its connection is closed", || node.descriptors() <= before);
+    wait_until("its connection is closed", || node.descriptors() <= before);
     assert!(channel.recv(64).unwrap().is_none());
     assert_unharmed(&node, server);
 }
@@ -159,7 +159,7 @@ fn connections_are_limited_per_allocation() {
     assert!(matches!(enter(), Err(Closed::ByDaemon)));
     assert_eq!(node.limits_seen(B), (66, Some(20480)));
     drop(held);
-    until("their descriptors are closed", || node.descriptors() + 512 <= descriptors);
+    wait_until("their descriptors are closed", || node.descriptors() + 512 <= descriptors);
     assert_unharmed(&node, server);
 }
 
@@ -171,7 +171,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
     liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
     assert_unharmed(&node, server);
     assert!(matches!(liar.enter(Subject::Process), Err(Closed::ByServer)));
-    let status = node.until("the refusal is counted", |status| status.allocations[A].refused == 1);
+    let status = node.wait_for_status("the refusal is counted", |status| status.allocations[A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }
 
@@ -180,7 +180,7 @@ fn a_client_that_connects_late_but_in_time_is_admitted() {
     let node = two_tenants();
     let client = client_with_socket(&node, A);
     let entered = client.enter(Subject::Process).unwrap();
-    node.until("the client is counted", |status| status.allocations[A].admitted == 1);
+    node.wait_for_status("the client is counted", |status| status.allocations[A].admitted == 1);
     drop(entered);
 }
 

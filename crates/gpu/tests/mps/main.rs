@@ -17,7 +17,7 @@ use sim_machine::{ComputeMode, Effect};
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
 
-use node::{Client, Node, as_user, daemon, kill, limits_in, until};
+use node::{Client, Node, as_user, daemon, kill, limits_in, wait_until};
 
 const A: &str = "aa";
 const B: &str = "bb";
@@ -41,7 +41,7 @@ fn clients_run_under_the_limits_of_their_allocation() {
         B => (66, Some(20480)),
         _ => (132, None),
     };
-    // In bursts of six, interleaved.
+    // Clients connect in bursts of six, interleaved.
     for _ in 0..8 {
         let ids = [A, B, "cc", A, B, "cc"];
         let mut clients: Vec<(&str, Client)> = ids.iter().map(|id| (*id, node.client(id, &[]))).collect();
@@ -50,8 +50,9 @@ fn clients_run_under_the_limits_of_their_allocation() {
         }
     }
     // The CUDA library connects once for the process and once for each context.
-    let status =
-        node.until("all clients are counted", |status| status.allocations.values().all(|door| door.admitted >= 16));
+    let status = node.wait_for_status("all clients are counted", |status| {
+        status.allocations.values().all(|door| door.admitted >= 16)
+    });
     assert!(status.allocations.values().all(|door| door.refused == 0 && door.waiting == 0), "{status:#?}");
 }
 
@@ -82,7 +83,7 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
     node.desire_daemon(0, defaults);
     node.write();
     node.start();
-    let before = node.until_state(0, DaemonState::Active);
+    let before = node.wait_for_state(0, DaemonState::Active);
     let check = |node: &Node, server: u32| {
         assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "40.0");
         assert_eq!(node.admin(0, "get_default_device_pinned_mem_limit 0"), "1G");
@@ -91,7 +92,7 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
     check(&node, before.server_pid.unwrap());
     kill(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
-    let status = node.until("the daemon is back", |status| {
+    let status = node.wait_for_status("the daemon is back", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -108,10 +109,10 @@ fn no_client_is_admitted_if_defaults_are_not_accepted() {
     node.inject("mps:command:get_default_active_thread_percentage", None, Effect::Code(7), None);
     node.write();
     node.start();
-    let backing_off = node.until_state(0, DaemonState::BackOff);
+    let backing_off = node.wait_for_state(0, DaemonState::BackOff);
     assert!(backing_off.message.contains("was not accepted"), "{backing_off:#?}");
     let mut client = node.client(A, &[]);
-    let waits = node.until("the client waits", |status| status.allocations[A].waiting == 1);
+    let waits = node.wait_for_status("the client waits", |status| status.allocations[A].waiting == 1);
     assert_eq!(waits.allocations[A].admitted, 0);
     assert!(client.is_silent());
     node.clear_faults();
@@ -125,7 +126,7 @@ fn administrators_are_refused_and_counted() {
     for command in ["get_server_list", "quit", "set_default_active_thread_percentage 100"] {
         assert!(!matches!(mps::ask(&control, command), Ok(Some(_))), "{command}");
     }
-    node.until("all clients are counted", |status| status.allocations[A].refused == 3);
+    node.wait_for_status("all clients are counted", |status| status.allocations[A].refused == 3);
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
@@ -137,21 +138,23 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     node.desire_allocation(A, 0, Some(20), Some(8192));
     node.write();
     node.start();
-    // Before the first daemon.
+    // A client that connects before the first daemon runs.
     let mut first = node.client(A, &[]);
-    node.until("the first client waits", |status| status.allocations.get(A).is_some_and(|door| door.waiting == 1));
+    node.wait_for_status("the first client waits", |status| {
+        status.allocations.get(A).is_some_and(|door| door.waiting == 1)
+    });
     assert!(first.is_silent());
     assert_eq!(limits_in(&first.line()), (26, Some(8192)));
-    // After the daemon was killed.
+    // A client that connects after the daemon was killed.
     for _ in 0..2 {
-        kill(node.until_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
-        node.until_state(0, DaemonState::Restarting);
+        kill(node.wait_for_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
+        node.wait_for_state(0, DaemonState::Restarting);
         let mut clients: Vec<Client> = (0..5).map(|_| node.client(A, &[])).collect();
-        node.until("the clients wait", |status| status.allocations[A].waiting == 5);
+        node.wait_for_status("the clients wait", |status| status.allocations[A].waiting == 5);
         for client in &mut clients {
             assert_eq!(limits_in(&client.line()), (26, Some(8192)));
         }
-        node.until("no client waits", |status| status.allocations[A].waiting == 0);
+        node.wait_for_status("no client waits", |status| status.allocations[A].waiting == 0);
     }
 }
 
@@ -163,7 +166,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     kill(before.server_pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
     let is_new = |server: Option<u32>| server.is_some() && server != before.server_pid;
-    let after = node.until("another server serves", |status| {
+    let after = node.wait_for_status("another server serves", |status| {
         status.daemons[&uuid].state == DaemonState::Active && is_new(status.daemons[&uuid].server_pid)
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
@@ -183,7 +186,7 @@ fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
     let mut waits = node.client(A, &[]);
     let uuid = node.uuid(0);
     let mut seen_meanwhile = 0;
-    node.until("the daemon is replaced", |status| {
+    node.wait_for_status("the daemon is replaced", |status| {
         seen_meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
@@ -202,7 +205,7 @@ fn a_hung_command_does_not_delay_the_other_gpu() {
     node.apply();
     node.inject("mps:command:set_active_thread_percentage", Some(0), Effect::Hang(None), None);
     let mut waits = node.client(A, &[]);
-    node.until("the client waits", |status| status.allocations[A].waiting == 1);
+    node.wait_for_status("the client waits", |status| status.allocations[A].waiting == 1);
     for _ in 0..5 {
         assert_eq!(node.limits_seen(B).0, 66);
     }
@@ -249,14 +252,16 @@ fn a_thousand_connections_leak_no_descriptors() {
     let node = two_tenants();
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let settled = |node: &Node| {
-        node.until("no client is connected", |status| status.daemons.values().all(|daemon| daemon.clients.is_empty()));
+        node.wait_for_status("no client is connected", |status| {
+            status.daemons.values().all(|daemon| daemon.clients.is_empty())
+        });
         node.descriptors()
     };
     let before = settled(&node);
     let door = node.paths.door(A);
     for round in 0..250 {
-        // Connects only; leaves during the handshake; leaves with the server's socket; is an
-        // administrator.
+        // Four peers: one only connects; one leaves during the handshake; one leaves with the
+        // server's socket; one is an administrator.
         drop(Connection::connect(&door).unwrap());
         drop(mps::introduce(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {
@@ -265,7 +270,7 @@ fn a_thousand_connections_leak_no_descriptors() {
         drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
-    until("all descriptors are closed", || settled(&node) <= before);
+    wait_until("all descriptors are closed", || settled(&node) <= before);
 }
 
 #[test]
@@ -279,13 +284,13 @@ fn clients_are_reported_with_their_allocation_until_they_exit() {
     let of = |pid: u32, allocation: &str| (pid, Some(allocation.to_owned()));
     let mut expected = vec![of(a.pid(), A), of(b.pid(), B)];
     expected.sort();
-    node.until("both are reported", |status| {
+    node.wait_for_status("both are reported", |status| {
         let reported = status.daemons[&uuid].clients.iter().map(|client| (client.pid, client.allocation.clone()));
         reported.collect::<Vec<_>>() == expected
     });
     a.signal(Signal::KILL);
     a.wait();
-    node.until("the one that exited is no longer reported", |status| {
+    node.wait_for_status("the one that exited is no longer reported", |status| {
         status.daemons[&uuid].clients.iter().map(|client| client.pid).eq([b.pid()])
     });
 }
@@ -302,7 +307,7 @@ fn clients_beyond_the_maximum_are_refused_until_one_exits() {
     }
     let third = node.client(A, &[]).line();
     assert!(!third["viaMps"].as_bool().unwrap_or_default(), "{third}");
-    node.until("the refusal is counted", |status| status.allocations[A].refused > 0);
+    node.wait_for_status("the refusal is counted", |status| status.allocations[A].refused > 0);
     running.pop();
     assert_eq!(node.limits_seen(A).0, 26);
 }
@@ -312,13 +317,13 @@ fn clients_wait_while_the_server_is_in_fault() {
     let node = two_tenants();
     let mut culprit = node.client(A, &["--kernel-ms", "1", "--fault", "--linger", "forever"]);
     culprit.line();
-    let fault = node.until_state(0, DaemonState::Fault);
+    let fault = node.wait_for_state(0, DaemonState::Fault);
     assert_eq!(fault.pid, node.daemon(0).pid);
     let mut waits = node.client(B, &[]);
-    node.until("a client waits", |status| status.allocations[B].waiting == 1);
+    node.wait_for_status("a client waits", |status| status.allocations[B].waiting == 1);
     assert!(waits.is_silent());
     culprit.signal(Signal::KILL);
-    node.until_state(0, DaemonState::Active);
+    node.wait_for_state(0, DaemonState::Active);
     assert_eq!(limits_in(&waits.line()), (66, Some(20480)));
     assert_eq!(node.daemon(0).restarts, 0);
 }
@@ -330,7 +335,7 @@ fn a_host_cleans_up_after_one_that_was_killed() {
     node.stop_host(Signal::KILL);
     node.start();
     let uuid = node.uuid(0);
-    node.until("another daemon serves", |status| {
+    node.wait_for_status("another daemon serves", |status| {
         let daemon = status.daemons.get(&uuid);
         daemon.is_some_and(|daemon| daemon.state == DaemonState::Active && daemon.pid != before.pid)
     });
@@ -367,25 +372,25 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     assert_eq!(mode(&node), ComputeMode::Default);
     node.write();
     node.start();
-    node.until_state(0, DaemonState::Active);
+    node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     assert_eq!(node.limits_seen(A).0, 26);
     // A killed host cannot restore the mode; the next host does.
     node.stop_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     node.start();
-    node.until_state(0, DaemonState::Active);
+    node.wait_for_state(0, DaemonState::Active);
     node.stop_host(Signal::TERM);
     assert_eq!(mode(&node), ComputeMode::Default);
     // So does a host that no longer has a daemon for the GPU.
     node.start();
-    node.until_state(0, DaemonState::Active);
+    node.wait_for_state(0, DaemonState::Active);
     node.stop_host(Signal::KILL);
     node.desired.daemons.clear();
     node.desired.allocations.clear();
     node.write();
     node.start();
-    until("the compute mode is restored", || mode(&node) == ComputeMode::Default);
+    wait_until("the compute mode is restored", || mode(&node) == ComputeMode::Default);
 }
 
 #[test]
@@ -398,14 +403,14 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     node.desired.daemons.clear();
     node.desired.allocations.clear();
     node.write();
-    let stopping = node.until_state(0, DaemonState::Stopping);
+    let stopping = node.wait_for_state(0, DaemonState::Stopping);
     assert_eq!(stopping.pid, before.pid);
     assert!(stopping.message.contains("clients to exit: 1"), "{}", stopping.message);
     assert!(!node.paths.door(A).exists());
     assert!(running.is_silent());
     running.signal(Signal::KILL);
     running.wait();
-    node.until("the daemon is gone", |status| !status.daemons.contains_key(&uuid));
+    node.wait_for_status("the daemon is gone", |status| !status.daemons.contains_key(&uuid));
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
     // It can be desired again.
     node.desire_daemon(0, daemon());
@@ -424,12 +429,14 @@ fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
     node.desire_daemon(0, Daemon { default_threads: Some(30), ..daemon() });
     node.desire_allocation(A, 0, Some(10), Some(1024));
     node.write();
-    node.until("the restart waits for clients", |status| status.daemons[&uuid].message.contains("clients to exit: 1"));
+    node.wait_for_status("the restart waits for clients", |status| {
+        status.daemons[&uuid].message.contains("clients to exit: 1")
+    });
     assert_eq!(node.limits_seen(A), (12, Some(1024)));
     assert_eq!(node.daemon(0).pid, before.pid);
     running.signal(Signal::KILL);
     running.wait();
-    node.until("the daemon was restarted", |status| {
+    node.wait_for_status("the daemon was restarted", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -448,13 +455,13 @@ fn an_invalid_desired_file_changes_nothing() {
         (br#"{"version":1,"daemons":{"../x":{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}},"allocations":{}}"#, "../x"),
     ] {
         node.write_raw(bytes);
-        let after = node.until(says, |status| status.error.as_ref().is_some_and(|error| error.contains(says)));
+        let after = node.wait_for_status(says, |status| status.error.as_ref().is_some_and(|error| error.contains(says)));
         assert_eq!(after.desired, before.desired);
         assert_eq!(after.daemons, before.daemons);
     }
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     node.write();
-    node.until("the error is gone", |status| status.error.is_none());
+    node.wait_for_status("the error is gone", |status| status.error.is_none());
 }
 
 #[test]
@@ -480,7 +487,7 @@ fn a_second_host_in_the_same_directory_does_not_start() {
 fn a_removed_door_is_restored() {
     let node = two_tenants();
     fs::remove_dir_all(node.paths.allocation(A)).unwrap();
-    until("the door is back", || node.paths.door(A).exists());
+    wait_until("the door is back", || node.paths.door(A).exists());
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
@@ -492,7 +499,7 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     node.inject("mps:handshake", None, Effect::Code(1), None);
     node.write();
     node.start();
-    let active = node.until_state(0, DaemonState::Active);
+    let active = node.wait_for_state(0, DaemonState::Active);
     assert_eq!(active.enforcement, Enforcement::Advisory);
     // Defaults are set with that driver's own tool. Doors set no limits.
     assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "40.0");
@@ -505,7 +512,7 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     assert_eq!(packet.data, mps::DESCRIPTOR);
     let entrance = mps::Entrance { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
     let _client = entrance.enter(mps::Subject::Process).unwrap();
-    node.until("the client is counted", |status| status.allocations[A].admitted == 1);
+    node.wait_for_status("the client is counted", |status| status.allocations[A].admitted == 1);
 }
 
 #[test]
@@ -537,7 +544,7 @@ fn valid_and_invalid_requests_are_answered() {
     let stopped = node.client(A, &["--hold", "forever", "--read-line"]);
     stopped.signal(Signal::STOP);
     let stat = format!("/proc/{}/stat", stopped.pid());
-    until("the client is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
+    wait_until("the client is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
     let terminate = Request::Terminate { device: node.uuid(0), pid: stopped.pid() };
     assert!(matches!(node.request(&terminate), Reply::Error { message } if message.contains("stopped")));
     let terminate = Request::Terminate { device: "GPU-0".into(), pid: 1 };
@@ -551,7 +558,7 @@ fn without_multi_user_users_take_turns() {
     node.desire_allocation(A, 0, Some(20), Some(8192));
     node.write();
     node.start();
-    node.until_state(0, DaemonState::Active);
+    node.wait_for_state(0, DaemonState::Active);
     let as_1000 = |arguments: &[&str]| {
         let mut command = node.program(A, arguments);
         as_user(&mut command, 1000);
@@ -561,7 +568,7 @@ fn without_multi_user_users_take_turns() {
     let mut holds = as_1000(&["--hold", "forever"]);
     assert_eq!(limits_in(&holds.line()), (26, Some(8192)));
     let mut waits = node.client(A, &[]);
-    node.until("root's client waits", |status| status.allocations[A].waiting == 1);
+    node.wait_for_status("root's client waits", |status| status.allocations[A].waiting == 1);
     assert!(waits.is_silent());
     holds.signal(Signal::KILL);
     assert_eq!(limits_in(&waits.line()), (26, Some(8192)));
@@ -573,7 +580,7 @@ fn orphans_are_reaped() {
     let before = node.daemon(0);
     kill(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
-    node.until("the daemon is back", |status| {
+    node.wait_for_status("the daemon is back", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -587,7 +594,7 @@ fn orphans_are_reaped() {
         };
         stats.filter(is_zombie).count()
     };
-    until("no zombie is left", || zombies() == 0);
+    wait_until("no zombie is left", || zombies() == 0);
 }
 
 #[test]

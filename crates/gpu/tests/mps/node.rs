@@ -65,7 +65,7 @@ impl Node {
         node.write();
         node.start();
         for gpu in 0..gpus {
-            node.until_state(gpu, DaemonState::Active);
+            node.wait_for_state(gpu, DaemonState::Active);
         }
         node
     }
@@ -89,7 +89,7 @@ impl Node {
         let mut command = self.host_command();
         self.host = Some(command.stdout(Stdio::null()).stderr(log).stdin(Stdio::null()).spawn().unwrap());
         let pid = self.host_pid();
-        self.until("the MPS host writes its status", |status| status.pid == pid);
+        self.wait_for_status("the MPS host writes its status", |status| status.pid == pid);
     }
 
     pub(crate) fn host_command(&self) -> Command {
@@ -115,7 +115,7 @@ impl Node {
     pub(crate) fn stop_host(&mut self, with: Signal) -> ExitStatus {
         let mut host = self.host.take().unwrap();
         rustix::process::kill_process(Pid::from_child(&host), with).unwrap();
-        until("the MPS host exits", || host.try_wait().unwrap().is_some());
+        wait_until("the MPS host exits", || host.try_wait().unwrap().is_some());
         host.wait().unwrap()
     }
 
@@ -144,7 +144,7 @@ impl Node {
     pub(crate) fn apply(&self) {
         self.write();
         let hash = self.desired.hash();
-        self.until("the MPS host applies the desired file", |status| status.desired == hash);
+        self.wait_for_status("the MPS host applies the desired file", |status| status.desired == hash);
         for allocation in self.desired.allocations.keys() {
             assert_eq!(self.await_ready(allocation), Reply::Done);
         }
@@ -174,7 +174,7 @@ impl Node {
     }
 
     /// Waits for a status that meets a condition.
-    pub(crate) fn until(&self, what: &str, mut condition: impl FnMut(&Status) -> bool) -> Status {
+    pub(crate) fn wait_for_status(&self, what: &str, mut condition: impl FnMut(&Status) -> bool) -> Status {
         let deadline = Instant::now() + DEADLINE;
         loop {
             let status = self.status();
@@ -186,10 +186,10 @@ impl Node {
         }
     }
 
-    pub(crate) fn until_state(&self, gpu: usize, state: DaemonState) -> DaemonStatus {
+    pub(crate) fn wait_for_state(&self, gpu: usize, state: DaemonState) -> DaemonStatus {
         let uuid = self.uuid(gpu);
         let is = |status: &Status| status.daemons.get(&uuid).is_some_and(|daemon| daemon.state == state);
-        self.until(&format!("GPU {gpu} is {state:?}"), is).daemons.remove(&uuid).unwrap()
+        self.wait_for_status(&format!("GPU {gpu} is {state:?}"), is).daemons.remove(&uuid).unwrap()
     }
 
     pub(crate) fn daemon(&self, gpu: usize) -> DaemonStatus {
@@ -359,7 +359,7 @@ impl Client {
 
     pub(crate) fn wait(&mut self) -> ExitStatus {
         let child = &mut self.child;
-        until("the program exits", || child.try_wait().unwrap().is_some());
+        wait_until("the program exits", || child.try_wait().unwrap().is_some());
         child.wait().unwrap()
     }
 }
@@ -376,7 +376,7 @@ pub(crate) fn kill(pid: u32, signal: Signal) {
     rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
 }
 
-pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !condition() {
         assert!(Instant::now() < deadline, "timed out waiting until {what}");

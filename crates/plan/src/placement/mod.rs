@@ -5,10 +5,9 @@
 //! and by tests.
 //!
 //! - [`demand`] learns what pods typically request.
-//! - [`value`] computes the value of free capacity for that demand. `docs/explanation/planning.md`
-//!   explains the formula.
-//! - This file has the nodes, the checks whether pods fit on them, and a cache that scores only
-//!   changed nodes.
+//! - [`value`] computes the value of free capacity for that demand, and describes the formula.
+//! - This file has the nodes, which pods fit on them, and a cache that scores only nodes that
+//!   changed.
 pub mod demand;
 pub mod value;
 

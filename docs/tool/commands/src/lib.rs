@@ -14,8 +14,8 @@
 
 /// Words that a reader replaces. A block that a test runs must replace them too.
 const PLACEHOLDERS: [&str; 7] = ["NODE", "GPU", "NAMESPACE", "NAME", "POD", "POLICY", "REGISTRY"];
-/// Words of a reason at least: fewer explain nothing.
-const REASON_WORDS: usize = 3;
+/// Minimum number of words of a reason. Fewer explain nothing.
+const MIN_REASON_WORDS: usize = 3;
 
 /// A block of commands on a page.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub struct Block {
     pub text: String,
     /// How the block is tested.
     pub test: Test,
-    /// The output that the page shows for it.
+    /// The output that the page shows for the block.
     pub output: Option<Shown>,
 }
 
@@ -35,14 +35,14 @@ pub struct Block {
 pub enum Test {
     /// A cluster test runs it.
     Run {
-        /// Words to replace, and their values.
+        /// Words to replace, with their values.
         values: Vec<(String, String)>,
         /// Whether it is repeated until it succeeds and the output is as shown.
         retry: bool,
     },
     /// No test runs it.
     NotRun {
-        /// Why not.
+        /// The reason why no test runs the block.
         reason: String,
     },
 }
@@ -65,7 +65,7 @@ impl Block {
 }
 
 impl Shown {
-    /// Lines that the page shows and a program did not print.
+    /// Lines that the page shows and the program did not print.
     pub fn missing_from(&self, printed: &str) -> Vec<String> {
         let form = |line: &str| if self.exact { collapse(line) } else { loose(line) };
         let printed: Vec<String> = printed.lines().map(form).collect();
@@ -74,8 +74,8 @@ impl Shown {
     }
 }
 
-/// The blocks of commands on a page in order, and what is wrong with their comments. Each problem
-/// starts with its line.
+/// Returns the blocks of commands on a page in order, and the problems of their comments. Each
+/// problem starts with its line.
 pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
     let mut blocks: Vec<Block> = Vec::new();
     let mut problems = Vec::new();
@@ -116,7 +116,7 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
     (blocks, problems)
 }
 
-/// Whether a comment marks output, and exact output.
+/// Whether a comment marks output, and whether it marks exact output.
 fn is_output(comment: &str) -> Option<bool> {
     match comment {
         "output" => Some(false),
@@ -125,11 +125,11 @@ fn is_output(comment: &str) -> Option<bool> {
     }
 }
 
-/// What a comment above a block says.
+/// Parses the comment above a block.
 fn test(comment: &str) -> Result<Test, String> {
     let (word, rest) = comment.split_once(':').unwrap_or((comment, ""));
     match word.trim() {
-        "not run" if rest.split_whitespace().count() >= REASON_WORDS => {
+        "not run" if rest.split_whitespace().count() >= MIN_REASON_WORDS => {
             Ok(Test::NotRun { reason: rest.trim().to_owned() })
         }
         "not run" => Err("the comment above this block does not say why it is not run".to_owned()),
@@ -144,7 +144,7 @@ fn test(comment: &str) -> Result<Test, String> {
     }
 }
 
-/// Placeholders that a block to be run still has.
+/// Placeholders that remain in a block that a test runs.
 fn unreplaced(block: &Block) -> impl Iterator<Item = &'static str> {
     let script = block.script();
     PLACEHOLDERS.into_iter().filter(move |word| replace_word(&script, word, "") != script)
@@ -154,7 +154,7 @@ fn is_part_of_word(character: char) -> bool {
     character.is_ascii_alphanumeric() || matches!(character, '_' | '-')
 }
 
-/// Replaces a word where it stands alone.
+/// Replaces a word wherever it stands alone.
 fn replace_word(text: &str, word: &str, value: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -165,7 +165,7 @@ fn replace_word(text: &str, word: &str, value: &str) -> String {
         out.push_str(before);
         out.push_str(if alone { value } else { word });
         rest = after;
-        // A word directly behind a replaced one is part of the same word.
+        // A word directly behind a replaced word is part of the same word.
         if !alone && let Some(next) = rest.chars().next().filter(|next| is_part_of_word(*next)) {
             out.push(next);
             rest = rest.get(next.len_utf8()..).unwrap_or_default();
@@ -205,13 +205,13 @@ fn loose_word(word: &str) -> String {
     out.replace("#.#", "#")
 }
 
-/// `big-7d9c5b8f6d-4xkzq`, a pod of a Deployment, is `big-RANDOM`.
+/// Replaces the random end of a pod's name: `big-7d9c5b8f6d-4xkzq` becomes `big-RANDOM`.
 fn without_random_end(word: &str) -> String {
     let random = |part: &str, lengths: std::ops::RangeInclusive<usize>| {
         lengths.contains(&part.len())
             && part.chars().all(|c| c.is_ascii_digit() || c.is_ascii_lowercase() && !"aeiou".contains(c))
     };
-    // Kubernetes leaves vowels out of the letters that it chooses from, but not of those of a hash.
+    // The letters that Kubernetes chooses from have no vowels, but the letters of a hash have some.
     let hash = |part: &str| {
         (8..=10).contains(&part.len()) && part.chars().all(|c| c.is_ascii_digit() || c.is_ascii_lowercase())
     };

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cleave_agent::gpu::mig::{Change, ChangeOutcome, MigOrder, OrderResult};
-use cleave_agent::node::WITHDRAW;
+use cleave_agent::node::WITHDRAWAL_TIME;
 use cleave_gpu::mps::wire::Desired;
 
 use super::WHOLE;
@@ -22,7 +22,7 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
     for _ in 0..10 {
         node.reconcile();
         assert!(node.orders.is_empty());
-        node.now += WITHDRAW;
+        node.now += WITHDRAWAL_TIME;
     }
     assert_eq!(node.mig_devices(), before);
     // Without a checkpoint, the agent learns the allocations from the kubelet's lists during the
@@ -31,7 +31,7 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
     for _ in 0..10 {
         node.reconcile();
         assert!(node.orders.is_empty(), "{:?}", node.orders);
-        node.now += WITHDRAW;
+        node.now += WITHDRAWAL_TIME;
     }
     node.now += GRACE;
     node.run();
@@ -64,7 +64,7 @@ fn an_instance_is_destroyed_only_after_its_daemon_has_ended() {
     node.set_spec(vec![mig_spec(GPU, &[])]);
     node.reconcile();
     assert!(node.orders.is_empty(), "the slices are withdrawn from the kubelet first");
-    node.now += WITHDRAW;
+    node.now += WITHDRAWAL_TIME;
     node.reconcile();
     assert!(node.orders.is_empty() && node.messages().contains("has not exited yet"), "{}", node.messages());
     node.host_reads_desired();
@@ -87,7 +87,7 @@ fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
     node.host_reports(String::new());
     node.set_spec(vec![mig_spec(GPU, &[])]);
     node.reconcile();
-    node.now += WITHDRAW;
+    node.now += WITHDRAWAL_TIME;
     node.reconcile();
     assert!(node.orders.is_empty() && node.messages().contains("has not yet read"), "{}", node.messages());
     node.host_applies();
@@ -130,7 +130,7 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
         node.now += GRACE;
     }
     assert!(node.messages().contains("has not answered for 15 s"), "{}", node.messages());
-    // The call ends.
+    // The call returns.
     node.orders = vec![order];
     node.perform_order();
     node.run();
@@ -145,7 +145,7 @@ fn a_device_that_is_being_removed_is_not_allocated_even_if_it_is_wanted_again() 
     node.run();
     node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
     node.reconcile();
-    node.now += WITHDRAW;
+    node.now += WITHDRAWAL_TIME;
     node.reconcile();
     assert_eq!(node.orders.len(), 1);
     node.set_spec(vec![]);
@@ -181,7 +181,7 @@ fn a_repartitioning_continues_after_the_agent_was_killed_at_any_step() {
                         0 => node.reconcile(),
                         1 => node.host_applies(),
                         2 => node.perform_order(),
-                        _ => node.now += WITHDRAW,
+                        _ => node.now += WITHDRAWAL_TIME,
                     }
                 }
                 if in_change && let Some(MigOrder { change, .. }) = node.orders.pop() {

@@ -8,8 +8,8 @@ mod test_node;
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_agent::allocation::usage::Allocations;
-use cleave_agent::gpu::mig::ATTEMPTS;
-use cleave_agent::node::{Node, WITHDRAW};
+use cleave_agent::gpu::mig::MAX_ATTEMPTS;
+use cleave_agent::node::{Node, WITHDRAWAL_TIME};
 
 use self::simulated_gpu::GPU;
 use self::test_node::{GRACE, TestNode};
@@ -109,7 +109,7 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     // destroy the instance.
     node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
     node.reconcile();
-    node.now += WITHDRAW;
+    node.now += WITHDRAWAL_TIME;
     node.reconcile();
     assert_eq!(node.orders.len(), 1);
     node.gpu.lock().processes.insert(78, Some(instance));
@@ -131,7 +131,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         let attempts = node.gpu.lock().calls.iter().filter(|name| **name == call).count();
         assert_eq!(
             attempts,
-            2 * usize::try_from(ATTEMPTS).unwrap(),
+            2 * usize::try_from(MAX_ATTEMPTS).unwrap(),
             "{call}: a few attempts for each of the two instances"
         );
         assert!(node.has_instances(&[]), "{call}: rolled back");
@@ -144,7 +144,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         assert!(!node.applied());
         let failures = node.events.iter().filter(|(reason, _)| *reason == "MigFailed").count();
         assert_eq!(failures, 4, "the first and the last failure of each: {:?}", node.events);
-        // Somebody changes the GPU by hand.
+        // An administrator changes the GPU by hand.
         node.gpu.lock().failures.clear();
         node.run();
         assert!(node.has_instances(&[]), "{call}: nothing has changed");
@@ -206,7 +206,7 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
     assert!(node.messages().contains("next reset") && node.messages().contains("reboot the node"));
     assert!(node.steps().contains(&("turn MIG mode on", "Waiting")), "{:?}", node.steps());
     assert_eq!(node.last.status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
-    // Without the spec the request is withdrawn, even while the GPU is in use.
+    // Without the spec, the request for a change is withdrawn, even while the GPU is in use.
     node.set_spec(vec![]);
     node.gpu.lock().processes.insert(5, None);
     node.run();

@@ -25,7 +25,7 @@ enum Event {
         with_checkpoint: bool,
         in_change: bool,
     },
-    /// Somebody creates a MIG instance by hand.
+    /// An administrator creates a MIG instance by hand.
     CreateByHand(usize),
     Reconcile,
     PerformOrder,
@@ -153,7 +153,7 @@ impl TestNode {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// Nothing in use is ever removed, which every change checks. Once it is free, the spec is
+    /// Every change checks that it removes nothing in use. Once nothing is in use, the spec is
     /// applied, and further rounds change nothing.
     #[test]
     fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(

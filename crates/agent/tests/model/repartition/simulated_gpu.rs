@@ -20,7 +20,7 @@ pub(super) struct SimulatedGpu {
     created: u32,
     /// Processes by pid, each with its GPU instance; `None` outside MIG mode.
     pub(super) processes: BTreeMap<u32, Option<u32>>,
-    /// How often each call still fails.
+    /// Number of times that each call still fails.
     pub(super) failures: BTreeMap<&'static str, u32>,
     /// All calls that change the GPU, in order.
     pub(super) calls: Vec<&'static str>,

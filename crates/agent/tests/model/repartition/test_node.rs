@@ -23,8 +23,8 @@ use crate::fixtures::answer;
 /// How long a new agent waits for the kubelet's list before it removes allocations.
 pub(super) const GRACE: Duration = Duration::from_secs(30);
 
-/// Rounds that are enough for everything to happen.
-const ROUNDS: usize = 80;
+/// Number of rounds in which every expected change happens.
+const MAX_ROUNDS: usize = 80;
 
 pub(super) struct TestNode {
     pub(super) gpu: SharedGpu,
@@ -39,7 +39,7 @@ pub(super) struct TestNode {
     pub(super) orders: Vec<MigOrder>,
     /// The kubelet's allocations.
     pub(super) allocated: Vec<HeldDevices>,
-    /// What the MPS host runs.
+    /// The daemons and doors that the MPS host runs.
     pub(super) host: Desired,
     /// Reason and note of each Event.
     pub(super) events: Vec<(&'static str, String)>,
@@ -227,13 +227,13 @@ impl TestNode {
 
     /// Runs rounds in which every component works.
     pub(super) fn run(&mut self) {
-        (0..ROUNDS).for_each(|_| self.run_round());
+        (0..MAX_ROUNDS).for_each(|_| self.run_round());
     }
 
     /// Runs rounds until the spec is applied, or all rounds if it is not.
     pub(super) fn run_until_applied(&mut self) {
         self.reconcile();
-        for _ in 0..ROUNDS {
+        for _ in 0..MAX_ROUNDS {
             self.run_round();
             if self.applied() && self.orders.is_empty() {
                 return;

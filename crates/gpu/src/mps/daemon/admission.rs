@@ -25,7 +25,8 @@ impl Device {
         if control.applied == Some((server, limits)) {
             return Ok(());
         }
-        // Unknown until they are read back, also if this is cancelled in between.
+        // The limits are unknown until they are read back, even if this call is cancelled in
+        // between.
         control.applied = None;
         let Limits { threads: percent, memory_mib } = limits;
         let actual = self.ask(&Command::SetThreads { server, percent }).await?;
@@ -64,8 +65,8 @@ impl Device {
         }
     }
 
-    /// Registers a client that a door admitted. The next probe compares with MPS's own list; one
-    /// for each client is not needed.
+    /// Registers a client that a door admitted. The next regular probe compares it with MPS's own
+    /// list, so no extra probe is needed.
     pub(crate) fn admitted(&self, client: u32, allocation: &str, pidfd: Option<PidFd>) {
         self.clients.borrow_mut().admit(client, allocation, pidfd);
         self.handshake_known.set(true);
@@ -79,8 +80,8 @@ impl Device {
         clients.others_of(allocation, client) >= usize::try_from(max_clients).unwrap_or(usize::MAX)
     }
 
-    /// Waits until MPS has logged how exited clients exited, or the time for that is over. Before
-    /// that, the server may break the next client.
+    /// Waits until MPS has logged the exit of each exited client, or the time limit for that has
+    /// passed. Before that, the server may break the next client.
     pub(crate) async fn exits_logged(&self) {
         loop {
             self.clients.borrow_mut().forget_exited(Instant::now());
@@ -91,8 +92,8 @@ impl Device {
         }
     }
 
-    /// Handles an unknown reply to a client's handshake. If none has succeeded before, it is a
-    /// driver with another protocol, and limits are advisory.
+    /// Handles an unknown reply to a client's handshake. If no handshake has succeeded before, the
+    /// driver uses another protocol, and limits are advisory.
     pub(crate) fn unknown_handshake(&self) {
         if self.handshake_known.get() {
             tracing::error!(device = self.name, "unexpected reply to a client's handshake");
@@ -103,7 +104,7 @@ impl Device {
         }
     }
 
-    /// Handles an error of a door with the daemon.
+    /// Handles an error in a door's communication with the daemon.
     pub(crate) fn door_failed(&self, error: &DaemonError) {
         if matches!(error, DaemonError::Control(ControlError::Timeout { .. })) {
             self.unanswered.set(true);

@@ -1,15 +1,15 @@
-//! Decides when a daemon that failed is restarted. Pure.
+//! Decides when a failed daemon is restarted. Pure.
 use std::time::Duration;
 
 use crate::mps::wire::DaemonState;
 
 /// A daemon that ran for this long resets the counter.
-const STABLE: Duration = Duration::from_secs(60);
+const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// Delay after the second failure in a row.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
-/// Maximum delay: the GPU may have been repaired meanwhile.
+/// Maximum delay. It is short because the GPU may have been repaired meanwhile.
 const MAX_DELAY: Duration = Duration::from_secs(30);
-/// From this many failures in a row the state is [`DaemonState::BackOff`].
+/// Number of failures in a row from which the state is [`DaemonState::BackOff`].
 const BACK_OFF_FAILURES: u32 = 4;
 
 /// Counts failures in a row.
@@ -22,7 +22,7 @@ impl Backoff {
     /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart: none
     /// after the first failure, because tenants wait.
     pub(super) fn failed(&mut self, ran: Duration) -> Duration {
-        if ran >= STABLE {
+        if ran >= STABLE_AFTER {
             self.failures = 0;
         }
         self.failures = self.failures.saturating_add(1);
@@ -59,7 +59,7 @@ mod tests {
         for _ in 0..5 {
             backoff.failed(Duration::ZERO);
         }
-        assert_eq!(backoff.failed(STABLE), Duration::ZERO);
+        assert_eq!(backoff.failed(STABLE_AFTER), Duration::ZERO);
         assert_eq!(backoff.state(), DaemonState::Restarting);
     }
 }

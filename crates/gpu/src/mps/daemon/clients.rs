@@ -7,8 +7,8 @@ use tokio::time::Instant;
 use crate::mps::process::PidFd;
 use crate::mps::wire::Client;
 
-/// MPS logs a client's exit within this time, or never.
-const LOG_DELAY: Duration = Duration::from_millis(500);
+/// Maximum time from a client's exit until MPS logs it. After that, MPS never does.
+const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
 
 /// A client that a door admitted.
 #[derive(Debug)]
@@ -16,13 +16,14 @@ struct Admitted {
     allocation: String,
     pidfd: Option<PidFd>,
     identity: Identity,
-    /// When its exit was noticed; it is kept until MPS has logged the exit too.
+    /// When its exit was detected. The client is kept until MPS has logged the exit too.
     exited_at: Option<Instant>,
 }
 
-/// Whether the pidfd certainly refers to the client. The pid may have been reused between the
-/// client's first packet at the door and the opening of the pidfd. But the kernel attests the pid
-/// to the server too, later than that. So a pid that MPS lists only afterwards is the client's.
+/// Whether the pidfd is proven to refer to the client. The pid may have been reused after the
+/// client's first packet at the door and before the pidfd was opened. Later, the kernel attests the
+/// pid to the server too. So if MPS lists the pid only after the pidfd was opened, it is the
+/// client's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Identity {
     /// MPS had listed the pid already, so its list proves nothing.
@@ -42,7 +43,7 @@ impl Admitted {
 /// A server's clients.
 #[derive(Debug, Default)]
 pub(super) struct Clients {
-    /// Pids that MPS listed last, and those admitted since.
+    /// Pids in MPS's latest list, and pids of clients admitted since.
     listed: BTreeSet<u32>,
     admitted: BTreeMap<u32, Admitted>,
     /// Clients whose contexts MPS has terminated. Their exit breaks no other client.
@@ -63,7 +64,7 @@ impl Clients {
         }
     }
 
-    /// Records the pids that MPS lists. Returns whether they differ from before.
+    /// Records the pids that MPS lists. Returns whether they have changed.
     pub(super) fn set_listed(&mut self, pids: BTreeSet<u32>) -> bool {
         for (pid, admitted) in &mut self.admitted {
             if admitted.identity == Identity::Unproven && pids.contains(pid) {
@@ -151,16 +152,16 @@ impl Clients {
         self.admitted.iter().filter(is_other).count()
     }
 
-    /// Forgets exited clients whose exit MPS has had time to log.
+    /// Forgets the exited clients whose exit MPS has had enough time to log.
     pub(super) fn forget_exited(&mut self, now: Instant) {
         self.admitted.retain(|_, admitted| {
             !admitted.has_exited()
                 || (admitted.pidfd.is_some()
-                    && now.saturating_duration_since(*admitted.exited_at.get_or_insert(now)) < LOG_DELAY)
+                    && now.saturating_duration_since(*admitted.exited_at.get_or_insert(now)) < MAX_LOG_DELAY)
         });
     }
 
-    /// Whether a client has exited and MPS may still log how.
+    /// Whether a client has exited and MPS may still log the exit.
     pub(super) fn awaits_log(&self) -> bool {
         self.admitted.values().any(|admitted| admitted.exited_at.is_some())
     }

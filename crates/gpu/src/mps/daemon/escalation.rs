@@ -1,21 +1,21 @@
-//! The steps that end a FAULT, from waiting to another daemon. Pure.
+//! The steps that end a FAULT, from waiting to replacing the daemon. Pure.
 use std::time::Duration;
 
 /// The steps against a server in FAULT. Each step is taken once, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Step {
-    /// Nothing. A program that checks for errors exits by itself, and the server is ACTIVE again
+    /// Do nothing. A program that checks for errors exits by itself, and the server is ACTIVE again
     /// once the last of them has exited.
     Wait,
-    /// SIGTERM to the remaining clients.
+    /// Send SIGTERM to the remaining clients.
     SignalTerm,
-    /// SIGKILL to the remaining clients.
+    /// Send SIGKILL to the remaining clients.
     SignalKill,
-    /// `shutdown_server -f`.
+    /// Send `shutdown_server -f`.
     ShutDownServer,
-    /// `quit`.
+    /// Send `quit`.
     QuitDaemon,
-    /// SIGKILL to the daemon. A new daemon starts and gets its limits.
+    /// Send SIGKILL to the daemon. A new daemon starts and gets its limits.
     KillDaemon,
 }
 
@@ -23,9 +23,9 @@ impl Step {
     /// Time until the next step is due.
     pub(super) fn deadline(self) -> Duration {
         let seconds = match self {
-            // Programs that exit by themselves did so within 0.3 s (measured).
+            // Measured: programs that exit by themselves do so within 0.3 s.
             Self::Wait => 1,
-            // Most programs finish after SIGTERM in this time. All other clients wait for them.
+            // Most programs exit within this time after SIGTERM. All other clients wait meanwhile.
             Self::SignalTerm | Self::SignalKill => 2,
             Self::ShutDownServer => 3,
             Self::QuitDaemon => 5,
@@ -45,9 +45,9 @@ impl Step {
     }
 }
 
-/// Time for a server without clients to recover. Measured: 0.03 s; others measured up to 1.4 s
-/// until its contexts were recreated.
-const RECOVERY: Duration = Duration::from_secs(3);
+/// Time for a server without clients to recover. Measured: 0.03 s. Others measured up to 1.4 s
+/// until the server had recreated its contexts.
+const RECOVERY_TIME: Duration = Duration::from_secs(3);
 
 /// Progress through the steps. Times count from the start of the fault.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ pub(super) struct Escalation {
     step: Step,
     /// When the step was taken.
     since: Duration,
-    /// Since when the server has had no clients.
+    /// When the server lost its last client. `None` while it has clients.
     without_clients_since: Option<Duration>,
 }
 
@@ -79,10 +79,10 @@ impl Escalation {
         }
         let next = match (self.step, clients) {
             (Step::KillDaemon, _) => return None,
-            // There is no client to signal; the server has to recover.
+            // There is no client to signal. The server has to recover.
             (Step::Wait | Step::SignalTerm | Step::SignalKill, 0) => {
                 let since = *self.without_clients_since.get_or_insert(at);
-                (at.saturating_sub(since) >= RECOVERY).then_some(Step::ShutDownServer)
+                (at.saturating_sub(since) >= RECOVERY_TIME).then_some(Step::ShutDownServer)
             }
             (step, _) => (at.saturating_sub(self.since) >= step.deadline()).then(|| step.next()),
         }?;
@@ -97,8 +97,8 @@ mod tests {
 
     use super::*;
 
-    /// The steps and their times in ms when probed every 25 ms. `clients` returns the number of
-    /// clients at a time.
+    /// Returns the steps and their times in ms for a probe every 25 ms. `clients` returns the
+    /// number of clients at a given time.
     fn steps(mut clients: impl FnMut(u64) -> usize) -> Vec<(u64, Step)> {
         let mut escalation = Escalation::default();
         let probe = |ms| Some((ms, escalation.advance(Duration::from_millis(ms), clients(ms))?));
@@ -140,17 +140,17 @@ mod tests {
                 let Some(step) = escalation.advance(now, clients) else { continue };
                 prop_assert_eq!(step, escalation.step());
                 prop_assert!(step > last.0, "{:?} after {:?}", step, last.0);
-                let least = if last.0 < Step::ShutDownServer { last.0.deadline().min(RECOVERY) } else { last.0.deadline() };
+                let least = if last.0 < Step::ShutDownServer { last.0.deadline().min(RECOVERY_TIME) } else { last.0.deadline() };
                 let given = now.saturating_sub(last.1);
                 prop_assert!(given >= least, "{:?} lasted {:?}", last.0, given);
-                // Signals need clients, and a server with clients is not shut down before they were
-                // signalled.
+                // Only clients are signalled, and a server with clients is shut down only after
+                // they were signalled.
                 prop_assert!(clients > 0 || step >= Step::ShutDownServer);
                 prop_assert!(clients == 0 || step == last.0.next());
                 last = (step, now);
             }
-            // At any probe times, with clients connecting and exiting at any time.
-            let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY).iter().sum::<Duration>();
+            // This holds at any probe times, with clients that connect and exit at any time.
+            let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY_TIME).iter().sum::<Duration>();
             let most = most + Step::ShutDownServer.deadline() + Step::QuitDaemon.deadline() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == Step::KillDaemon || now < most, "{:?} at {:?}", last, now);
         }

@@ -1,8 +1,8 @@
 //! Fatal GPU errors of one device: which client caused them, and which clients they broke. Pure:
 //! the time is an argument.
 //!
-//! In FAULT all clients have lost their contexts, and the server admits nobody until the last of
-//! them has exited. A client that does not exit blocks the GPU for all other pods, so it is
+//! In FAULT, all clients have lost their contexts, and the server admits no client until the last
+//! of them has exited. A client that does not exit blocks the GPU for all other pods, so it is
 //! signalled regardless of policies.
 //!
 //! A server in which a busy client was killed may look ACTIVE and yet break a later client. It is
@@ -14,14 +14,14 @@ use tokio::time::Instant;
 use super::escalation::{Escalation, Step};
 use crate::mps::wire::{Client, Fault};
 
-/// The log precedes the server's state by at most 0.13 s (measured). For this long it outweighs an
-/// ACTIVE.
-const CONFIRMATION: Duration = Duration::from_secs(1);
-/// A client that was killed while its kernels ran causes a fault within 0.1 to 0.23 s (measured).
-/// Within this time it is taken as the cause.
+/// Time for which a fault in the log outweighs an ACTIVE server. The log precedes the server's
+/// state by at most 0.13 s (measured).
+const CONFIRMATION_WINDOW: Duration = Duration::from_secs(1);
+/// Time for which a killed client is taken as the cause of a fault. A client that was killed while
+/// its kernels ran causes one within 0.1 to 0.23 s (measured).
 const CAUSE_WINDOW: Duration = Duration::from_secs(2);
-/// Log lines of a fault may arrive this long after its end.
-const ECHO_WINDOW: Duration = Duration::from_secs(1);
+/// Maximum time after a fault's end at which its log lines may still arrive.
+const LATE_LOG_WINDOW: Duration = Duration::from_secs(1);
 
 /// A client that exited with an open context.
 #[derive(Debug)]
@@ -30,12 +30,12 @@ struct Lost {
     at: Instant,
 }
 
-/// A fault that is not over.
+/// A fault in progress.
 #[derive(Debug)]
 struct Current {
     began: Instant,
     escalation: Escalation,
-    /// The server reported FAULT, not only its log.
+    /// Whether the server itself reported FAULT, not only its log.
     confirmed: bool,
     /// Pids that the log names.
     named: Vec<u32>,
@@ -58,7 +58,7 @@ impl FaultTracker {
         self.last.as_ref()
     }
 
-    /// Whether a fault is not over.
+    /// Whether a fault is in progress.
     pub(super) fn is_current(&self) -> bool {
         self.current.is_some()
     }
@@ -73,12 +73,12 @@ impl FaultTracker {
         self.unclean
     }
 
-    /// Records that a new server serves, or the old one with new contexts.
+    /// Records that a new server serves, or that the old one has recreated its contexts.
     pub(super) fn fresh_server(&mut self) {
         self.unclean = false;
     }
 
-    /// Begins a fault that hits `clients`. Returns false if one is under way already.
+    /// Begins a fault that hits `clients`. Returns false if a fault is already in progress.
     pub(super) fn begin(&mut self, clients: Vec<Client>, now: Instant) -> bool {
         if self.current.is_some() {
             return false;
@@ -91,7 +91,7 @@ impl FaultTracker {
             .collect();
         let number = self.last.as_ref().map_or(0, |fault| fault.number) + 1;
         let mut affected = clients;
-        // If several exited, any of them may be the cause.
+        // If several clients exited, any of them may be the cause.
         let culprit = if let [only] = causes.as_slice() { Some(only.clone()) } else { None };
         for client in causes {
             if !affected.iter().any(|known| known.pid == client.pid) {
@@ -112,8 +112,8 @@ impl FaultTracker {
         }
     }
 
-    /// Records that the log names a client. If it names several, it is unknown which error came
-    /// first. If a client was killed while its kernels ran, the log does not count: on an H200
+    /// Records that the log names a client. If the log names several, it is unknown which error
+    /// came first. If a client was killed while its kernels ran, the log is ignored: on an H200
     /// (driver 580) it named a surviving neighbour in 47 of 47 such faults.
     pub(super) fn name(&mut self, pid: u32, allocation: Option<String>) {
         let (Some(fault), Some(current)) = (&mut self.last, &mut self.current) else { return };
@@ -132,15 +132,16 @@ impl FaultTracker {
     }
 
     /// Whether a log line that names no client belongs to a fault that is over.
-    pub(super) fn is_echo(&self, now: Instant) -> bool {
-        self.current.is_none() && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < ECHO_WINDOW)
+    pub(super) fn is_late_log(&self, now: Instant) -> bool {
+        self.current.is_none()
+            && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < LATE_LOG_WINDOW)
     }
 
     /// Whether an ACTIVE server with this number of clients has recovered. It has not if the log
     /// has just reported a fault that the server has not confirmed yet.
     pub(super) fn has_recovered(&self, clients: usize, now: Instant) -> bool {
         let is_pending = |current: &Current| {
-            !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < CONFIRMATION
+            !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < CONFIRMATION_WINDOW
         };
         !self.current.as_ref().is_some_and(is_pending)
     }
@@ -157,7 +158,7 @@ impl FaultTracker {
         Some(now.saturating_duration_since(current.began))
     }
 
-    /// Records a client that exited with an open context. In a fault all clients do.
+    /// Records a client that exited with an open context. In a fault, all clients exit like this.
     pub(super) fn client_lost(&mut self, client: Client, now: Instant) {
         self.unclean = true;
         self.lost.retain(|lost| lost.client.pid != client.pid && now.saturating_duration_since(lost.at) < CAUSE_WINDOW);
@@ -204,16 +205,16 @@ mod tests {
         let mut faults = FaultTracker::default();
         assert!(faults.begin(vec![client(1), client(2)], now));
         faults.name(2, None);
-        assert!(!faults.begin(vec![client(1)], now + ECHO_WINDOW));
+        assert!(!faults.begin(vec![client(1)], now + LATE_LOG_WINDOW));
         assert_eq!(culprit(&faults), Some(2));
         assert_eq!(faults.last.as_ref().unwrap().affected, [client(1), client(2)]);
         assert!(!faults.last.as_ref().unwrap().killed);
-        assert_eq!(faults.end(now + ECHO_WINDOW), Some(ECHO_WINDOW));
-        assert!(faults.end(now + ECHO_WINDOW).is_none());
-        assert!(faults.is_echo(now + ECHO_WINDOW * 3 / 2) && !faults.is_echo(now + ECHO_WINDOW * 2));
+        assert_eq!(faults.end(now + LATE_LOG_WINDOW), Some(LATE_LOG_WINDOW));
+        assert!(faults.end(now + LATE_LOG_WINDOW).is_none());
+        assert!(faults.is_late_log(now + LATE_LOG_WINDOW * 3 / 2) && !faults.is_late_log(now + LATE_LOG_WINDOW * 2));
         faults.name(1, None);
         assert_eq!(culprit(&faults), Some(2), "a fault that is over does not change");
-        assert!(faults.begin(vec![], now + ECHO_WINDOW * 2));
+        assert!(faults.begin(vec![], now + LATE_LOG_WINDOW * 2));
         assert_eq!((faults.last.as_ref().unwrap().number, culprit(&faults)), (2, None));
     }
 
@@ -256,9 +257,9 @@ mod tests {
         let mut faults = FaultTracker::default();
         assert!(faults.has_recovered(3, now));
         faults.begin(vec![client(1)], now);
-        assert!(!faults.has_recovered(1, now + CONFIRMATION / 2));
-        assert!(faults.has_recovered(0, now + CONFIRMATION / 2), "all clients have exited");
-        assert!(faults.has_recovered(1, now + CONFIRMATION), "the server did not confirm it");
+        assert!(!faults.has_recovered(1, now + CONFIRMATION_WINDOW / 2));
+        assert!(faults.has_recovered(0, now + CONFIRMATION_WINDOW / 2), "all clients have exited");
+        assert!(faults.has_recovered(1, now + CONFIRMATION_WINDOW), "the server did not confirm it");
         faults.current.as_mut().unwrap().confirmed = true;
         assert!(faults.has_recovered(1, now), "the server confirmed it and has recovered");
     }

@@ -4,11 +4,11 @@ use tokio::time::Instant;
 use super::Device;
 
 impl Device {
-    /// Handles a log line about a fatal error, which may name a client. Returns whether there is a
-    /// fault now.
+    /// Handles a log line about a fatal error, which may name a client. Returns whether a fault is
+    /// in progress.
     pub(super) fn fault_logged(&self, client: Option<u32>) -> bool {
         let now = Instant::now();
-        if client.is_none() && self.faults.borrow().is_echo(now) {
+        if client.is_none() && self.faults.borrow().is_late_log(now) {
             return false;
         }
         self.begin_fault(now);
@@ -53,7 +53,8 @@ impl Device {
         self.context.status_changed();
     }
 
-    /// Handles a server that reports ACTIVE. Returns whether it serves; then a fault is over.
+    /// Handles a server that reports ACTIVE. Returns whether the server serves. If it does, any
+    /// fault is over.
     pub(super) fn server_recovered(&self) -> bool {
         let clients = self.clients.borrow().count();
         if !self.faults.borrow().has_recovered(clients, Instant::now()) {
@@ -74,7 +75,7 @@ impl Device {
 
     /// Handles a client that exited with an open context.
     pub(super) fn client_lost(&self, pid: u32) {
-        // In a fault all clients exit like this.
+        // In a fault, all clients exit like this.
         if self.faults.borrow().is_current() {
             return;
         }

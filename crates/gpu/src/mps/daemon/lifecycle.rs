@@ -22,14 +22,14 @@ use crate::mps::wire::{Daemon, DaemonState, Enforcement};
 
 /// Interval of probes. A probe costs the daemon 0.1 ms.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval while the daemon does not serve: clients are waiting.
+/// Interval of probes while the daemon does not serve. It is short because clients are waiting.
 const FAST_PROBE_INTERVAL: Duration = Duration::from_millis(25);
-/// After this many fast probes without a fault the interval is ten times as long.
+/// Number of fast probes without a fault after which the interval is ten times as long.
 const FAST_PROBES: u32 = 400;
 /// Interval of attempts to reach a starting daemon.
 const START_POLL: Duration = Duration::from_millis(5);
 /// Time limit for the last lines of an exited daemon to arrive.
-const LAST_LINES: Duration = Duration::from_millis(200);
+const LAST_LINES_DEADLINE: Duration = Duration::from_millis(200);
 /// Time limit for a killed daemon to exit. The driver may delay it.
 const KILL_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -79,7 +79,7 @@ impl Device {
         }
     }
 
-    /// One life of the daemon, from its start until nothing of it is left.
+    /// Runs one life of the daemon, from its start until all its processes are gone.
     async fn run_once(self: &Rc<Self>, settings: &Daemon, desired: &mut watch::Receiver<Option<Daemon>>) -> End {
         let mut child = None;
         let end = match self.start(settings, &mut child).await {
@@ -89,7 +89,7 @@ impl Device {
         };
         let state = if matches!(end, End::NotDesired) { DaemonState::Stopping } else { DaemonState::Restarting };
         self.set_state(state, None);
-        // An admission under way either finishes first or finds the daemon gone.
+        // An admission in progress either finishes first or finds the daemon gone.
         let mut control = self.control.lock().await;
         *control = ControlLock::default();
         if let Some(child) = &child {
@@ -122,7 +122,7 @@ impl Device {
         }
     }
 
-    /// Starts the daemon, from nothing to a server with confirmed limits. No client is admitted
+    /// Starts the daemon and its server, and confirms the server's limits. No client is admitted
     /// before this returns.
     async fn start(self: &Rc<Self>, settings: &Daemon, started: &mut Option<Child>) -> Result<(), DaemonError> {
         let is_first = self.report.borrow().restarts == 0;
@@ -144,7 +144,7 @@ impl Device {
         let exited = async {
             let exit = child.exited().await;
             // Its last lines may still be in the pipe.
-            let _ = timeout(LAST_LINES, log).await;
+            let _ = timeout(LAST_LINES_DEADLINE, log).await;
             exit
         };
         tokio::select! {
@@ -154,7 +154,7 @@ impl Device {
         }
     }
 
-    /// Prepares the pipe directory and stops what an earlier MPS host left in it.
+    /// Prepares the pipe directory and stops the processes that an earlier MPS host left in it.
     async fn prepare(&self, settings: &Daemon) -> Result<(), DaemonError> {
         let failed = |source| DaemonError::Prepare { path: self.pipe.clone(), source };
         std::fs::create_dir_all(&self.pipe).map_err(failed)?;
@@ -206,7 +206,7 @@ impl Device {
         Ok(())
     }
 
-    /// Waits for the daemon's first answer and sets the enforcement by its greeting.
+    /// Waits for the daemon's first answer. Its greeting shows whether doors can enforce limits.
     async fn first_answer(&self) -> Result<(), DaemonError> {
         let deadline = Instant::now() + DAEMON_START_DEADLINE;
         loop {
@@ -261,7 +261,7 @@ impl Device {
             fast_probes = if self.phase.borrow().is_open() { 0 } else { fast_probes.saturating_add(1) };
             let pause = match fast_probes {
                 0 => PROBE_INTERVAL,
-                // A fault cannot last: the escalation ends with another daemon.
+                // A fault cannot last: the escalation replaces the daemon in the end.
                 _ if self.faults.borrow().is_current() => FAST_PROBE_INTERVAL,
                 1..=FAST_PROBES => FAST_PROBE_INTERVAL,
                 _ => FAST_PROBE_INTERVAL * 10,
@@ -274,7 +274,7 @@ impl Device {
                     DaemonError::Exited { exit, last_line: String::new() }
                 }),
                 () = self.context.stopping.cancelled() => return End::NotDesired,
-                // Cancel-safe: a cancelled probe leaves only unanswered questions behind.
+                // Cancel-safe: a cancelled probe only leaves commands whose answers are not read.
                 result = async {
                     tokio::select! {
                         () = sleep(pause) => {}

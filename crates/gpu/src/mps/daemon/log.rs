@@ -73,7 +73,8 @@ impl Device {
                 tracing::warn!(device, source, pid, "{text}");
                 let phase = *self.phase.borrow();
                 if phase.server == Some(server) && phase.is_open() {
-                    // At once, not at the next probe: clients that connect now have to wait.
+                    // Change the state now, not at the next probe: clients that connect now have to
+                    // wait.
                     self.set_state(DaemonState::Restarting, Some("the MPS server exited and was restarted"));
                 }
                 self.probe_soon();

@@ -11,9 +11,9 @@ use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command, ServerState};
 use crate::mps::wire::{Daemon, DaemonState};
 
-/// Time for which a daemon that does not answer `terminate_client` is not treated as hung: a
-/// stopped client blocks it.
-const TERMINATE_BLOCKS: Duration = Duration::from_secs(30);
+/// Time for which a daemon that does not answer `terminate_client` is not treated as hung. A
+/// stopped client delays the answer.
+const MAX_TERMINATE_TIME: Duration = Duration::from_secs(30);
 
 /// Why one life of a daemon ends.
 pub(super) enum End {
@@ -23,8 +23,8 @@ pub(super) enum End {
 }
 
 impl Device {
-    /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns the
-    /// end of this life, if it is reached.
+    /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns why
+    /// this life of the daemon ends, if it does.
     pub(super) async fn probe(
         &self,
         settings: &Daemon,
@@ -53,13 +53,13 @@ impl Device {
         let desired = desired.borrow().clone();
         let end = self.compare_settings(settings, desired.as_ref());
         if end.is_some() {
-            // Before the lock is released, so that no further client is admitted.
+            // Set the state before the lock is released, so that no further client is admitted.
             self.set_state(DaemonState::Restarting, None);
         }
         Ok(end)
     }
 
-    /// Whether this life ends because other settings are desired, or none.
+    /// Whether this life ends because the settings changed or the daemon is no longer desired.
     fn compare_settings(&self, settings: &Daemon, desired: Option<&Daemon>) -> Option<End> {
         let clients = self.clients.borrow().count();
         match desired {
@@ -72,7 +72,8 @@ impl Device {
             }
             None if clients == 0 => Some(End::NotDesired),
             None => {
-                // Its doors are closed, so no client connects any more. Running clients may finish.
+                // Its doors are closed, so clients can no longer connect. Running clients may
+                // finish.
                 let message = format!("no longer desired, waiting for clients to exit: {clients}");
                 self.set_state(DaemonState::Stopping, Some(&message));
                 None
@@ -108,7 +109,8 @@ impl Device {
         Ok(())
     }
 
-    /// The server that the daemon lists. If it lists none, starts one where all users share it.
+    /// Returns the server that the daemon lists. If there is none and all users share one, starts
+    /// it.
     async fn find_server(&self, listed: Option<u32>, settings: &Daemon) -> Result<Option<u32>, DaemonError> {
         if listed.is_some() {
             return Ok(listed);
@@ -146,12 +148,12 @@ impl Device {
             ServerState::Active => {}
             ServerState::Fault => self.set_state(DaemonState::Fault, None),
             ServerState::Initializing => self.set_state(DaemonState::Restarting, None),
-            // It exited after it was listed. The next probe starts another.
+            // The server exited after it was listed. The next probe starts another.
             ServerState::Gone => self.probe_soon(),
         }
     }
 
     fn is_terminating(&self) -> bool {
-        self.terminating_since.get().is_some_and(|since| since.elapsed() < TERMINATE_BLOCKS)
+        self.terminating_since.get().is_some_and(|since| since.elapsed() < MAX_TERMINATE_TIME)
     }
 }

@@ -19,7 +19,7 @@ const SHUTDOWN_POLL: Duration = Duration::from_millis(10);
 
 impl Device {
     /// Takes the next step against a fault if it is due. The caller holds the
-    /// [`super::ControlLock`]. Takes no longer than the step's deadline.
+    /// [`super::ControlLock`]. Returns within the step's deadline.
     pub(super) async fn escalate(&self, daemon: &Child) {
         let clients = self.clients.borrow().count();
         let Some((step, at)) = self.faults.borrow_mut().escalate(clients, Instant::now()) else { return };
@@ -80,7 +80,7 @@ impl Device {
         let phase = *self.phase.borrow();
         let Some(server) = phase.server.filter(|_| self.must_replace_server()) else { return Ok(()) };
         tracing::info!(device = self.name, server, "replacing MPS server in which a client died with an open context");
-        // Its exit is expected from here on.
+        // The server's exit is expected from here on.
         self.server_gone();
         self.ask_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;
         let deadline = Instant::now() + SHUTDOWN_DEADLINE;

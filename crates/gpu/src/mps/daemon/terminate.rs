@@ -9,22 +9,23 @@ use crate::mps::error::TerminateError;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, Terminated};
 
-/// Time limit for the control lock, and then for the answer.
-const DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
+/// Time limit to get the control lock. The same limit then applies to the answer.
+const TERMINATE_DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
 
 impl Device {
     /// Terminates a client's contexts through MPS.
     pub(crate) async fn terminate(&self, client: u32) -> Result<Terminated, TerminateError> {
         if procfs::is_stopped(client) {
-            // It would block the daemon, and so all other clients, until it continues.
+            // A stopped client would block the daemon, and so all other clients, until it
+            // continues.
             return Err(TerminateError::ClientStopped(client));
         }
-        let control = timeout(DEADLINE, self.control.lock()).await.map_err(|_| TerminateError::Busy)?;
+        let control = timeout(TERMINATE_DEADLINE, self.control.lock()).await.map_err(|_| TerminateError::Busy)?;
         let server = self.phase.borrow().server.ok_or(TerminateError::NoServer)?;
         self.terminating_since.set(Some(Instant::now()));
-        // Before the command: MPS may log the client's exit before it answers.
+        // Mark the client before the command: MPS may log the client's exit before it answers.
         self.clients.borrow_mut().set_terminated(client);
-        let output = self.ask_within(&Command::Terminate { server, client }, DEADLINE).await;
+        let output = self.ask_within(&Command::Terminate { server, client }, TERMINATE_DEADLINE).await;
         drop(control);
         self.probe_soon();
         let output = output?;

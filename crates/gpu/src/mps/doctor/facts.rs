@@ -40,7 +40,7 @@ pub(super) struct GpuFacts {
     pub(super) memory_mib: u64,
     pub(super) compute_mode: Option<&'static str>,
     pub(super) mig: &'static str,
-    /// Number of processes on the GPU. None if NVML does not report it.
+    /// Number of processes on the GPU. `None` if NVML does not report it.
     pub(super) processes: Option<usize>,
 }
 
@@ -85,9 +85,9 @@ pub(super) fn find_program(program: &Path) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|directory| directory.join(program)).find(|file| file.is_file())
 }
 
-/// Asks the control program for its version.
+/// Reads the version of the control program.
 pub(super) async fn control_version(control: &Path, library_path: Option<&OsStr>, uuid: &str) -> Option<u32> {
-    // With a daemon's environment, from which a second doctor sees the GPU it belongs to.
+    // Use a daemon's environment: it shows a second doctor which GPU this process belongs to.
     let mut command = Command::from(tool::command(control, library_path, Path::new("/nonexistent"), uuid));
     command.arg("-v").stdin(Stdio::null()).kill_on_drop(true);
     let output = timeout(VERSION_DEADLINE, command.output()).await.ok()?.ok()?;

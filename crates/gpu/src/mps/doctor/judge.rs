@@ -1,4 +1,4 @@
-//! What Cleave expects of a driver, and whether the observations agree. Pure.
+//! Defines the driver behaviour that Cleave expects, and compares it with the observations. Pure.
 use cleave_plan::mps;
 use cleave_plan::units::{Percent, Sms};
 use serde::Serialize;
@@ -172,13 +172,13 @@ fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
     mps::sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
 }
 
-/// Whether a program is bound by its limits, and not more tightly.
+/// Whether the limits of a program apply, and no tighter ones.
 fn holds(bound: &Bound, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_limited(bound.view, bound.limit_mib)
 }
 
-/// The context takes a part of the limit: on known GPUs less than half of the smallest limit
-/// tested.
+/// Whether free memory matches a limit. The context takes a part of the limit: on known GPUs, less
+/// than half of the smallest limit tested.
 fn is_limited(view: GpuView, limit_mib: u64) -> bool {
     (limit_mib / 2..=limit_mib).contains(&view.free_mib)
 }

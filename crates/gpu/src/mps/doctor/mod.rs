@@ -3,12 +3,12 @@
 //! | module | purpose |
 //! |---|---|
 //! | `facts` | facts about the node and the GPU |
-//! | `preconditions` | whether a daemon may be started without disturbing anybody |
+//! | `preconditions` | whether a daemon may be started without disturbing other programs |
 //! | `setup` | the GPU to test, the daemon and the CUDA program |
 //! | `own_daemon`, `program` | the doctor's daemon, the user's CUDA program |
 //! | `tests_on_gpu` | runs the tests |
 //! | `observed` | what the tests observed (data) |
-//! | `judge` | what Cleave expects, and whether it agrees (pure) |
+//! | `judge` | what Cleave expects, and whether the observations match (pure) |
 //! | `report` | JSON or text |
 mod facts;
 mod judge;
@@ -143,8 +143,8 @@ fn print(report: &Report, json: bool) -> Result<(), DoctorError> {
     }
 }
 
-/// Describes every GPU, by index. Each has its own worker, so that a GPU that hangs delays no
-/// other.
+/// Describes every GPU, by index. Each GPU has its own worker, so a GPU that hangs does not delay
+/// the others.
 async fn describe(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
     let mut calls = JoinSet::new();
     for index in 0..count {

@@ -1,4 +1,4 @@
-//! What the tests of the doctor observed. Data only.
+//! The observations of the doctor's tests. Data only.
 use crate::mps::protocol::Command;
 use crate::nvml::ComputeMode;
 
@@ -40,7 +40,7 @@ pub(super) struct GpuView {
 pub(super) struct Log {
     pub(super) version: Option<u32>,
     pub(super) server_ready: bool,
-    /// None if there was no client.
+    /// `None` if there was no client.
     pub(super) client_connected: Option<bool>,
     pub(super) client_disconnected: Option<bool>,
 }
@@ -54,7 +54,7 @@ pub(super) struct Exchange {
     pub(super) set: Option<u64>,
 }
 
-/// Limits, and what a program saw that connected under them.
+/// Limits, and the view of a program that connected under them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Bound {
     pub(super) percent: u8,
@@ -106,7 +106,7 @@ pub(super) struct Observations {
     pub(super) log: Outcome<Log>,
     /// Whether MPS lists a client by its pid.
     pub(super) listed_by_mps: Outcome<bool>,
-    /// Whether NVML lists it as an MPS client. None if this driver does not distinguish clients
+    /// Whether NVML lists it as an MPS client. `None` if this driver does not distinguish clients
     /// from other processes.
     pub(super) listed_by_nvml: Outcome<Option<bool>>,
     /// Two programs that connected one after the other and ran side by side.

@@ -20,7 +20,7 @@ use crate::mps::procfs;
 use crate::mps::text::shorten;
 
 /// Poll interval of the daemon.
-const POLL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The events that the daemon has logged.
 #[derive(Debug, Default)]
@@ -112,14 +112,14 @@ impl OwnDaemon {
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
                 // Its last lines may still be in the pipe.
-                sleep(POLL * 5).await;
+                sleep(POLL_INTERVAL * 5).await;
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
                 return Err(OwnDaemonError::Exited { status, last_line: log.last_line.clone() });
             }
             match control::has_known_greeting(&self.pipe()).await {
                 Ok(is_known) => return Ok(FirstAnswer { after_ms: begun.elapsed().as_millis(), is_known }),
                 Err(ControlError::Io(_) | ControlError::Closed) if begun.elapsed() < DAEMON_START_DEADLINE => {
-                    sleep(POLL).await;
+                    sleep(POLL_INTERVAL).await;
                 }
                 Err(error) => return Err(error.into()),
             }

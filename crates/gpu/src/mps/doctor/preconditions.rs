@@ -1,4 +1,4 @@
-//! Whether the doctor may start a daemon on the GPU without disturbing anybody.
+//! Whether the doctor may start a daemon on the GPU without disturbing other programs.
 use std::io;
 use std::path::Path;
 
@@ -7,8 +7,8 @@ use crate::mps::procfs;
 use crate::mps::wire::{Desired, Paths};
 use crate::nvml::{ComputeMode, Gpu};
 
-/// The node's initial pid namespace (`PROC_PID_INIT_INO` of the kernel). Only there all processes
-/// are visible.
+/// The node's initial pid namespace (`PROC_PID_INIT_INO` of the kernel). All processes are visible
+/// only there.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
 /// The facts that decide whether the doctor may start a daemon.
@@ -18,11 +18,11 @@ pub(super) struct Preconditions {
     root: bool,
     mig: bool,
     compute_mode: Option<ComputeMode>,
-    /// Why the GPU may belong to Cleave.
+    /// Why the GPU may belong to Cleave. `None` if it does not.
     cleave: Option<String>,
-    /// Pids of MPS processes that may serve the GPU. None if the search failed.
+    /// Pids of MPS processes that may serve the GPU. `None` if the search failed.
     mps: Option<Vec<u32>>,
-    /// Number of processes on the GPU. None if NVML does not report it.
+    /// Number of processes on the GPU. `None` if NVML does not report it.
     processes: Option<usize>,
     pub(super) others: Others,
 }
@@ -32,12 +32,12 @@ pub(super) struct Preconditions {
 pub(super) enum Others {
     Visible,
     Hidden,
-    /// They are hidden, but `--idle` asserts that there are none.
+    /// Such processes are hidden, but `--idle` asserts that there are none.
     AssumedNone,
 }
 
 impl Preconditions {
-    /// Why nothing may be started.
+    /// Why the doctor may not start a daemon. `None` if it may.
     pub(super) fn skip_reason(&self) -> Option<String> {
         let why = match self {
             Self { control: false, .. } => "the MPS control program was not found (--mps-control)",

@@ -1,9 +1,9 @@
 //! Runs the CUDA program that shows how the driver behaves. The user of the doctor provides it.
 //!
-//! Once it has a context it prints a line of JSON, `{"sms": 26, "freeMiB": 8069}`, or `{"error":
-//! 2}` with the code of the driver API, and exits. With `--allocate MIB` it then allocates that
-//! much and prints a second line, an error or anything else. With `--read-line` it first waits for
-//! a line on its standard input, or the end of it.
+//! Once the program has a context, it prints a line of JSON, `{"sms": 26, "freeMiB": 8069}`, or
+//! `{"error": 2}` with the code of the driver API, and exits. With `--allocate MIB` it then
+//! allocates that much memory and prints a second line: an error, or any other line on success.
+//! With `--read-line` it first waits for a line on its standard input, or for the end of the input.
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ const LINE_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for a program to exit after its last line.
 const EXIT_DEADLINE: Duration = Duration::from_secs(10);
 
-/// The program, and what every run of it needs.
+/// The CUDA program and the settings of all its runs.
 #[derive(Debug, Clone)]
 pub(super) struct Program {
     /// The program and its first arguments.
@@ -49,13 +49,13 @@ pub(super) struct Start {
 /// Why a program gave no usable result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ProgramError {
-    /// The program does not work. That is no fault of the driver.
+    /// The program does not work. The driver is not the cause.
     #[error("the CUDA program {0}")]
     Broken(String),
     /// A CUDA call failed.
     #[error("the program got CUDA error {0}")]
     Cuda(i64),
-    /// It printed nothing: it waits for CUDA.
+    /// The program printed nothing: it waits for CUDA.
     #[error("the program printed nothing for {} s", LINE_DEADLINE.as_secs())]
     Timeout,
 }
@@ -125,7 +125,7 @@ impl Program {
         Ok(running)
     }
 
-    /// Runs the program to its end. Returns what it saw.
+    /// Runs the program until it exits. Returns its view of the GPU.
     pub(super) async fn view(&self, start: &Start) -> Result<GpuView, ProgramError> {
         let running = self.start(start).await?;
         let view = running.view;
@@ -133,7 +133,7 @@ impl Program {
         Ok(view)
     }
 
-    /// Runs the program with an allocation. Returns the result of that.
+    /// Runs the program with an allocation. Returns the result of the allocation.
     pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<Allocated, ProgramError> {
         let start = Start { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..Start::default() };
         let mut running = self.start(&start).await?;
@@ -170,13 +170,13 @@ impl Running {
     /// Makes a waiting program allocate. Returns the result.
     pub(super) async fn resume(&mut self) -> Result<Allocated, ProgramError> {
         if let Some(mut input) = self.input.take() {
-            // If it has exited, the missing line shows that.
+            // If the program has exited, the missing line shows that.
             let _ = input.write_all(b"\n").await;
         }
         self.allocated().await
     }
 
-    /// Makes the program exit and waits for that.
+    /// Makes the program exit, and waits for its exit.
     pub(super) async fn finish(mut self) {
         drop(self.input.take());
         if timeout(EXIT_DEADLINE, self.child.wait()).await.is_err() {

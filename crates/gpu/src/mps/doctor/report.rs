@@ -20,10 +20,10 @@ pub(super) struct Report {
 }
 
 /// Widths of the table's columns: check, verdict, expected, observed.
-const WIDTHS: [usize; 4] = [10, 8, 39, 37];
+const COLUMN_WIDTHS: [usize; 4] = [10, 8, 39, 37];
 const COLUMN_GAP: &str = "  ";
-/// Width of a line.
-const WIDTH: usize = 100;
+/// Maximum width of a line.
+const LINE_WIDTH: usize = 100;
 
 /// The report as text.
 pub(super) fn text(report: &Report) -> String {
@@ -92,7 +92,7 @@ fn facts(facts: &Facts) -> String {
 }
 
 fn paragraph(text: &mut String, words: &str) {
-    for (number, line) in wrapped(words, WIDTH - 2).iter().enumerate() {
+    for (number, line) in wrapped(words, LINE_WIDTH - 2).iter().enumerate() {
         let indent = if number > 0 && words.starts_with("- ") { "  " } else { "" };
         let _ = writeln!(text, "{indent}{line}");
     }
@@ -100,14 +100,14 @@ fn paragraph(text: &mut String, words: &str) {
 
 fn row(text: &mut String, cells: [&str; 4]) {
     let mut columns = Vec::new();
-    for (cell, width) in cells.iter().zip(WIDTHS) {
+    for (cell, width) in cells.iter().zip(COLUMN_WIDTHS) {
         columns.push(wrapped(cell, width));
     }
     let height = columns.iter().map(Vec::len).max().unwrap_or_default();
     for number in 0..height {
         let line: Vec<String> = columns
             .iter()
-            .zip(WIDTHS)
+            .zip(COLUMN_WIDTHS)
             .map(|(lines, width)| format!("{:width$}", lines.get(number).map_or("", String::as_str)))
             .collect();
         text.push_str(line.join(COLUMN_GAP).trim_end());
@@ -174,7 +174,7 @@ mod tests {
         seen.start = Outcome::Failed(format!("{} and {}", "x".repeat(300), "é ".repeat(200)));
         let text = text(&report(&seen, None));
         let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
-        assert!(longest <= WIDTH, "{longest}\n{text}");
+        assert!(longest <= LINE_WIDTH, "{longest}\n{text}");
         assert!(text.contains(&"x".repeat(37)), "{text}");
     }
 

@@ -9,7 +9,7 @@ use crate::nvml::Worker;
 /// Time limit of NVML calls. They take milliseconds, or seconds if NVML initializes a GPU.
 pub(super) const NVML_DEADLINE: Duration = Duration::from_secs(20);
 
-/// The GPU to test, and what to test it with.
+/// The GPU to test, the MPS control program and the CUDA program.
 pub(super) struct Setup {
     pub(super) uuid: String,
     pub(super) memory_mib: u64,

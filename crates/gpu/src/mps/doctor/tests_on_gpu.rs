@@ -19,17 +19,17 @@ use crate::mps::protocol::{self, Command, ServerState, Unexpected};
 use crate::nvml::NvmlError;
 
 /// Percentages whose SMs are compared.
-const PERCENTAGES: [u8; 9] = [1, 10, 14, 20, 33, 50, 75, 90, 100];
-/// The usual thread percentage of programs. Fewer SMs than the whole GPU show that they use MPS.
-const PERCENT: u8 = 50;
-/// A percentage below the usual limit.
+const ROUNDED_PERCENTAGES: [u8; 9] = [1, 10, 14, 20, 33, 50, 75, 90, 100];
+/// Thread percentage of most programs. A program that sees fewer SMs than the GPU has uses MPS.
+const USUAL_PERCENT: u8 = 50;
+/// A percentage below [`USUAL_PERCENT`].
 const LOW_PERCENT: u8 = 20;
 /// An unprivileged user.
-const NOBODY: u32 = 65_534;
+const NOBODY_UID: u32 = 65_534;
 /// Time limit for MPS, its log or NVML to report that a client connected or exited.
 const REPORT_DEADLINE: Duration = Duration::from_secs(3);
 /// Poll interval of these reports.
-const POLL: Duration = Duration::from_millis(20);
+const REPORT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// `terminate_client` answers in milliseconds.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
 /// Why tests with programs do not run.
@@ -93,7 +93,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
         setup,
         directory: &daemon.directory,
         log: &daemon.log,
-        // Large enough that the context's own part does not matter, and available on every GPU.
+        // Large enough that the context's part of it does not matter, and available on every GPU.
         limit_mib: (setup.memory_mib / 8).clamp(2048, 8192),
         server: Cell::new(None),
         client: Cell::new(None),
@@ -118,7 +118,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
     seen.no_control = tests.run(tests.no_control()).await;
     seen.terminated = tests.run(tests.terminate()).await;
     seen.defaults = tests.run(tests.defaults()).await;
-    // Last, because the log follows the clients.
+    // Read the log last: its lines arrive after the clients' actions.
     seen.log = Outcome::Observed(tests.logged().await);
 }
 
@@ -138,7 +138,7 @@ impl Tests<'_> {
         }
     }
 
-    /// Whether another process uses the GPU meanwhile, which must not be disturbed.
+    /// Why the tests must stop: another process uses the GPU. `None` if none does.
     async fn other_user(&self) -> Option<String> {
         if !self.setup.are_others_visible {
             return None;
@@ -150,13 +150,13 @@ impl Tests<'_> {
                 Err(error) => return Some(format!("NVML no longer reports which processes use the GPU: {error}")),
                 Ok(processes) => {
                     let other = processes.iter().find(|process| !self.is_ours(process.pid))?;
-                    // NVML may still list a process of ours that has just exited.
+                    // NVML may still list a test process that has just exited.
                     if Instant::now() > deadline {
                         return Some(format!("process {} uses the GPU meanwhile", other.pid));
                     }
                 }
             }
-            sleep(POLL).await;
+            sleep(REPORT_POLL_INTERVAL).await;
         }
     }
 
@@ -204,7 +204,7 @@ impl Tests<'_> {
 
     /// Sets the limits of the next program that connects.
     async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), NoResult> {
-        // First, because without a program the test is not possible.
+        // Check this first: without a program, the test is not possible.
         self.program()?;
         let server = self.server()?;
         let actual = self.ask(Command::SetThreads { server, percent }).await?;
@@ -216,18 +216,18 @@ impl Tests<'_> {
     }
 
     async fn set_usual_limits(&self) -> Result<(), NoResult> {
-        self.set_limits(PERCENT, Some(self.limit_mib)).await
+        self.set_limits(USUAL_PERCENT, Some(self.limit_mib)).await
     }
 
     fn under_usual_limits(&self, view: GpuView) -> Bound {
-        Bound { percent: PERCENT, limit_mib: self.limit_mib, view }
+        Bound { percent: USUAL_PERCENT, limit_mib: self.limit_mib, view }
     }
 
     async fn commands(&self) -> Result<Vec<Exchange>, NoResult> {
         let mut exchanges = Vec::new();
         let limit = Some(self.limit_mib);
-        self.record(&mut exchanges, Command::SetDefaultThreads(PERCENT), None).await?;
-        self.record(&mut exchanges, Command::GetDefaultThreads, Some(PERCENT.into())).await?;
+        self.record(&mut exchanges, Command::SetDefaultThreads(USUAL_PERCENT), None).await?;
+        self.record(&mut exchanges, Command::GetDefaultThreads, Some(USUAL_PERCENT.into())).await?;
         self.record(&mut exchanges, Command::SetDefaultMemory(self.limit_mib), None).await?;
         self.record(&mut exchanges, Command::GetDefaultMemory, limit).await?;
         self.record(&mut exchanges, Command::StartServer { uid: 0 }, None).await?;
@@ -253,7 +253,7 @@ impl Tests<'_> {
             {
                 return Ok(server);
             }
-            sleep(POLL).await;
+            sleep(REPORT_POLL_INTERVAL).await;
         }
         Err(NoResult::Failed(format!("no MPS server became ready within {} s", SERVER_START_DEADLINE.as_secs())))
     }
@@ -262,11 +262,11 @@ impl Tests<'_> {
         let server = self.server()?;
         let mut exchanges = Vec::new();
         for command in [
-            Command::SetDefaultThreads(PERCENT),
+            Command::SetDefaultThreads(USUAL_PERCENT),
             Command::SetDefaultMemory(self.limit_mib),
-            Command::SetThreads { server, percent: PERCENT },
+            Command::SetThreads { server, percent: USUAL_PERCENT },
             Command::SetMemory { server, mib: Some(self.limit_mib) },
-            // No client has the server's pid.
+            // The server's pid does not belong to a client.
             Command::Terminate { server, client: server },
         ] {
             let answer = control::ask_over(&self.pipe().join("control"), &command, ANSWER_DEADLINE).await?;
@@ -290,7 +290,7 @@ impl Tests<'_> {
             if (by_mps && listed) || Instant::now() > deadline {
                 break (by_mps, found.are_clients_known.then_some(listed));
             }
-            sleep(POLL).await;
+            sleep(REPORT_POLL_INTERVAL).await;
         };
         client.finish().await;
         Ok(known)
@@ -309,7 +309,7 @@ impl Tests<'_> {
 
     async fn rounding(&self) -> Result<Vec<(u8, u32)>, NoResult> {
         let mut seen = Vec::new();
-        for percent in PERCENTAGES {
+        for percent in ROUNDED_PERCENTAGES {
             self.set_limits(percent, None).await?;
             seen.push((percent, self.view().await?.sms));
         }
@@ -354,10 +354,10 @@ impl Tests<'_> {
         }
         self.set_usual_limits().await?;
         let root = self.running(None).await?;
-        let view = self.program()?.view(&Start { uid: Some(NOBODY), ..self.start_here() }).await;
+        let view = self.program()?.view(&Start { uid: Some(NOBODY_UID), ..self.start_here() }).await;
         root.finish().await;
         match view {
-            Err(error @ ProgramError::Broken(_)) => Err(NoResult::NotTested(format!("as user {NOBODY}: {error}"))),
+            Err(error @ ProgramError::Broken(_)) => Err(NoResult::NotTested(format!("as user {NOBODY_UID}: {error}"))),
             view => Ok(self.under_usual_limits(view?)),
         }
     }
@@ -401,7 +401,7 @@ impl Tests<'_> {
             if Instant::now() > deadline {
                 return Err(NoResult::Failed("the server does not shut down".to_owned()));
             }
-            sleep(POLL).await;
+            sleep(REPORT_POLL_INTERVAL).await;
         }
         Ok(self.under_usual_limits(self.view().await?))
     }
@@ -423,7 +423,7 @@ impl Tests<'_> {
             if complete || Instant::now() > deadline {
                 return logged;
             }
-            sleep(POLL).await;
+            sleep(REPORT_POLL_INTERVAL).await;
         }
     }
 }

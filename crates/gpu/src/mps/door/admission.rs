@@ -25,21 +25,21 @@ const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(5);
 /// GPU meanwhile. A client needs 1 ms, or 50 ms while the server recreates its contexts. In a
 /// CPU-throttled container it needs several periods of 100 ms.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(2);
-/// The deadline is halved after each client of the allocation that stalls, down to this.
+/// Minimum handshake deadline. Each client of the allocation that stalls halves the deadline.
 const MIN_HANDSHAKE_DEADLINE: Duration = Duration::from_millis(250);
-/// Pause before a client that could not be admitted is tried again.
-const RETRY: Duration = Duration::from_millis(100);
+/// Delay before the door retries to admit a client.
+const ADMISSION_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// Result of one try to admit a client.
+/// Result of one attempt to admit a client.
 #[derive(Debug)]
 enum Admission {
-    /// It is connected to the server, under its allocation's limits.
+    /// The client is connected to the server, under its allocation's limits.
     Admitted,
-    /// The server refused it with this `CUresult`.
+    /// The server refused the client with this `CUresult`.
     Failed(u32),
-    /// It has to wait.
+    /// The client has to wait.
     Held,
-    /// It closed the connection or exited.
+    /// The client closed the connection or exited.
     Left,
     Refused(Refusal),
 }
@@ -51,8 +51,8 @@ struct ServerLink {
 }
 
 impl ServerLink {
-    /// Starts to relay. Returns the client's end of the connection. If that fails, the link has no
-    /// relay and the client's introduction has to be made for it.
+    /// Starts to relay. Returns the client's end of the connection. If the relay cannot start,
+    /// returns no end, and the caller introduces the client to the server in its place.
     fn new(
         server: OwnedFd,
         permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
@@ -80,7 +80,7 @@ impl ServerLink {
         }
     }
 
-    /// Introduces the client in its place. Afterwards the client cannot reach the server any more.
+    /// Introduces the client in its place. Afterwards, the client can no longer reach the server.
     fn introduce_for(&self, who: Credentials) {
         self.stop_relay();
         introduce_for(&self.server, who);
@@ -91,7 +91,8 @@ impl ServerLink {
         let _ = rustix::net::shutdown(&self.server, rustix::net::Shutdown::Both);
     }
 
-    /// Hands the client its end. Returns the result that the client reports, if it does in time.
+    /// Hands the client its end. Returns the result that the client reports, if it reports one in
+    /// time.
     async fn pass_connection(
         &mut self,
         client: &Socket,
@@ -101,12 +102,13 @@ impl ServerLink {
         let result = async {
             let (clients_end, relay) = (clients_end?, self.relay.as_mut()?);
             client.send_descriptor(protocol::DESCRIPTOR, clients_end.as_fd()).await.ok()?;
-            // From here on only the client holds it: when the client exits, the connection closes.
+            // From here on, only the client holds its end: when the client exits, the connection
+            // closes.
             drop(clients_end);
             tokio::select! {
                 biased;
                 result = client.recv() => result.ok()?,
-                // The client closed its end; its result may still be on the way.
+                // The client closed its end. Its result may still be on the way.
                 _ = relay => timeout(MIN_HANDSHAKE_DEADLINE, client.recv()).await.ok()?.ok()?,
             }
         };
@@ -142,7 +144,7 @@ impl Door {
         }
     }
 
-    /// Admits a client as soon as possible. Returns why it is refused, if it is.
+    /// Admits a client as soon as possible. Returns the reason if the client is refused.
     async fn admit_when_possible(&self, client: &Socket, who: Credentials) -> Option<Refusal> {
         // From here on the pidfd refers to this process, even if it exits.
         let mut pidfd = PidFd::open(who.pid);
@@ -175,15 +177,15 @@ impl Door {
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
                         () = client.closed_or_readable() => return None,
-                        () = sleep(RETRY) => {}
+                        () = sleep(ADMISSION_RETRY_DELAY) => {}
                     }
                 }
             }
         }
     }
 
-    /// Tries to admit a client once. With the control lock it is not cancelled any more: the server
-    /// may be waiting for the client.
+    /// Tries once to admit a client. Once it holds the control lock, it is no longer cancelled: the
+    /// server may be waiting for the client.
     async fn admit(&self, client: &Socket, who: Credentials, pidfd: &mut Option<PidFd>) -> Admission {
         let locks = async {
             let turn = self.turn.lock().await;
@@ -302,7 +304,7 @@ impl Door {
                 Admission::Failed(code)
             }
             None => {
-                // The door introduced it. Nothing the client still does may count.
+                // The door introduced the client. Nothing that the client still sends may count.
                 link.disconnect();
                 if pidfd.as_ref().is_none_or(PidFd::has_exited) {
                     Admission::Left

@@ -33,10 +33,10 @@ pub(super) enum Refusal {
     Stalled,
 }
 
-/// Who connected.
+/// The kind of peer that connected.
 pub(super) enum Introduction {
     Client(Credentials),
-    /// The connection was closed. Each client does that once, to learn whether a daemon exists.
+    /// The peer closed the connection. Each client does so once, to learn whether a daemon exists.
     Closed,
     Refused(Refusal),
 }

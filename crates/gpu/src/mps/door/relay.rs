@@ -8,20 +8,21 @@ use super::{Door, Waiting};
 use crate::mps::daemon::Phase;
 use crate::mps::seqpacket::{Packet, Socket};
 
-/// A relayed connection to a daemon with an unknown protocol is closed after this time without a
-/// packet.
-const IDLE: Duration = Duration::from_secs(600);
+/// Time without a packet after which a relayed connection to a daemon with an unknown protocol is
+/// closed.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Relays between a client and its server until one of them closes. The server receives the
-/// credentials that the kernel attests for each packet here. It never receives those of the
-/// handshake, nor this process's own where the kernel attests none.
+/// Relays between a client and its server until one of them closes. With each packet, the server
+/// receives the credentials that the kernel attests here. It receives neither those of the
+/// handshake nor, if the kernel attests none, those of this process.
 pub(super) async fn relay(client: &Socket, server: &Socket) {
     let from_client = async {
         while let Ok(Some(Packet { data, credentials: Some(who), .. })) = client.recv_any_length_credentials().await {
             tokio::select! {
                 biased;
                 sent = server.send_credentials(&data, who) => if sent.is_err() { return },
-                // A server may never read again, and the client's close is the last thing queued.
+                // Do not only wait to send: a server may never read again, and the close is the
+                // last event.
                 () = client.closed() => return,
             }
         }
@@ -75,7 +76,7 @@ impl Door {
                     },
                     _ => return,
                 },
-                () = sleep(IDLE) => return,
+                () = sleep(IDLE_TIMEOUT) => return,
             };
             if sent.is_err() {
                 return;
