@@ -38,7 +38,7 @@ pub struct Outcome {
     pub excluded_nodes: BTreeMap<String, String>,
     /// GPUs that are excluded from the plan or stay unchanged after a failure, and the reason.
     pub excluded_gpus: BTreeMap<GpuKey, String>,
-    /// The part of the free memory of GPUs shared by demand that is on partly used GPUs, in
+    /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
     /// thousandths.
     pub fragmentation: u32,
     /// Time until the next pass, even if nothing changes.
@@ -174,7 +174,7 @@ fn waiting(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) ->
     all
 }
 
-/// The part of the free memory of GPUs shared by demand that is on partly used GPUs, in
+/// The fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
 /// thousandths.
 fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
     let (mut beside, mut all) = (0_u64, 0_u64);
