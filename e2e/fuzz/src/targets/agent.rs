@@ -283,7 +283,7 @@ pub(super) const PODS: Target = Target {
                 serde_json::from_value::<PodObject>(pod).ok()
             });
             for pod in [staying.as_ref(), Some(&pod), Some(&pod)].into_iter().flatten() {
-                pod.note_termination("n1", &mut terminating, &mut shutdown);
+                pod.record_termination("n1", &mut terminating, &mut shutdown);
                 shutdown.update(&mut terminating, now);
                 pod.named();
                 if let Some(bound) = pod.bound("n1") {
