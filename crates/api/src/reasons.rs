@@ -28,19 +28,19 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
     ),
     reason(
         "Stranded",
-        "No node takes the released pod any more.",
+        "No node accepts the released pod.",
         "None if a controller recreates it. Otherwise delete and recreate the pod.",
     ),
     reason("GpuPlanned", "A GPU is being repartitioned for the pod.", "Wait."),
     reason("Preempted", "The pod is evicted for a pod of higher priority.", "None if a controller recreates it."),
     reason(
         "EvictedOutsideShare",
-        "The pod left its limits and is evicted, because the policy says `Evict`.",
+        "The pod exceeded its limits and is evicted, because the policy sets `enforcement: Evict`.",
         "Use less, or request more shares.",
     ),
     reason(
         "EvictionProtected",
-        "The pod left its limits, and a disruption budget protects it from eviction.",
+        "The pod exceeded its limits, and a disruption budget protects it from eviction.",
         "Delete the pod, or change the budget.",
     ),
 ];
@@ -55,12 +55,12 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
     reason(
         "OutsideMps",
         "A process of the pod uses a shared GPU outside MPS.",
-        "Leave `CUDA_MPS_PIPE_DIRECTORY` as it is.",
+        "Do not set or unset `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
     ),
     reason("NoShare", "A process of the pod uses a GPU without shares.", "Request shares."),
     reason(
         "CausedGpuFault",
-        "The pod's program died with work in flight and broke others.",
+        "The pod's program died with work in flight and broke programs of other pods.",
         "Let programs exit before their pods are deleted.",
     ),
     reason(
@@ -71,7 +71,7 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
     reason("BrokenByGpuFault", "A fault of a neighbour's program broke the pod's program.", "Restart the program."),
     reason(
         "EndedInGpuFault",
-        "The pod's program was ended because it kept the GPU's MPS server in state FAULT.",
+        "The MPS host stopped the pod's program (SIGTERM, then SIGKILL) because it kept the GPU's MPS server in state FAULT.",
         "Let the program exit on CUDA errors.",
     ),
 ];
@@ -94,17 +94,21 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     ),
     reason("SharesSplit", "The kubelet requested shares of two GPUs. The agent refused.", "Recreate the pod."),
     reason("MigChanged", "MIG instances were created or destroyed.", ""),
-    reason("MigFailed", "A change of MIG instances failed.", "Read the message. It is tried five times."),
-    reason("MemoryExceeded", "A finding about a pod on the node, as on the pod.", ""),
-    reason("OutsideMps", "The same. The process may belong to no pod.", "End the process."),
-    reason("NoShare", "The same.", ""),
+    reason(
+        "MigFailed",
+        "A change of MIG instances failed.",
+        "Read the message. The agent attempts the change five times.",
+    ),
+    reason("MemoryExceeded", "The agent reports a finding about a pod of the node. The pod gets the same Event.", ""),
+    reason("OutsideMps", "As above. The process may belong to no pod.", "End the process."),
+    reason("NoShare", "As above.", ""),
 ];
 
 /// Events that the operator publishes on nodes.
 pub const NODE_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason("GpuNodeLeftOut", "Plans leave the node out.", "Read the message."),
     reason("GpuNodeTakenBack", "Plans include the node again.", ""),
-    reason("GpuLeftOut", "Plans leave one GPU as it is.", "Read the message."),
+    reason("GpuLeftOut", "Plans do not change one GPU.", "Read the message."),
 ];
 
 /// Events that the operator publishes on the `DaemonSet` of the MPS hosts.
@@ -119,8 +123,8 @@ pub const DAEMONSET_EVENTS: &[Reason] = &[
 
 /// Reasons of a `SharingPolicy`'s conditions.
 pub const POLICY_CONDITIONS: &[Reason] = &[
-    reason("Accepted", "The fields make sense on the selected GPUs.", ""),
-    reason("Ready", "The GPUs are shared as the policy says.", ""),
+    reason("Accepted", "The fields are valid for the selected GPUs.", ""),
+    reason("Ready", "The GPUs are shared as the policy specifies.", ""),
     reason("NoConflict", "No other policy took GPUs from it.", ""),
     reason("Malformed", "The object does not match its definition.", "Correct the policy."),
     reason("Invalid", "Fields contradict each other.", "Correct the policy."),
@@ -132,10 +136,10 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("GpuTooSmall", "Not even one share fits on the GPU.", "Use smaller or fewer shares."),
     reason("MigNotSupported", "The GPU does not support MIG.", "Use another mode, or select other GPUs."),
     reason("LayoutNotPossible", "The MIG layout does not fit on the GPU.", "Change `mig.layout`."),
-    reason("Overridden", "More specific or older policies have its GPUs.", "Change one of the policies."),
-    reason("AgentNotReporting", "No agent reports what the node has.", "Check the agent's pod on the node."),
+    reason("Overridden", "More specific or older policies apply to its GPUs.", "Change one of the policies."),
+    reason("AgentNotReporting", "No agent reports the node's GPUs.", "Check the agent's pod on the node."),
     reason("Applying", "The node is being changed.", "Wait."),
-    reason("WaitingForPods", "Pods use what would change. The message names them.", "Wait, or drain the GPU."),
+    reason("WaitingForPods", "Pods use slices that would change. The message names them.", "Wait, or drain the GPU."),
     reason("ApplyRefused", "The agent refused the change.", "Read the message."),
     reason("ApplyFailed", "The agent tried the change, and it failed.", "Read the message."),
     reason("LeftOut", "Plans leave out a node or GPU.", "Read the message."),
@@ -153,11 +157,11 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("Healthy", "`GpusHealthy` is True: every GPU can serve.", ""),
     reason("Starting", "NVML has not answered yet.", "Wait."),
     reason("NoDriver", "There is no driver, or it does not answer.", "Set `driver.nvmlLibrary` or `driver.path`."),
-    reason("NoGpu", "There is a driver and no GPU.", ""),
+    reason("NoGpu", "The driver reports no GPU.", ""),
     reason("GpuUnhealthy", "GPUs cannot serve.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
     reason("ResetPending", "`GpusHealthy` is True: a GPU works and needs a reset.", "Reset it when convenient."),
     reason("MpsUnavailable", "MPS daemons cannot serve.", "Read the logs of the node's MPS host."),
-    reason("Waiting", "Pods use what would change.", "Wait, or drain the GPU."),
+    reason("Waiting", "Pods use slices that would change.", "Wait, or drain the GPU."),
     reason("Refused", "The spec cannot be applied.", "Read the message."),
     reason("NoSpec", "The agent has read no spec.", "Check that the operator runs."),
     reason("Malformed", "The object does not match its definition.", "Check that the CRDs and the agent match."),
@@ -166,7 +170,11 @@ pub const NODE_CONDITIONS: &[Reason] = &[
 /// Reasons of a pod's conditions.
 pub const POD_CONDITIONS: &[Reason] = &[
     reason("MemoryExceeded", "`cleave.dev/WithinShare` is False.", "Use less memory, or request more shares."),
-    reason("OutsideMps", "`cleave.dev/WithinShare` is False.", "Leave `CUDA_MPS_PIPE_DIRECTORY` as it is."),
+    reason(
+        "OutsideMps",
+        "`cleave.dev/WithinShare` is False.",
+        "Do not set or unset `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
+    ),
     reason("NoShare", "`cleave.dev/WithinShare` is False.", "Request shares."),
     reason("WithinShare", "`cleave.dev/WithinShare` is True: the finding is over.", ""),
     reason(

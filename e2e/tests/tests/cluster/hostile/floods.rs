@@ -33,7 +33,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: connections,
     },
     Attempt {
-        name: "a resource of Cleave's prefix that nobody serves",
+        name: "a resource with Cleave's prefix that no node serves",
         expected: Expected::NoEffect,
         run: |bed| {
             bed.tenant.create(&bed.pods(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE))?;
@@ -54,9 +54,9 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| forged_placement(bed, "note-letters", &"{".repeat(200_000)),
     },
     Attempt { name: "a pod with a thousand node selector terms", expected: Expected::NoEffect, run: terms },
-    Attempt { name: "a pod with the longest name that there can be", expected: Expected::NoEffect, run: longest },
-    Attempt { name: "three hundred Events, in Cleave's words", expected: Expected::NoEffect, run: events },
-    Attempt { name: "sixty pods of a whole GPU's shares at once", expected: Expected::NoEffect, run: pods },
+    Attempt { name: "a pod with the longest possible name", expected: Expected::NoEffect, run: longest },
+    Attempt { name: "three hundred Events with Cleave's reasons", expected: Expected::NoEffect, run: events },
+    Attempt { name: "sixty pods at once, each with all shares of a GPU", expected: Expected::NoEffect, run: pods },
 ];
 
 /// Checks that another pod of one share starts and has its limits. `besides` precedes the

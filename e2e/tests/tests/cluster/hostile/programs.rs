@@ -203,19 +203,19 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
             Ok(if errors.is_empty() { Outcome::Succeeded(said) } else { Outcome::Refused(errors) })
         },
     },
-    Attempt { name: "more processes than the policy lets a pod have", expected: NO_CONTEXT, run: too_many },
+    Attempt { name: "more processes than the policy allows", expected: NO_CONTEXT, run: too_many },
     Attempt {
-        name: "no share, and the door all the same",
+        name: "a door without a share",
         expected: Expected::Refused(&["No such file"]),
         run: |bed| Ok(Outcome::Refused(vec![shell(bed, "none", "ls /run/cleave-mps/control")?])),
     },
     Attempt {
-        name: "files in the door's folder",
+        name: "a new file in the door's folder",
         expected: READ_ONLY,
         run: |bed| Ok(Outcome::Refused(vec![shell(bed, HOSTILE, "touch $CUDA_MPS_PIPE_DIRECTORY/mine")?])),
     },
     Attempt {
-        name: "another socket in the place of the door",
+        name: "replacement of the door by another socket",
         expected: READ_ONLY,
         run: |bed| {
             let remove = shell(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; rm control")?;
@@ -223,7 +223,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the door's folder mounted anew",
+        name: "the door's folder remounted",
         expected: READ_ONLY,
         run: |bed| {
             // All mounts must fail. The last command shows whether the folder is still read-only.
@@ -247,7 +247,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "an administrator's questions at the door",
+        name: "an administrator's queries at the door",
         expected: Expected::Refused(&["no answer"]),
         run: |bed| {
             let server = processes(bed)?.server;
@@ -291,12 +291,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "a handshake cut short",
+        name: "an incomplete handshake",
         expected: CLOSED,
         run: |bed| wait_for_violations(bed, LIAR, &["stall=0", "stall=4", "stall=9"]),
     },
     Attempt {
-        name: "a handshake of other words",
+        name: "a handshake with invalid words",
         expected: CLOSED,
         run: |bed| wait_for_violations(bed, LIAR, &["garbage", "kind=3", "short-kind"]),
     },
@@ -316,17 +316,17 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| wait_for_violations(bed, LIAR, &["descriptors"]),
     },
     Attempt {
-        name: "another process's pid in the introduction",
+        name: "another process's PID in the introduction",
         expected: BY_THE_KERNEL,
         run: |bed| wait_for_violations(bed, LIAR, &["pid=1"]),
     },
     Attempt {
-        name: "another process's pid, with CAP_SYS_ADMIN",
+        name: "another process's PID, with CAP_SYS_ADMIN",
         expected: CLOSED,
         run: |bed| wait_for_violations(bed, "capable", &["pid=1"]),
     },
     Attempt {
-        name: "root's uid in the introduction of another user",
+        name: "root's UID in the introduction of another user",
         expected: BY_THE_KERNEL,
         run: |bed| wait_for_violations(bed, "user", &["root"]),
     },
@@ -336,7 +336,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| wait_for_violations(bed, LIAR, &["administrator-after-client"]),
     },
     Attempt {
-        name: "an answer that is never taken",
+        name: "a reply that the client never reads",
         expected: CLOSED,
         run: |bed| wait_for_violations(bed, LIAR, &["unread"]),
     },
@@ -366,7 +366,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| wait_for_finding(bed, "junk", "MemoryExceeded"),
     },
     Attempt {
-        name: "several processes with a pod's memory each",
+        name: "several processes that each use the pod's memory",
         expected: Expected::Found("MemoryExceeded"),
         run: |bed| wait_for_finding(bed, "several", "MemoryExceeded"),
     },

@@ -82,7 +82,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "a forged placement on a pod that waits",
+        name: "a forged placement on a pod that waits at the gate",
         expected: ANNOTATION_REFUSED,
         run: |bed| refusals([bed.tenant.patch(&waits(bed), &forged())]),
     },
@@ -97,7 +97,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| bind(bed, &json!({ANNOTATION: FORGED})),
     },
     Attempt {
-        name: "a pod that waits bound to a node",
+        name: "a binding of a pod that waits at the gate",
         expected: Expected::Refused(&["non-empty .spec.schedulingGates"]),
         run: |bed| bind(bed, &json!({})),
     },
@@ -111,12 +111,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the gate taken away by the pod's owner",
+        name: "removal of the gate by the pod's owner",
         expected: GATE_REFUSED,
         run: |bed| refusals([ungate(&bed.tenant, bed)]),
     },
     Attempt {
-        name: "the gate taken away by a service account of the operator's name in another namespace",
+        name: "removal of the gate by a service account with the operator's name in another namespace",
         expected: GATE_REFUSED,
         run: |bed| {
             let token = owner(&bed.scope, OPERATOR)?;
@@ -124,7 +124,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the gate taken away by impersonation of the operator",
+        name: "removal of the gate by impersonation of the operator",
         expected: Expected::Refused(&["cannot impersonate"]),
         run: |bed| {
             let operator = format!("system:serviceaccount:{SYSTEM}:{OPERATOR}");
@@ -206,7 +206,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the admission policies deleted",
+        name: "deletion of the admission policies",
         expected: Expected::Refused(&["cannot delete resource \"validatingadmissionpolicybindings\""]),
         run: |bed| {
             refusals(["cleave-pods", "cleave-annotations", "cleave-gate"].map(|name| {
@@ -275,7 +275,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "GpuNodes made and deleted by an agent's token",
+        name: "creation and deletion of GpuNodes by an agent's token",
         expected: Expected::Refused(&["resource \"gpunodes\" in API group \"cleave.dev\" at the cluster scope"]),
         run: |bed| {
             let agent = agent(bed, NODE)?;
@@ -288,7 +288,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "a tenant's pod changed, evicted and deleted by an agent's token",
+        name: "change, eviction and deletion of a tenant's pod by an agent's token",
         expected: Expected::Refused(&["resource \"pods"]),
         run: |bed| {
             let (agent, path) = (agent(bed, NODE)?, waits(bed));
