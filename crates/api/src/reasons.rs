@@ -179,7 +179,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
     reason("WithinShare", "`cleave.dev/WithinShare` is True: the finding is over.", ""),
     reason(
         "Stranded",
-        "`cleave.dev/Placed` is False: no node takes the released pod, and it has no controller.",
+        "`cleave.dev/Placed` is False: no node accepts the released pod, and it has no controller.",
         "Delete and recreate the pod.",
     ),
     reason("Bound", "`cleave.dev/Placed` is True.", ""),
