@@ -245,8 +245,8 @@ pub struct GpuNodeStatus {
     /// Steps that were done, waited or failed to match the spec, of the last change only.
     #[serde(default)]
     pub steps: Vec<StepStatus>,
-    /// Tenants that left their limits, the first 32. An empty list means that the agent looked and
-    /// found none.
+    /// Tenants that exceeded their limits, the first 32. An empty list means that the agent looked
+    /// and found none.
     #[serde(default)]
     #[schemars(length(max = 32))]
     pub findings: Vec<FindingStatus>,
@@ -564,7 +564,7 @@ pub struct StepStatus {
     pub message: String,
 }
 
-/// A tenant that left its limits.
+/// A tenant that exceeded its limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FindingStatus {
