@@ -360,7 +360,7 @@ mod tests {
         Exchange { command, answer: answer.to_owned(), set }
     }
 
-    /// An H200 under driver 580, without the commands over `control` that this driver obeys although
+    /// An H200 under driver 580, without the commands over `control` that this driver obeys while
     /// Cleave expects a refusal.
     fn measured() -> Observations {
         let commands = vec![
