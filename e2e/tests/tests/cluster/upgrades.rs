@@ -149,7 +149,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_has_left_its_node
     offers(&cluster, SHARES, 10 * GPUS)?;
     wait_until("the DaemonSet has an Event of the replacement", || {
         let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM}/events"))?;
-        let names = |event: &Value| text(&event["note"]).starts_with(&format!("{SYSTEM}/{name} is replaced"));
+        let names = |event: &Value| text(&event["note"]).starts_with(&format!("replacing {SYSTEM}/{name} by"));
         Ok(events.iter().any(|event| event["reason"] == "MpsHostReplaced" && names(event)))
     })?;
     // The restored template can roll out only after this pod is gone.
