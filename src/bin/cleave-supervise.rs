@@ -1,9 +1,9 @@
 //! `cleave-supervise PROGRAM [ARGUMENT]...`: runs a program, and restarts it at once if a signal
 //! kills it.
 //!
-//! The agent runs under it. Without it, the container of a killed agent exits. The kubelet restarts
-//! the container with a back-off (1 s, 10 s, 20 s and so on). Meanwhile the node's shares are
-//! unhealthy, and pods that arrive fail.
+//! The agent runs under it. Without a supervisor, the container of a killed agent exits, and the
+//! kubelet restarts it with a back-off (1 s, 10 s, 20 s and so on). During the back-off, the node's
+//! shares are unhealthy and new pods fail.
 //!
 //! It is small because it runs on every node: no threads, no runtime, no state. It forwards signals
 //! and exits with the program's exit code. If the supervisor is killed, the program is killed too.
@@ -18,13 +18,13 @@ use nix::sys::signal::{SigSet, Signal};
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
 /// First argument of the process between the supervisor and the program. That process sets a parent
-/// death signal, which stays in effect after exec.
+/// death signal, which remains in effect after exec.
 const CHILD_FLAG: &str = "--under=";
 /// The signals that are forwarded.
 const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
-/// Maximum number of restarts, and the time in which they count. After that the supervisor exits,
-/// and the kubelet restarts the container with its back-off.
+/// Maximum number of restarts, and the time in which they count. After the maximum, the supervisor
+/// exits, and the kubelet restarts the container with its back-off.
 const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
 /// `ListAndWatch` stream would close the new one too.
@@ -72,8 +72,8 @@ enum Next {
 struct Restarts(VecDeque<Instant>);
 
 impl Restarts {
-    /// Decides what to do after the program has exited. `stopping` is true once a signal asked the
-    /// supervisor to stop.
+    /// Decides what to do after the program has exited. `stopping` is true once a signal requested
+    /// that the supervisor stop.
     fn next(&mut self, end: End, stopping: bool, now: Instant) -> Next {
         let code = |code: i32| Next::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
@@ -94,8 +94,8 @@ impl Restarts {
 fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("usage: cleave-supervise PROGRAM [ARGUMENT]...") };
     let awaited = awaited();
-    // Blocked signals stay pending until `wait` below consumes them. This also works in process 1,
-    // to which the kernel delivers no signal without a handler.
+    // Blocked signals remain pending until `wait` below consumes them. This also works in process
+    // 1, to which the kernel delivers no signal without a handler.
     awaited.thread_block().context("failed to block signals")?;
     let mut worker = start(program, args)?;
     let mut restarts = Restarts::default();
@@ -133,7 +133,7 @@ fn awaited() -> SigSet {
 /// Starts the program in a new process.
 fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
-    // Do not start it by path: an upgrade may have replaced the file.
+    // Do not start this program by its path: an upgrade may have replaced the file.
     let child = Command::new("/proc/self/exe").arg(format!("{CHILD_FLAG}{own}")).arg(program).args(args).spawn();
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
@@ -161,7 +161,7 @@ fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
     if !is_parent {
         bail!("the supervisor (process {parent}) is gone");
     }
-    // The program inherits blocked signals.
+    // Unblock the signals, because the program would inherit the mask.
     awaited().thread_unblock().context("failed to unblock signals")?;
     let error = Command::new(program).args(args).exec();
     Err(error).with_context(|| format!("failed to start {}", program.display()))

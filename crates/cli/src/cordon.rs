@@ -65,7 +65,7 @@ pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
 /// Cordons a GPU and prints the change.
 ///
 /// # Errors
-/// The reason is not valid, there is no such GPU, or the API server refused the write.
+/// The reason is not valid, the GPU does not exist, or the API server refused the write.
 pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<Target> {
     check_reason(reason).with_context(|| format!("invalid reason {reason:?}"))?;
     let (target, changed) = change(client, gpu, |object, uuid| cordoned(object, uuid, reason.trim())).await?;
@@ -95,7 +95,7 @@ async fn change(
             json!({"metadata": {"resourceVersion": object.metadata.resource_version, "annotations": annotations}});
         match api.patch(&args.node, &manager, &Patch::Merge(patch)).await {
             Ok(_) => return Ok((target, true)),
-            // The object changed after it was read.
+            // Retry: the object changed after it was read.
             Err(kube::Error::Api(status)) if status.code == 409 => {}
             Err(error) => return Err(error).with_context(|| format!("failed to update GpuNode {}", args.node)),
         }
@@ -128,14 +128,14 @@ fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
         && cleared.0.get(uuid).is_none_or(|before| *before < last)
     {
         cleared.0.insert(uuid.to_owned(), last);
-        // Entries of removed GPUs have no effect.
+        // Remove the entries of removed GPUs, which have no effect.
         cleared.0.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
         annotations.push((CLEARED_ANNOTATION, value(cleared.to_string())));
     }
     annotations
 }
 
-/// The time of the last fault of a GPU or its MIG devices that still makes one of them unhealthy.
+/// The time of the latest fault that still makes a GPU or one of its MIG devices unhealthy.
 fn last_fault(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);

@@ -63,7 +63,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     let config = args.gpu.cluster.config().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
     // The API server answers 429 if a disruption budget forbids an eviction. A client with retries
-    // would repeat it for minutes, while other pods could be evicted.
+    // would repeat the request for minutes and delay the evictions of other pods.
     let mut no_retry = config;
     no_retry.default_retry = false;
     let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
@@ -77,7 +77,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
 ///
 /// # Errors
 /// The GPU does not exist, a pod needs `--force`, or the API server rejected a request. The GPU
-/// stays cordoned.
+/// remains cordoned.
 pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<Outcome> {
     let started = Instant::now();
     let target = cordon(client, &args.gpu, &args.reason).await?;
@@ -115,7 +115,7 @@ struct Usage {
 impl std::fmt::Display for Usage {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let pods: Vec<&str> = self.pods.iter().map(String::as_str).collect();
-        // The kubelet allocates before it lists the pod.
+        // The kubelet allocates devices before it lists the pod.
         let pods = if pods.is_empty() { "pods that are starting".to_owned() } else { pods.join(", ") };
         write!(formatter, "{} in use by {pods}", self.devices)
     }
@@ -133,7 +133,7 @@ fn usage(object: &GpuNode, uuid: &str) -> Option<Usage> {
 /// The state of a pod's eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Eviction {
-    /// The pod terminates or is gone.
+    /// The pod is terminating or no longer exists.
     Accepted,
     /// A disruption budget refused the eviction at this time.
     Refused(Instant),
@@ -149,7 +149,7 @@ fn due<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instan
     usage.pods.iter().filter(due).map(String::as_str).collect()
 }
 
-/// The pods that no controller recreates, except those that terminate already.
+/// The pods that no controller recreates, except those that are already terminating.
 fn bare<'a>(pods: impl IntoIterator<Item = (&'a str, &'a PartialObjectMeta<Pod>)>) -> Vec<&'a str> {
     let controlled =
         |pod: &PartialObjectMeta<Pod>| pod.owner_references().iter().any(|owner| owner.controller == Some(true));
@@ -194,14 +194,14 @@ async fn evict_due(
     Ok(())
 }
 
-/// A pod's metadata; `None` if the pod is gone.
+/// A pod's metadata; `None` if the pod no longer exists.
 async fn metadata(client: &Client, pod: &str) -> Result<Option<PartialObjectMeta<Pod>>> {
     let (namespace, name) = pod.split_once('/').with_context(|| format!("{pod:?} is not a pod name"))?;
     let api = Api::<Pod>::namespaced(client.clone(), namespace);
     api.get_metadata_opt(name).await.with_context(|| format!("failed to read pod {pod}"))
 }
 
-/// Evicts a pod, unless it terminates already.
+/// Evicts a pod, unless it is already terminating.
 async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace: Option<u32>) -> Result<Eviction> {
     if meta.metadata.deletion_timestamp.is_some() {
         return Ok(Eviction::Accepted);

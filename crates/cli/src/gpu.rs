@@ -83,7 +83,7 @@ pub(crate) fn find(object: &GpuNode, node: &str, name: &str) -> Result<Target> {
     bail!("node {node} has no GPU {name:?}. It has GPUs {}.", all.join(", "))
 }
 
-/// An annotation of an object.
+/// The value of an annotation of an object.
 pub(crate) fn annotation<'a>(object: &'a GpuNode, name: &str) -> Option<&'a String> {
     object.metadata.annotations.as_ref()?.get(name)
 }

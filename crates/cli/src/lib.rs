@@ -13,8 +13,8 @@
 //! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node,
 //! `output` and `table` print.
 //!
-//! Commands that predict the operator call the operator's code: [`cleave_operator::dry`] and
-//! [`cleave_operator::placement`].
+//! Commands that predict what the operator does call the operator's code: [`cleave_operator::dry`]
+//! and [`cleave_operator::placement`].
 mod client;
 pub mod cordon;
 pub mod crds;

@@ -12,8 +12,8 @@ impl Table {
         Self { wide: false, rows: vec![headings.iter().map(|&cell| cell.to_owned()).collect()] }
     }
 
-    /// Adds columns, if the table is `wide`. Without it the last cells of [`Table::wide_row`] are
-    /// dropped.
+    /// Adds columns if `wide` is true. Otherwise [`Table::wide_row`] drops the cells of these
+    /// columns.
     pub(crate) fn wide(mut self, wide: bool, headings: &[&str]) -> Self {
         self.wide = wide;
         if let Some(first) = self.rows.first_mut().filter(|_| wide) {

@@ -100,7 +100,7 @@ async fn drain_retries_a_pod_that_a_disruption_budget_protects() {
     let (line, sent) = answer(&mut server, 429, &refusal(429)).await;
     assert_eq!(line, "POST /api/v1/namespaces/ns/pods/p/eviction");
     assert_eq!(sent["deleteOptions"], json!({"preconditions": {"uid": "u"}, "gracePeriodSeconds": 5}));
-    // It polls the GPU until the retry is due.
+    // `cleave drain` polls the GPU until the retry is due.
     let retry = loop {
         let (line, _) = answer(&mut server, 200, &node(&["ns/p"])).await;
         if !line.starts_with("GET /apis/cleave.dev") {

@@ -1,4 +1,4 @@
-//! `cleave simulate` of a small cluster.
+//! Runs `cleave simulate` on a small cluster.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use cleave_cli::Output;
 use cleave_cli::simulate::simulate;

@@ -1,4 +1,4 @@
-//! Generates the tables of reasons of Events and conditions. Checks that the code uses no others.
+//! Generates the tables of reasons for Events and conditions. Checks that the code uses no others.
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::file::read;
 /// Sources that write Events and conditions.
 const SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
 
-/// The tables, by the names of their parts of the page.
+/// The tables, each with the name of the part of the page that contains it.
 const TABLES: [(&str, &[Reason]); 8] = [
     ("pod events of the operator", reasons::POD_EVENTS_OF_OPERATOR),
     ("pod events of the agent", reasons::POD_EVENTS_OF_AGENT),

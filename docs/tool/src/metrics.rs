@@ -100,7 +100,7 @@ struct Call {
 #[derive(Debug, Default)]
 struct Calls {
     prefix: String,
-    /// Values of variables that hold strings.
+    /// Values of string variables.
     strings: BTreeMap<String, String>,
     found: Vec<Call>,
 }

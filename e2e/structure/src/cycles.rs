@@ -5,7 +5,7 @@ use crate::model::Finding;
 use crate::modules::Tree;
 use crate::uses::Uses;
 
-/// The cycles of a crate. At least one of them contains each use that is part of a cycle.
+/// Finds the cycles of a crate. Each use that is part of a cycle is in at least one of them.
 pub fn findings(name: &str, tree: &Tree, uses: &Uses) -> Vec<Finding> {
     let finding = |cycle: &Vec<usize>| {
         let steps = || cycle.iter().zip(cycle.iter().cycle().skip(1));

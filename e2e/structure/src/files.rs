@@ -58,7 +58,7 @@ pub fn read(root: &Path) -> Result<Sources> {
         if files.contains_key(&path) {
             return Ok(());
         }
-        // Whether a file has comments can depend on its first line. Binary files have none.
+        // The first line can determine whether a file has comments. Binary files have none.
         let Ok(content) = String::from_utf8(bytes(file)?) else { return Ok(()) };
         if comments::marker(&path, &content).is_some() {
             others.insert(path, content);

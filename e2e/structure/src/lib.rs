@@ -9,11 +9,11 @@
 //!            └─────────────────► comments ─────────────────────┘
 //! ```
 //!
-//! A module is one node per file. A file depends on the files that define the items it names:
+//! In the graph, each file is a node. A file depends on the files that define the items it names:
 //! re-exports are followed to the definition. Test code is ignored, and so are `mod` declarations
 //! and a parent's `pub use` of items that its children define.
 //!
-//! Limits: methods that are called on a value name no module, so calling an inherent method that
+//! Limits: a method call on a value does not name a module. So calling an inherent method that
 //! another file defines does not count as a use of that file. Macros are not expanded: only their
 //! arguments are checked.
 pub mod comments;

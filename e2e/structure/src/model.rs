@@ -24,7 +24,7 @@ pub struct Crate {
 /// A violation of the rules for the structure of the code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// The finding, without line numbers, as in a line of the list of known findings.
+    /// The finding without line numbers, as in a line of the list of known findings.
     pub what: String,
     /// The places of the finding, one line each, with file and line.
     pub places: Vec<String>,

@@ -107,7 +107,7 @@ impl Reader<'_> {
         self.tree.modules.len() - 1
     }
 
-    /// `directory` contains the files of the module's children.
+    /// Reads a file of a module. `directory` contains the files of the module's children.
     fn read_file(&mut self, file: &File, module: usize, directory: &str) {
         Visitor { reader: self, module, directory: directory.to_owned(), blocks: 0 }.visit_file(file);
     }

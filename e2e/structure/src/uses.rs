@@ -3,8 +3,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::modules::{Import, Name, Tree};
 
-/// Uses of one file by another, by index, each with the line of the first use. If a `use` item
-/// exists, its line is used.
+/// Uses of one file by another, by index, each with the line of the first use. The line of a `use`
+/// item takes precedence.
 pub type Uses = BTreeMap<(usize, usize), usize>;
 
 /// The definition that a path leads to.
@@ -21,7 +21,7 @@ pub fn between_files(tree: &Tree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
     let mut add = |from: usize, target: Target, in_code: bool, line: usize| {
-        // Only naming a module is not a use of its content. A path through the module is.
+        // A mention of a module does not use its content. A path through the module does.
         let Target::Item(to) = target else { return };
         let (from, to) = (tree.modules[from].file, tree.modules[to].file);
         if from != to {

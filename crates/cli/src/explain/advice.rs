@@ -50,8 +50,8 @@ impl View<'_> {
         refusing
     }
 
-    /// The pods to remove so that the pod fits, regardless of their priority: users can delete
-    /// them, and some end by themselves.
+    /// Suggests pods to remove so that the pod fits. Ignores priorities, because users can delete
+    /// any of these pods, and some end by themselves.
     fn removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.holders();
         let lowered = |holder: &Holder| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
@@ -84,8 +84,8 @@ impl View<'_> {
         format!("The pod would fit on {gpus} on {node} without these pods: {}.", victims.join(", "))
     }
 
-    /// The pods on nodes whose removal frees slices. Removing a pod from a cordoned or unhealthy
-    /// GPU does not help.
+    /// The pods on nodes that can be removed to free slices. Excludes pods on cordoned or unhealthy
+    /// GPUs, because their slices remain unavailable.
     fn holders(&self) -> BTreeMap<String, Holder> {
         let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
@@ -155,7 +155,7 @@ impl View<'_> {
     }
 }
 
-/// A sentence about the nodes that have room but are not usable for the pod for this reason.
+/// A sentence about nodes that have free slices but that the pod cannot use, for this reason.
 fn refusal_line(refusal: &str, nodes: &[&str]) -> String {
     let named = nodes.iter().take(MAX_NAMED_NODES).copied().collect::<Vec<_>>().join(", ");
     let more = nodes.len().saturating_sub(MAX_NAMED_NODES);

@@ -53,8 +53,8 @@ impl Live {
             nodes: objects.nodes.into_iter().map(Arc::new).collect(),
             gpu_nodes: objects.gpu_nodes.into_iter().map(Arc::new).collect(),
             agents: objects.agents.into_iter().map(Arc::new).collect(),
-            // Only the operator knows which MPS hosts it replaces. It reports that in Events of the
-            // pods that wait for one.
+            // Only the operator knows which MPS hosts it replaces. It reports them in Events of the
+            // pods that wait for such a host.
             hosts: None,
             ..Cluster::default()
         };
@@ -79,7 +79,7 @@ pub(super) struct Decisions {
 }
 
 /// Runs the placement gate until it releases no more pods, as the operator does within seconds.
-/// `up` is how long the operator has been running.
+/// `up` is the time since the operator started.
 pub(super) fn decide(
     keeper: &mut Gatekeeper,
     cluster: &Cluster,

@@ -70,7 +70,7 @@ fn assignment_table(explanation: &Explanation) -> String {
     table.render()
 }
 
-/// The nodes on which the pod fits best, at most [`MAX_NODES`], by name.
+/// At most [`MAX_NODES`] nodes on which the pod fits best, sorted by name.
 fn best_nodes(explanation: &Explanation) -> Vec<&NodeView> {
     let requested = |device: &&DeviceView| explanation.requests.iter().any(|part| part.resource == device.resource);
     let free = |node: &NodeView| {

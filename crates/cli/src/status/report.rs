@@ -177,7 +177,7 @@ pub struct Allocation {
 }
 
 impl Report {
-    /// Builds the report of the node `only` or of all nodes. Reports malformed objects as such.
+    /// Builds the report of the node `only`, or of all nodes. Reports malformed objects as such.
     pub fn new(
         nodes: Vec<DeserializeGuard<GpuNode>>,
         policies: Vec<DeserializeGuard<SharingPolicy>>,

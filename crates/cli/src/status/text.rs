@@ -109,8 +109,8 @@ fn remarks(report: &Report) -> Vec<String> {
     let mut remarks = Vec::new();
     for node in &report.nodes {
         let not_true = |verdict: &&Verdict| verdict.status != "True";
-        // GpusHealthy can have a message even if it is True: a GPU needs a reset at a convenient
-        // time.
+        // GpusHealthy can have a message even if it is True, for example if a GPU needs a reset at
+        // a convenient time.
         for verdict in [&node.ready, &node.applied].into_iter().filter(not_true).chain(&node.gpus_healthy) {
             let remark = format!("node {}: {}: {}", node.name, verdict.reason, verdict.message);
             if !verdict.message.is_empty() && !remarks.contains(&remark) {

@@ -1,8 +1,8 @@
 //! Sets and restores a GPU's compute mode in a child process, which keeps NVML out of the MPS
 //! host's memory.
 //!
-//! A file beside the pipe directory records the former mode. If this MPS host cannot restore it,
-//! the next one does.
+//! A file beside the pipe directory records the former mode. If this MPS host cannot restore the
+//! mode, the next one does.
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -117,8 +117,8 @@ pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(),
     // A record from an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
-        // Record a mode before the change: this process may die in between. The default is nearly
-        // always right.
+        // Record a mode before the change, because this process may exit before it learns the
+        // former mode. The former mode is nearly always the default.
         record.write(Mode::Default)?;
     }
     match run(context, device, Mode::ExclusiveProcess).await {

@@ -38,7 +38,8 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// `max_descriptors` is the number of descriptors that this process may open.
+    /// Creates the shared state. `max_descriptors` is the number of descriptors that this process
+    /// may open.
     pub(crate) fn new(paths: Paths, options: Options, children: Rc<Children>, max_descriptors: usize) -> Self {
         Self {
             paths,

@@ -129,7 +129,7 @@ pub(crate) struct PendingHandshake(Socket);
 impl PendingHandshake {
     /// Sends the result, a `CUresult`.
     pub(crate) async fn finish(self, result: &[u8]) {
-        // The next probe detects a daemon that has exited.
+        // Ignore errors: the next probe detects a daemon that has exited.
         let _ = timeout(ANSWER_DEADLINE, self.0.send(result)).await;
     }
 }
@@ -140,7 +140,7 @@ pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<Introduce
         let daemon = Socket::connect(&pipe.join("control")).await?;
         expect_hello(&daemon).await?;
         daemon.send_credentials(protocol::CREDENTIALS, who).await.map_err(|error| {
-            // The kernel passes on only the credentials of a living process.
+            // The kernel accepts only credentials of a living process, so the client has exited.
             if is_process_gone(&error) { ControlError::ClientGone } else { error.into() }
         })?;
         daemon.send(&Kind::Client.packet()).await?;
@@ -149,7 +149,7 @@ pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<Introduce
             Some(server) if packet.data == protocol::DESCRIPTOR => {
                 Ok(Introduced { server, daemon: PendingHandshake(daemon) })
             }
-            // The kernel drops the descriptor if this process cannot open another one.
+            // The kernel drops a received descriptor if this process cannot open another one.
             None if packet.data == protocol::DESCRIPTOR => Err(io::Error::from(rustix::io::Errno::MFILE).into()),
             _ => Err(ControlError::UnknownProtocol),
         }

@@ -52,7 +52,7 @@ pub(crate) struct Phase {
     pub(crate) state: DaemonState,
     pub(crate) enforcement: Enforcement,
     pub(crate) multi_user: bool,
-    /// Pid of the server, if there is one.
+    /// Pid of the server, if one is running.
     pub(crate) server: Option<u32>,
 }
 
@@ -100,9 +100,9 @@ pub(crate) struct Device {
     report: RefCell<Report>,
     clients: RefCell<Clients>,
     faults: RefCell<FaultTracker>,
-    /// When the `terminate_client` that has not been answered yet was sent.
+    /// Time at which the unanswered `terminate_client` was sent.
     terminating_since: Cell<Option<Instant>>,
-    /// Whether a door got no answer from the daemon. If so, the next probe does not retry.
+    /// Whether the daemon did not answer a door. If so, the next probe does not retry.
     unanswered: Cell<bool>,
     /// Whether a client's handshake has succeeded at least once.
     handshake_known: Cell<bool>,
@@ -111,7 +111,7 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// A device without a daemon.
+    /// Creates a device without a daemon.
     pub(crate) fn new(name: &str, context: Rc<Context>) -> Rc<Self> {
         let phase =
             Phase { state: DaemonState::Starting, enforcement: Enforcement::Hard, multi_user: true, server: None };

@@ -20,7 +20,7 @@ pub(crate) struct Changes {
 pub(crate) fn changes(old: &Desired, new: &Desired) -> Changes {
     let mut changes = Changes::default();
     for (id, was) in &old.allocations {
-        // The device of a door never changes.
+        // The device of a door never changes: close the door of an allocation that moves.
         if new.allocations.get(id).is_none_or(|is| is.device != was.device) {
             changes.close.push(id.clone());
         }

@@ -1,17 +1,17 @@
 //! The door of an allocation: the control socket that its containers see.
 //!
 //! A client connects here. The door first receives the client's whole introduction, however long
-//! that takes, so that the daemon never waits for a client. Then, under the device's
-//! [`ControlLock`], it sets the server's limits to the allocation's, introduces the client to the
-//! daemon, and passes the client its connection to the server. It keeps the lock until the server
-//! has accepted the client or certainly will not. Limits take effect at that moment, and the daemon
-//! and its server handle one client at a time without a deadline.
+//! that takes, so that the daemon never waits for a client. Then it takes the device's
+//! [`ControlLock`] and sets the server's limits to the allocation's. It introduces the client to
+//! the daemon, and passes the client its connection to the server. It keeps the lock until the
+//! server has accepted the client or certainly will not: limits take effect at that moment, and the
+//! daemon and its server handle one client at a time without a deadline.
 //!
 //! The server must not wait for a client either. Driver 580's server waits forever if a client
-//! leaves before it has introduced itself. The door can introduce the client in its place, but not
-//! on a socket that the client has shut down: a shutdown affects all holders of a socket. So the
-//! door keeps the server's socket. The client receives one end of a connection to the door, which
-//! relays both ways.
+//! leaves before it has introduced itself. The door can introduce the client on its behalf, but not
+//! on a socket that the client has shut down: a shutdown affects all processes that share the
+//! socket. So the door keeps the server's socket. The client receives one end of a connection to
+//! the door, which relays both ways.
 //!
 //! [`ControlLock`]: super::daemon::ControlLock
 mod admission;
@@ -42,7 +42,7 @@ const MAX_CONNECTIONS: usize = 64;
 /// Maximum number of connections of one allocation to its server. A client has two or three, and a
 /// GPU has at most 48 contexts.
 const MAX_SERVER_CONNECTIONS: usize = 256;
-/// Delay after a failed `accept`. Descriptors may be exhausted and become free again.
+/// Delay after a failed `accept`. Descriptors may be exhausted until a connection closes.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// An open door.
@@ -60,7 +60,7 @@ pub(crate) struct Door {
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
     server_connections: Arc<Semaphore>,
-    /// The one client of this allocation that may wait for the device's control lock holds this, so
+    /// Locked by the one client of this allocation that may wait for the device's control lock, so
     /// that allocations take turns.
     turn: Mutex<()>,
     /// Number of clients in a row that did not complete their handshake.
@@ -169,7 +169,8 @@ impl Door {
     async fn accept(self: &Rc<Self>, listener: &Listener, replaced: &CancellationToken) {
         let mut has_failed = false;
         loop {
-            // Get a permit before `accept`: a connection without one stays in the kernel's queue.
+            // Get a permit before `accept`: without one, a connection remains in the kernel's
+            // queue.
             let Ok(permit) = Arc::clone(&self.connections).acquire_owned().await else { return };
             let Ok(shared_permit) = Arc::clone(&self.context.connections).acquire_owned().await else { return };
             let accepted = tokio::select! {

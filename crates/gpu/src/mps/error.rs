@@ -1,8 +1,8 @@
 //! Errors of the MPS host, one enum per step.
 //!
 //! [`HostError`] ends the process. [`DaemonError`] ends one life of a daemon, which is then
-//! restarted. [`DesiredError`] leaves everything as it is. [`TerminateError`] and [`NotReady`]
-//! answer a request of the agent. A failed exchange with a daemon is a [`ControlError`].
+//! restarted. After a [`DesiredError`] nothing changes. [`TerminateError`] and [`NotReady`] answer
+//! a request of the agent. A failed exchange with a daemon is a [`ControlError`].
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -40,7 +40,7 @@ pub enum HostError {
     /// Another MPS host holds the lock of this directory.
     #[error("another MPS host is running in {0}")]
     Taken(PathBuf),
-    /// Signals, inotify or standard output failed.
+    /// A system call for signals, inotify or standard output failed.
     #[error("a system call that the MPS host needs failed")]
     System(#[from] io::Error),
     /// An NVML call failed.
@@ -85,7 +85,7 @@ fn after_colon(line: &str) -> String {
     if line.is_empty() { String::new() } else { format!(": {line}") }
 }
 
-/// The last state that a daemon reported of a starting server.
+/// The last state that a daemon reported for a starting server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LastSeen {
     NoServer,

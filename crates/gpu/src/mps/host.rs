@@ -24,7 +24,7 @@ use crate::nvml;
 
 /// Interval of checks whether door sockets were removed.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum number of open files. MPS servers inherit it and need 16,384. Doors need some per
+/// Maximum number of open files. MPS servers inherit it and need 16,384. Doors need several per
 /// client.
 const MAX_DESCRIPTORS: u64 = 65_536;
 
@@ -36,7 +36,7 @@ const MAX_DESCRIPTORS: u64 = 65_536;
 /// other code must not start any.
 ///
 /// # Errors
-/// [`HostError`] if it cannot start. Later errors are part of the status.
+/// [`HostError`] if the MPS host cannot start. Later errors are part of the status.
 pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     if let Some(HostCommand::ComputeMode { device, mode, nvml_library }) = &args.command {
         return set_compute_mode(nvml_library.as_deref(), device, *mode);
@@ -67,7 +67,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
     reconciler.clean_up().await;
     loop {
         tokio::select! {
-            // Cancel-safe: signals and events stay queued.
+            // Cancel-safe: signals and events remain queued.
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
             () = sleep(MAINTENANCE_INTERVAL) => reconciler.maintain(),

@@ -32,7 +32,7 @@ pub enum LogEvent {
     Chatter,
     /// A client connects or exits, or its limits are set.
     Routine,
-    /// Anything else.
+    /// Any other line.
     Other,
 }
 

@@ -1,9 +1,9 @@
 //! Starts and reaps child processes, and refers to processes by pidfd.
 //!
-//! The MPS server is the daemon's child. When the daemon dies first, this process inherits it as
-//! the subreaper (or pid 1), so it has to reap every process that exits below it. That would take
-//! the exit status away from tokio's own children. So the MPS host starts all processes here and
-//! none through tokio.
+//! The MPS server is the daemon's child. When the daemon exits first, this process inherits the
+//! server as the subreaper (or pid 1), so it has to reap every process that exits below it. Reaping
+//! would take the exit status away from tokio's own children. So the MPS host starts all processes
+//! here and none through tokio.
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -143,7 +143,7 @@ fn raw(pid: u32) -> Option<Pid> {
 pub(crate) struct PidFd(OwnedFd);
 
 impl PidFd {
-    /// `None` if there is no such process, or the kernel refuses.
+    /// Opens a pidfd. `None` if no such process exists, or the kernel refuses.
     pub(crate) fn open(pid: u32) -> Option<Self> {
         rustix::process::pidfd_open(raw(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
     }

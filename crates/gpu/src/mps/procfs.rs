@@ -33,11 +33,11 @@ pub(crate) async fn of_gpu(uuid: &str) -> Option<Vec<u32>> {
 }
 
 /// Runs a search on its own thread. Reading the environment of a process that hangs in the driver
-/// hangs too, and must not block other devices. Such a thread is abandoned.
+/// hangs too, and must not block other devices. A thread that hangs is abandoned.
 async fn on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (found, answer) = oneshot::channel();
     let search = move || {
-        // The receiver may have given up.
+        // The send fails if the search has timed out.
         let _ = found.send(search());
     };
     let started = std::thread::Builder::new().stack_size(SEARCH_STACK).spawn(search);
@@ -125,7 +125,7 @@ pub(crate) fn is_stopped(pid: u32) -> bool {
     matches!(state(pid), Some('T' | 't'))
 }
 
-/// A process's state from `/proc/PID/stat`; `None` if the process is gone.
+/// A process's state from `/proc/PID/stat`; `None` if the process no longer exists.
 fn state(pid: u32) -> Option<char> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the name in parentheses, which may contain anything.

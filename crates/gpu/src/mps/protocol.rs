@@ -11,13 +11,13 @@ use super::text::shorten;
 
 /// The daemon's greeting.
 pub(crate) const HELLO: &[u8] = b"OUTBHELL\0";
-/// Carries the sender's credentials.
+/// Packet that carries the sender's credentials.
 pub(crate) const CREDENTIALS: &[u8] = b"OUTBCRED\0";
-/// Carries a descriptor.
+/// Packet that carries a descriptor.
 pub(crate) const DESCRIPTOR: &[u8] = b"OUTBCUFD\0";
-/// Ends the replies to an administrator.
+/// Packet that ends the replies to an administrator.
 pub(crate) const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
-/// Ends an administrator's commands.
+/// Packet that ends an administrator's commands.
 const END_OF_COMMANDS: [u8; 8] = 0_u64.to_le_bytes();
 /// `CUDA_SUCCESS`: the last packet of a client that has connected to the server.
 pub(crate) const CLIENT_CONNECTED: [u8; 4] = 0_u32.to_le_bytes();
@@ -28,18 +28,18 @@ pub(crate) const MAX_PACKET: usize = 8 * 1024;
 /// [`DESCRIPTOR`]. The first carries credentials.
 ///
 /// The server accepts one client at a time and waits for these packets without a deadline. If the
-/// client dies before it has sent them, driver 580's server never accepts a client again. Sending
-/// all of them in the client's place recovers the server, even if the client had sent some.
+/// client exits before it has sent them, driver 580's server never accepts a client again. Sending
+/// all of them on the client's behalf recovers the server, even if the client had sent some.
 pub(crate) const INTRODUCTION: [&[u8]; 3] = [CREDENTIALS, &0_u32.to_le_bytes(), &0xff_u32.to_le_bytes()];
 
-/// Who connects to `control`.
+/// The kind of peer that connects to `control`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A CUDA program.
     Client,
     /// An administrator, who sends commands.
     Administrator,
-    /// Neither.
+    /// Neither a client nor an administrator.
     Unknown,
 }
 
@@ -88,14 +88,14 @@ pub enum Command {
     SetThreads {
         /// Pid of the server.
         server: u32,
-        /// 1 to 100.
+        /// Percentage, 1 to 100.
         percent: u8,
     },
     /// Sets the memory limit of clients that connect from now on.
     SetMemory {
         /// Pid of the server.
         server: u32,
-        /// MiB. `None` removes the limit.
+        /// Limit in MiB. `None` removes the limit.
         mib: Option<u64>,
     },
     /// Reads the limit set by [`Command::SetMemory`].
@@ -129,7 +129,7 @@ pub enum Command {
 
 impl fmt::Display for Command {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Device 0: a daemon sees only the device that it was started for.
+        // Always device 0: a daemon sees only the device that it was started for.
         match self {
             Self::ServerList => write!(f, "get_server_list"),
             Self::ServerStatus(server) => write!(f, "get_server_status {server}"),
@@ -152,7 +152,7 @@ impl fmt::Display for Command {
     }
 }
 
-/// The packets of one command. They follow the kind.
+/// The packets of one command. An administrator sends them after its [`Kind`].
 pub fn commands(command: &Command) -> [Vec<u8>; 3] {
     let text = format!("{command}\n\0").into_bytes();
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
@@ -186,8 +186,8 @@ impl Reply {
 pub struct Unexpected(String);
 
 impl Unexpected {
-    /// Keeps only the beginning of a long answer: it becomes part of a status that has to fit into
-    /// an object of the API server.
+    /// Keeps only the beginning of a long answer, because the status that contains it has to fit
+    /// into an object of the API server.
     pub(crate) fn new(answer: &str) -> Self {
         Self(shorten(answer))
     }
@@ -251,7 +251,7 @@ pub fn is_memory(output: &str, mib: Option<u64>) -> bool {
 /// Result of `terminate_client`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Terminated {
-    /// The client's contexts are gone.
+    /// The client's contexts were terminated.
     Done,
     /// The client has no context (`CUDA_ERROR_INVALID_CONTEXT`): not yet, or no longer.
     NoContext,

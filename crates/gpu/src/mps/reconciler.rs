@@ -126,8 +126,8 @@ impl Reconciler {
         }
     }
 
-    /// The device, with a task that supervises its daemon. A door may exist before its daemon is
-    /// desired.
+    /// Returns the device. Starts the task that supervises its daemon unless that task is running.
+    /// A door may exist before its daemon is desired.
     fn supervise(&self, name: &str) -> Rc<Device> {
         if let Some(supervised) = self.devices.borrow().get(name)
             && supervised.task.as_ref().is_some_and(|task| !task.is_finished())
@@ -174,7 +174,7 @@ impl Reconciler {
         });
     }
 
-    /// Closes all doors and stops all daemons at once. Each has its own deadlines.
+    /// Closes all doors and stops all daemons concurrently. Each daemon has its own deadlines.
     pub(crate) async fn stop(&self) {
         for door in std::mem::take(&mut *self.doors.borrow_mut()).values() {
             door.close();

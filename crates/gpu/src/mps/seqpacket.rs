@@ -64,17 +64,17 @@ impl Socket {
     }
 
     /// Prepares a relay between `other`, which has no other user, and a process that expects
-    /// `other` itself.
+    /// `other`.
     ///
-    /// Returns `other` and the two ends of a new connection. The last is for the process: it has
-    /// the type, flags and options of `other`. On the second, the kernel attests the sender of each
-    /// packet.
+    /// Returns `other`, this process's end of a new connection, and the other process's end. On
+    /// this process's end, the kernel attests the sender of each packet. The other process's end
+    /// has the type, flags and options of `other`.
     pub(crate) fn interpose(other: OwnedFd) -> io::Result<(Self, Self, OwnedFd)> {
         let kind = rustix::net::sockopt::socket_type(&other)?;
         let (near, far) = rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
         rustix::fs::fcntl_setfl(&far, rustix::fs::fcntl_getfl(&other)?)?;
         rustix::net::sockopt::set_socket_passcred(&far, rustix::net::sockopt::socket_passcred(&other)?)?;
-        // Credentials would take the space of descriptors.
+        // Without this, credentials would take up the buffer space for descriptors.
         rustix::net::sockopt::set_socket_passcred(&other, false)?;
         rustix::net::sockopt::set_socket_passcred(&near, true)?;
         for fd in [&other, &near] {
@@ -90,7 +90,7 @@ impl Socket {
             let fd = socket()?;
             match rustix::net::connect(&fd, &address) {
                 Ok(()) => return Self::new(fd),
-                // The queue is full. The kernel has no event for that.
+                // The queue is full. Poll, because the kernel reports no event when it has space.
                 Err(rustix::io::Errno::AGAIN) => tokio::time::sleep(CONNECT_RETRY).await,
                 Err(error) => return Err(error.into()),
             }
@@ -103,7 +103,7 @@ impl Socket {
         Ok(Credentials { pid: u32::try_from(peer.pid()).unwrap_or(0), uid: peer.uid(), gid: peer.gid() })
     }
 
-    /// Sends one packet. A closed connection is an error, never a signal.
+    /// Sends one packet. Fails if the connection is closed; never raises SIGPIPE.
     pub(crate) async fn send(&self, data: &[u8]) -> io::Result<()> {
         self.write(|fd| Ok(rustix::net::send(fd, data, SendFlags::NOSIGNAL).map(drop)?)).await
     }
@@ -139,8 +139,8 @@ impl Socket {
         .await
     }
 
-    /// Like [`Socket::recv`], with the sender's credentials. For accepted sockets. The kernel drops
-    /// descriptors in the packet.
+    /// Like [`Socket::recv`], with the sender's credentials. Only for accepted sockets. The kernel
+    /// drops descriptors in the packet.
     pub(crate) async fn recv_credentials(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_credentials(fd, MAX_PACKET)).await
     }
@@ -156,7 +156,7 @@ impl Socket {
     }
 
     /// Receives a packet of any length, with the sender's credentials. If the packet carries
-    /// descriptors, the kernel drops them and there are no credentials.
+    /// descriptors, the kernel drops them and attests no credentials.
     pub(crate) async fn recv_any_length_credentials(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_credentials(fd, next_length(fd)?)).await
     }
@@ -203,7 +203,7 @@ impl Socket {
         loop {
             let mut ready = self.0.readable().await?;
             match ready.try_io(|fd| retry(|| attempt(fd.get_ref().as_fd()))) {
-                // End of connection. Nothing in this protocol sends an empty packet.
+                // An empty packet means the end of the connection: this protocol never sends one.
                 Ok(Ok(packet)) if packet.data.is_empty() => return Ok(None),
                 Ok(Ok(packet)) => return Ok(Some(packet)),
                 Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
@@ -284,7 +284,7 @@ fn retry<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Sends one packet without waiting, with the credentials if there are any.
+/// Sends one packet without waiting, with the credentials if they are `Some`.
 pub(crate) fn send_now(
     fd: impl AsFd,
     data: &[u8],

@@ -3,7 +3,7 @@
 /// Maximum number of characters that are kept.
 const MAX_CHARS: usize = 200;
 
-/// Shortens `text` to its beginning, with an ellipsis where something was removed.
+/// Shortens `text` to its beginning, and adds an ellipsis if text was removed.
 pub(crate) fn shorten(text: &str) -> String {
     match text.char_indices().nth(MAX_CHARS) {
         Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),

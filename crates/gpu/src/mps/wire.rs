@@ -37,13 +37,13 @@ pub struct Desired {
 /// Why a [`Desired`] file is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidDesired {
-    /// Not JSON, or not of this shape.
+    /// The file is not JSON, or does not have the structure of [`Desired`].
     #[error("desired.json cannot be parsed: {0}")]
     Malformed(String),
-    /// Written by a newer agent.
+    /// A newer agent wrote the file.
     #[error("desired.json has version {0}, this MPS host supports version {VERSION}: upgrade the MPS host")]
     Version(u32),
-    /// The device cannot be a directory name.
+    /// The device's name cannot be a directory name.
     #[error("invalid device {0:?}: expected 1 to 80 letters, digits or `-`")]
     Device(String),
     /// The id has a form that the agent never writes.
@@ -63,7 +63,7 @@ pub enum InvalidDesired {
     /// The maximum number of clients is 0.
     #[error("{0}: maxClients is 0: no client could ever connect")]
     Clients(String),
-    /// A compute mode is set for a MIG instance, which has none.
+    /// A compute mode is set for a MIG instance, which has no compute mode.
     #[error("{0}: EXCLUSIVE_PROCESS applies to whole GPUs, not to MIG instances")]
     Exclusive(String),
 }
@@ -78,9 +78,9 @@ impl Desired {
         struct Versioned {
             version: u32,
         }
-        // serde quotes text of the file, however long it is.
+        // Shorten the message: serde quotes text of the file, which may be long.
         let malformed = |error: serde_json::Error| InvalidDesired::Malformed(shorten(&error.to_string()));
-        // The version first: a newer file may differ in everything else.
+        // Check the version first: a newer file may differ in everything else.
         let Versioned { version } = serde_json::from_slice(bytes).map_err(malformed)?;
         if version != VERSION {
             return Err(InvalidDesired::Version(version));
@@ -155,7 +155,7 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Paths below `run`, which both pods mount at the same path.
+    /// Creates the paths below `run`, which both pods mount at the same path.
     pub fn new(run: impl Into<PathBuf>) -> Self {
         Self { run: run.into() }
     }
@@ -213,7 +213,7 @@ pub struct Daemon {
     /// Whether clients of several users share one server (`-multiuser-server`).
     pub multi_user: bool,
     /// Whether to set the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restore the former
-    /// mode afterwards. False leaves the mode alone; it is always false for MIG instances.
+    /// mode afterwards. False does not change the mode. Always false for MIG instances.
     pub exclusive: bool,
     /// `set_default_active_thread_percentage`, 1 to 100: the limit of a client that no door limits.
     pub default_threads: Option<u8>,
@@ -283,12 +283,13 @@ pub struct DaemonStatus {
 pub struct Fault {
     /// Counts a device's faults from 1 since the MPS host ([`Status::pid`]) started.
     pub number: u64,
-    /// The one client that was killed while its kernels ran just before the fault. If there is
-    /// none, the client that the server's log names, which may be a neighbour of the real culprit.
+    /// The only client that was killed while its kernels ran, just before the fault. If none or
+    /// several were killed, the client that the server's log names. That client may be a neighbour
+    /// of the real culprit.
     pub culprit: Option<Client>,
     /// Whether the culprit was killed while its kernels ran, and caused no GPU error itself.
     pub killed: bool,
-    /// The clients at that time, including the culprit.
+    /// The clients at the time of the fault, including the culprit.
     pub affected: Vec<Client>,
     /// The affected clients that were signalled because they did not exit by themselves.
     pub ended: Vec<Client>,
@@ -305,9 +306,10 @@ pub enum DaemonState {
     Active,
     /// The server is in FAULT until the clients that it broke have exited.
     Fault,
-    /// The daemon or its server died or hung. Clients wait at their doors until the daemon is back.
+    /// The daemon or its server exited or hung. Clients wait at their doors until the daemon
+    /// serves.
     Restarting,
-    /// The daemon failed repeatedly and is retried at a growing, capped interval.
+    /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
     BackOff,
     /// The daemon is no longer desired. It quits once its clients have exited.
     Stopping,
@@ -374,13 +376,13 @@ pub enum Request {
 pub enum Reply {
     /// The request succeeded.
     Done,
-    /// To [`Request::Terminate`]: the client has no context to terminate.
+    /// Answer to [`Request::Terminate`]: the client has no context to terminate.
     NoContext,
-    /// To [`Request::Status`].
+    /// Answer to [`Request::Status`].
     Status(Status),
     /// The request failed.
     Error {
-        /// Why.
+        /// Why the request failed.
         message: String,
     },
 }

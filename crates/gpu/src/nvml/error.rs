@@ -7,7 +7,7 @@ pub enum NvmlError {
     /// No library file was found.
     #[error("found no NVML library; searched {0}")]
     NoLibrary(String),
-    /// The library exists, the kernel driver is not loaded.
+    /// The library exists, but the kernel driver is not loaded.
     #[error("the NVIDIA driver is not loaded")]
     NoDriver,
     /// The GPU fell off the bus or needs a reset.
@@ -56,7 +56,7 @@ impl NvmlError {
         }
     }
 
-    /// Whether calls can succeed again only after the library is loaded again.
+    /// Whether calls can succeed only after the library is reloaded.
     pub(super) fn requires_reload(&self) -> bool {
         matches!(self, Self::NoDriver | Self::Call { source: Code::Uninitialized | Code::LibRmVersionMismatch, .. })
     }
@@ -71,8 +71,8 @@ pub(super) fn if_supported<T>(call: &'static str, result: Result<T, Code>) -> Re
     }
 }
 
-/// The result of a call whose value is optional: `None` after any error, except that a lost GPU or
-/// driver is still an error.
+/// The result of a call whose value is optional. A lost GPU or driver is an error; every other
+/// error gives `None`.
 pub(super) fn if_known<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
     match result.map_err(|code| NvmlError::of(call, code)) {
         Ok(value) => Ok(Some(value)),

@@ -24,7 +24,7 @@ impl Default for Search {
 /// Usual root directories of a driver: NVIDIA's driver container, GKE nodes, the host itself.
 const DRIVER_ROOTS: [&str; 3] = ["/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/"];
 
-/// Library directories below a root, in Debian, Red Hat, and driver directories for containers.
+/// Library directories below a root: Debian's, Red Hat's, and those of drivers for containers.
 const LIBRARY_DIRECTORIES: [&str; 6] = [
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
@@ -50,7 +50,7 @@ impl Search {
     }
 }
 
-/// The path in this process of `path` on the host.
+/// Translates a path on the host to its path in this process.
 fn below(host_root: &Path, path: &Path) -> PathBuf {
     host_root.join(path.strip_prefix("/").unwrap_or(path))
 }

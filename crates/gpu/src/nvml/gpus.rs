@@ -22,8 +22,8 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Blocks this thread and passes each event of the GPU at an index to `report`, until `report`
-    /// returns `Break`. While there are no events, `report` gets `None` about once a second, so
-    /// that it can stop the wait.
+    /// returns `Break`. Without events, it passes `None` about once a second, so that `report` can
+    /// stop the wait.
     fn listen(
         &self,
         _index: u32,
@@ -32,10 +32,10 @@ pub trait Gpus: Send + Sync {
         Err(NvmlError::NotSupported { call: "nvmlDeviceRegisterEvents" })
     }
 
-    /// The GPU with a UUID.
+    /// The GPU with this UUID.
     fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError>;
 
-    /// The processes that use the GPU or MIG device with a UUID.
+    /// The processes that use the GPU or MIG device with this UUID.
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError>;
 
     /// The memory errors of a GPU and the recovery action that its driver requests. Fails only if
@@ -44,7 +44,7 @@ pub trait Gpus: Send + Sync {
         Ok(Vitals::default())
     }
 
-    /// The processes that use the GPU or MIG device with a UUID, and whether [`Process::mps`] is
+    /// The processes that use the GPU or MIG device with this UUID, and whether [`Process::mps`] is
     /// known.
     fn device_processes(&self, uuid: &str) -> Result<DeviceProcesses, NvmlError> {
         Ok(DeviceProcesses { processes: self.processes(uuid)?, are_clients_known: true })
@@ -67,8 +67,8 @@ pub trait Gpus: Send + Sync {
     /// GPU must be idle. A driver may reset it, which may change other properties of the GPU.
     fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
 
-    /// Creates a GPU instance of `profile` at exactly `start`, with one compute instance over all
-    /// of it. Leaves nothing behind if it fails.
+    /// Creates a GPU instance of `profile` at exactly `start`, and one compute instance that spans
+    /// it. Leaves neither behind if it fails.
     fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError>;
 
     /// Destroys a GPU instance and its compute instances.

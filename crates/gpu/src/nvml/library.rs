@@ -11,8 +11,8 @@ use super::session::Nvml;
 
 type Open = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync>;
 
-/// The NVML library. The first call loads it; an error that only a reload can fix makes the next
-/// call load it again. Clones share one session: NVML allows concurrent calls.
+/// The NVML library. The first call loads it. After an error that only a reload can fix, the next
+/// call reloads it. Clones share one session: NVML allows concurrent calls.
 #[derive(Clone)]
 pub struct Library(Arc<Shared>);
 
@@ -30,12 +30,13 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    /// The library file that `search` finds.
+    /// Creates a handle to the library file that `search` finds. Loads nothing yet.
     pub fn find(search: Search) -> Self {
         Self::new(move || Ok(Arc::new(Nvml::open(&search)?)))
     }
 
-    /// A library that `open` loads. `open` runs on the thread that makes the call.
+    /// Creates a handle to a library that `open` loads. `open` runs on the thread whose call needs
+    /// the library.
     pub fn new(open: impl Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync + 'static) -> Self {
         Self(Arc::new(Shared { open: Box::new(open), session: Mutex::new(None) }))
     }
@@ -51,7 +52,7 @@ impl Library {
     }
 
     /// Calls [`Gpus::listen`] on this thread. Returns `Ok` when another thread has closed the
-    /// session, so that the next call listens in the new one.
+    /// session, so that the next call listens in the new session.
     pub(super) fn listen(
         &self,
         index: u32,
@@ -73,7 +74,8 @@ impl Library {
         }
     }
 
-    /// Makes the next call load the library again. Calls in progress keep the old session.
+    /// Closes the session `gpus`: the next call reloads the library. Calls in progress keep the old
+    /// session.
     fn close(&self, gpus: &Arc<dyn Gpus>) {
         let mut session = self.0.session.lock().unwrap_or_else(PoisonError::into_inner);
         if session.as_ref().is_some_and(|current| Arc::ptr_eq(current, gpus)) {

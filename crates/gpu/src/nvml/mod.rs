@@ -1,4 +1,5 @@
-//! NVML: which GPUs a node has, their state, and the few settings that Cleave changes.
+//! Reads a node's GPUs and their state through NVML, and changes the few settings that Cleave
+//! needs.
 //!
 //! | module | purpose |
 //! |---|---|
@@ -11,9 +12,9 @@
 //! | `library` | [`Library`], one session that all threads of a process share |
 //! | `worker`, `watch` | threads for calls that may hang: [`Worker`] and [`EventWatch`] |
 //!
-//! GPUs fail one by one, and a call may hang in the driver until the node reboots. So each call is
-//! about one GPU, except [`Gpus::census`] and [`Gpus::cuda_version`]. A program that has other work
-//! to do calls each GPU on its own [`Worker`].
+//! GPUs fail independently, and a call may hang in the driver until the node reboots. So each call
+//! concerns one GPU, except [`Gpus::census`] and [`Gpus::cuda_version`]. A program that must not
+//! block runs the calls for each GPU on a separate [`Worker`].
 mod error;
 mod find;
 mod gpus;

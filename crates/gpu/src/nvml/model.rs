@@ -16,7 +16,7 @@ pub struct Census {
 pub struct Observation {
     /// The GPU.
     pub gpu: Gpu,
-    /// Its processes, including those in its MIG instances.
+    /// The GPU's processes, including those in its MIG instances.
     pub processes: Vec<Process>,
 }
 
@@ -61,7 +61,8 @@ pub enum Recovery {
     Reset,
     /// A reboot of the node.
     Reboot,
-    /// A reset at a convenient time, or no peer-to-peer transfers. The GPU works meanwhile.
+    /// A reset at a convenient time, or an end of peer-to-peer transfers. Until then, the GPU
+    /// works.
     Drain,
 }
 
@@ -107,7 +108,7 @@ pub struct Gpu {
 pub struct Mig {
     /// Whether MIG mode is on.
     pub enabled: bool,
-    /// The mode after the next reset, if it differs.
+    /// The mode after the next reset, if it differs from the current one.
     pub pending: Option<bool>,
     /// Profiles and placements as NVML reports them.
     pub profiles: Vec<MigProfile>,
@@ -137,7 +138,7 @@ pub struct MigProfile {
 /// One GPU instance.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigInstance {
-    /// UUID of the MIG device. Empty while there is no compute instance.
+    /// UUID of the MIG device. Empty while no compute instance exists.
     pub uuid: String,
     /// Profile name without prefix.
     pub profile: String,
@@ -156,7 +157,7 @@ pub struct Process {
     pub pid: u32,
     /// Used GPU memory in bytes, if the driver reports it.
     pub memory: Option<u64>,
-    /// Whether it is an MPS client.
+    /// Whether the process is an MPS client.
     pub mps: bool,
     /// GPU instance, if the GPU is in MIG mode.
     pub gpu_instance: Option<u32>,
@@ -172,7 +173,7 @@ pub struct DeviceProcesses {
     pub are_clients_known: bool,
 }
 
-/// Which processes may create contexts on a GPU.
+/// The processes that may create contexts on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ComputeMode {
     /// Any process.

@@ -51,14 +51,14 @@ impl Nvml {
         }
     }
 
-    /// The GPU or MIG device with a UUID. Uses the last known index of a GPU: a search by UUID
-    /// accesses other GPUs, and one of them may hang.
+    /// Finds a GPU or MIG device by UUID. Uses the last known index of a GPU, because a search by
+    /// UUID accesses other GPUs, and one of them may hang.
     fn device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
         let index = self.indices.lock().unwrap_or_else(PoisonError::into_inner).get(uuid).copied();
         if let Some(index) = index {
             match self.by_index(index) {
                 Ok(device) if device.uuid().is_ok_and(|found| found == uuid) => return Ok(device),
-                // The indices have changed.
+                // The indices have changed. Search by UUID.
                 Ok(_) | Err(NvmlError::NotFound(_)) => {}
                 Err(error) => return Err(error),
             }
@@ -292,8 +292,8 @@ fn numa_node(pci: &str) -> Option<u32> {
     fs::read_to_string(format!("/sys/bus/pci/devices/{pci}/numa_node")).ok()?.trim().parse().ok()
 }
 
-/// Merges NVML's list of all processes with its list of MPS clients. A client is in both, possibly
-/// with different memory values: the larger one is used.
+/// Merges NVML's list of all processes with its list of MPS clients. A client is in both lists,
+/// possibly with different memory values. The larger value is used.
 fn merge(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
     let mut processes: BTreeMap<(u32, Option<u32>), Process> = BTreeMap::new();
     for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {

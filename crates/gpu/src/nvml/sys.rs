@@ -1,9 +1,10 @@
 //! The calls that nvml-wrapper does not wrap: MIG instances, events with their GPU instance, the
-//! first version of the memory call, remapped rows.
+//! first version of the memory call, and remapped rows.
 //!
-//! This is all of the product's unsafe code. Each function passes NVML only pointers to its own
-//! live, zeroed values and buffers, with their true lengths, and handles that NVML returned for the
-//! same, still initialized library. `Device` borrows `Nvml`, so the library outlives the handle.
+//! This is all of the product's unsafe code. Each function passes NVML pointers only to its own
+//! live, zeroed values and buffers, with their true lengths. Every handle comes from the same
+//! library, which is still initialized: `Device` borrows `Nvml`, so the library outlives the
+//! handle.
 #![allow(unsafe_code, reason = "NVML has a C interface, and nvml-wrapper leaves these calls to nvml-wrapper-sys")]
 use std::ffi::{CStr, c_uint};
 use std::mem;
@@ -112,7 +113,7 @@ fn profile_name(raw: &[std::ffi::c_char]) -> String {
 
 /// `NVML_STRUCT_VERSION` of `nvml.h`: the size in the lower three bytes, the version in the fourth.
 fn struct_version<T>(version: c_uint) -> c_uint {
-    // Every NVML structure is far below 16 MiB.
+    // The size fits into three bytes: every NVML structure is far smaller than 16 MiB.
     c_uint::try_from(mem::size_of::<T>()).unwrap_or(0) | (version << 24)
 }
 
@@ -130,7 +131,7 @@ fn placements(nvml: &Nvml, device: &Device<'_>, profile: u32) -> Result<Vec<nvml
     // SAFETY: a placement is two integers; zero is a valid value of both.
     let mut placements: Vec<nvmlGpuInstancePlacement_t> = vec![unsafe { mem::zeroed() }; count as usize];
     if count > 0 {
-        // SAFETY: the buffer holds `count` placements.
+        // SAFETY: the buffer has space for `count` placements.
         let status = unsafe { call(handle(device), profile, placements.as_mut_ptr(), &raw mut count) };
         nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
         placements.truncate(count as usize);
@@ -224,7 +225,7 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
     Ok(devices)
 }
 
-/// Creates a GPU instance at exactly `start` and one compute instance over all of it. Returns the
+/// Creates a GPU instance at exactly `start`, and one compute instance that spans it. Returns the
 /// GPU instance's ID.
 pub(super) fn create_instance(
     nvml: &Nvml,

@@ -15,13 +15,14 @@ use super::model::GpuEvent;
 
 /// Interval at which a waiting thread checks whether it should stop.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// First and maximum delay after an error. Every read of a lost GPU fails at once.
+/// First and maximum delay after an error. Without a delay, the thread of a lost GPU would spin:
+/// every read fails at once.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// Maximum number of queued events. A full channel blocks the threads; NVML then queues further
 /// events.
 const QUEUE_CAPACITY: usize = 64;
 
-/// The threads that wait for events. They stop some seconds after this value is dropped; a thread
+/// The threads that wait for events. They stop within seconds after this value is dropped. A thread
 /// that hangs in a call stops when the call returns.
 #[derive(Debug)]
 pub struct EventWatch {
@@ -33,22 +34,22 @@ pub struct EventWatch {
 }
 
 impl EventWatch {
-    /// Starts without any thread.
+    /// Creates a watch without threads, and the channel on which it sends events.
     pub fn new(library: Library) -> (Self, mpsc::Receiver<GpuEvent>) {
         let (events, receiver) = mpsc::channel(QUEUE_CAPACITY);
         (Self { library, events, stop: Arc::default(), watched: 0 }, receiver)
     }
 
-    /// Watches every index below `count`. Indices watched before stay watched: a missing GPU may
-    /// come back.
+    /// Watches every index below `count`. Threads of higher indices continue: a missing GPU may
+    /// return.
     ///
     /// # Errors
-    /// Fails if a thread cannot be started. Call it again to retry.
+    /// A thread cannot be started. Call this function again to retry.
     pub fn watch(&mut self, count: u32) -> std::io::Result<()> {
         while self.watched < count {
             let (index, library) = (self.watched, self.library.clone());
             let (events, stop) = (self.events.clone(), Arc::clone(&self.stop));
-            // NVML uses much stack. Keep the default size: untouched pages cost nothing.
+            // NVML needs a large stack. Keep the default size: untouched pages cost nothing.
             thread::Builder::new()
                 .name(format!("nvml-event-{index}"))
                 .spawn(move || watch(&library, index, &events, &stop))?;
@@ -77,7 +78,7 @@ fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &
             Ok(()) => pause = BACK_OFF.0,
             Err(error) => {
                 match &error {
-                    // The inventory reports these: no driver, or fewer GPUs than before.
+                    // The inventory reports a missing driver and missing GPUs.
                     NvmlError::NoLibrary(_) | NvmlError::NoDriver | NvmlError::NotFound(_) => {}
                     NvmlError::NotSupported { .. } => {
                         tracing::warn!(index, error = &error as &dyn std::error::Error, "GPU does not support events");
@@ -89,7 +90,7 @@ fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &
                         }
                     }
                 }
-                // An error after a long time without one starts a new back-off.
+                // If the thread ran for long without an error, start with the first delay again.
                 pause = if started.elapsed() > BACK_OFF.1 { BACK_OFF.0 } else { (pause * 2).min(BACK_OFF.1) };
                 sleep(pause, stop);
             }

@@ -1,4 +1,5 @@
-//! A thread for calls that may hang in the driver, so that they block nothing else.
+//! Runs NVML calls that may hang in the driver on a separate thread, so that they block nothing
+//! else.
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -39,7 +40,7 @@ impl Worker {
     /// loads the library.
     pub fn start(library: &Library, name: impl Into<String>) -> std::io::Result<Self> {
         let (jobs, queue) = channel();
-        // NVML uses much stack. Keep the default size: untouched pages cost nothing.
+        // NVML needs a large stack. Keep the default size: untouched pages cost nothing.
         thread::Builder::new().name(name.into()).spawn(move || serve(&queue))?;
         Ok(Self { library: library.clone(), jobs, progress: Arc::default() })
     }
@@ -71,7 +72,7 @@ impl Worker {
             progress.returned = number;
             progress.missed = None;
             drop(progress);
-            // The caller may have given up.
+            // The send fails if the caller no longer waits.
             let _ = answer.send(result);
         });
         if self.jobs.send(job).is_err() {
@@ -83,7 +84,7 @@ impl Worker {
             Ok(Err(_)) => Err(NvmlError::Hung(started.elapsed())),
             Err(_) => {
                 let mut progress = self.progress();
-                // The call may have returned meanwhile.
+                // The call may have returned between the timeout and this check.
                 if progress.returned < number {
                     progress.missed = Some(deadline);
                 }

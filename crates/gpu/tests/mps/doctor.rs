@@ -192,7 +192,7 @@ fn nothing_is_started_on_a_gpu_in_use() {
     assert_eq!((status, checks_with(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
     assert!(report["skipReason"].as_str().unwrap().contains("Cleave shares the GPU with MPS"), "{report:#}");
     assert_eq!(report["gpu"]["model"], "NVIDIA H200");
-    // The daemon is running, but the desired file is gone.
+    // The daemon is running, but the desired file is deleted.
     fs::remove_file(node.paths.desired()).unwrap();
     let (_, report) = run_with_client(&node);
     assert!(

@@ -1,4 +1,4 @@
-//! Fatal GPU errors: the status reports the culprit and the affected clients, clients that do not
+//! Fatal GPU errors. The status reports the culprit and the affected clients. Clients that do not
 //! exit are signalled, and the device always serves again.
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus};

@@ -1,6 +1,6 @@
 //! Misbehaviour of clients during the handshake. The daemon and its server wait for each client
-//! without a deadline, and forever if a client leaves after it has received the server's socket and
-//! before it has introduced itself. That must not affect the next client.
+//! without a deadline. If a client leaves after it has received the server's socket and before it
+//! has introduced itself, the server waits forever. Neither must affect the next client.
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -41,7 +41,7 @@ fn a_client_that_stalls_with_the_socket_is_disconnected() {
     let server = node.daemon(0).server_pid;
     let stalled = client_with_socket(&node, A);
     assert_unharmed(&node, server);
-    // The stalled client would run under limits that were set for other clients meanwhile.
+    // Otherwise the stalled client would run under limits that were set later for other clients.
     assert!(matches!(stalled.enter(Subject::Process), Err(Closed::ByServer)));
     assert_unharmed(&node, server);
 }
@@ -189,7 +189,7 @@ fn allocations_take_turns_even_if_one_sends_many_clients() {
     let node = two_tenants();
     let door = node.paths.door(A);
     let before = node.daemon(0).server_pid;
-    // Each receives its socket and does nothing with it.
+    // Each client receives its socket and does not use it.
     let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
     // Three connections: one to learn whether a daemon exists, one for the process, one for a
     // context.

@@ -138,14 +138,14 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     node.desire_allocation(A, 0, Some(20), Some(8192));
     node.write();
     node.start();
-    // A client that connects before the first daemon runs.
+    // This client connects before the first daemon runs.
     let mut first = node.client(A, &[]);
     node.wait_for_status("the first client waits", |status| {
         status.allocations.get(A).is_some_and(|door| door.waiting == 1)
     });
     assert!(first.is_silent());
     assert_eq!(limits_in(&first.line()), (26, Some(8192)));
-    // A client that connects after the daemon was killed.
+    // This client connects after the daemon was killed.
     for _ in 0..2 {
         kill(node.wait_for_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
         node.wait_for_state(0, DaemonState::Restarting);
@@ -170,7 +170,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
         status.daemons[&uuid].state == DaemonState::Active && is_new(status.daemons[&uuid].server_pid)
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
-    // The limits that the old server had last are set on the new one.
+    // The last limits of the old server are set on the new one.
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
@@ -260,8 +260,8 @@ fn a_thousand_connections_leak_no_descriptors() {
     let before = settled(&node);
     let door = node.paths.door(A);
     for round in 0..250 {
-        // Four peers: one only connects; one leaves during the handshake; one leaves with the
-        // server's socket; one is an administrator.
+        // Four peers: one only connects; one disconnects during the handshake; one disconnects with
+        // the server's socket; one is an administrator.
         drop(Connection::connect(&door).unwrap());
         drop(mps::introduce(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {
@@ -375,14 +375,14 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     assert_eq!(node.limits_seen(A).0, 26);
-    // A killed host cannot restore the mode; the next host does.
+    // A killed MPS host cannot restore the compute mode. The next MPS host does.
     node.stop_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     node.start();
     node.wait_for_state(0, DaemonState::Active);
     node.stop_host(Signal::TERM);
     assert_eq!(mode(&node), ComputeMode::Default);
-    // So does a host that no longer has a daemon for the GPU.
+    // An MPS host that no longer has a daemon for the GPU restores the mode too.
     node.start();
     node.wait_for_state(0, DaemonState::Active);
     node.stop_host(Signal::KILL);
@@ -412,7 +412,7 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     running.wait();
     node.wait_for_status("the daemon is gone", |status| !status.daemons.contains_key(&uuid));
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
-    // It can be desired again.
+    // The daemon can be desired again.
     node.desire_daemon(0, daemon());
     node.desire_allocation(A, 0, Some(20), Some(8192));
     node.apply();
@@ -535,7 +535,7 @@ fn valid_and_invalid_requests_are_answered() {
     running.line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: running.pid() };
     assert_eq!(node.request(&terminate), Reply::Done);
-    // A client without a context.
+    // This client has no context.
     let mut ended = node.client(A, &["--hold", "forever", "--linger", "forever"]);
     ended.line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: ended.pid() };

@@ -1,4 +1,4 @@
-//! A simulated machine with an MPS host and programs. Everything is removed when it is dropped.
+//! A simulated machine with an MPS host and programs. Dropping it removes everything.
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -40,8 +40,8 @@ impl Node {
         );
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
-        // MPS servers and programs of other users need to reach them, which a checkout may not
-        // allow.
+        // Link the files here: MPS servers and programs of other users may have no access to the
+        // checkout.
         for name in ["cleave-client", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "libnvidia_ml.so"] {
             let (program, path) = (programs().join(name), dir.path().join(name));
             fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
@@ -244,7 +244,7 @@ impl Node {
     pub(crate) fn limits_seen(&self, allocation: &str) -> (u64, Option<u64>) {
         let mut client = self.client(allocation, &[]);
         let line = client.line();
-        // Wait for its exit: after a kill the MPS host would replace the server.
+        // Wait for the exit: after a kill, the MPS host would replace the server.
         client.wait();
         limits_in(&line)
     }
@@ -289,7 +289,7 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         if let Some(mut host) = self.host.take() {
-            // SIGTERM first, so that it stops its daemons.
+            // Send SIGTERM first, so that the MPS host stops its daemons.
             let _ = rustix::process::kill_process(Pid::from_child(&host), Signal::TERM);
             let deadline = Instant::now() + Duration::from_secs(15);
             while matches!(host.try_wait(), Ok(None)) && Instant::now() < deadline {
@@ -307,12 +307,12 @@ impl Drop for Node {
     }
 }
 
-/// Settings of a daemon for all users that leaves the compute mode alone.
+/// Settings of a daemon that serves all users and does not change the compute mode.
 pub(crate) fn daemon() -> Daemon {
     Daemon { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
 }
 
-/// SMs and memory limit from a program's line.
+/// Reads the SMs and the memory limit from a line that a program printed.
 pub(crate) fn limits_in(line: &Value) -> (u64, Option<u64>) {
     assert_eq!(line["viaMps"], true, "{line}");
     (line["sms"].as_u64().unwrap(), line["limitMiB"].as_u64())
@@ -343,12 +343,12 @@ impl Client {
         self.child.id()
     }
 
-    /// The next line that it prints.
+    /// Waits for the next line that the program prints.
     pub(crate) fn line(&mut self) -> Value {
         serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
     }
 
-    /// Whether it is running and has printed nothing more.
+    /// Whether the program is running and has printed nothing more.
     pub(crate) fn is_silent(&mut self) -> bool {
         self.lines.try_recv().is_err() && self.child.try_wait().unwrap().is_none()
     }
@@ -366,7 +366,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // Most have exited already.
+        // The kill fails if the program has exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -394,7 +394,7 @@ pub(crate) fn host_program() -> PathBuf {
 }
 
 /// The directory with the MPS host and the stand-ins for MPS, the CUDA program and NVML. Builds
-/// them first: `cargo test` builds only what it names.
+/// them first, because `cargo test` builds only what its arguments name.
 pub(crate) fn programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {

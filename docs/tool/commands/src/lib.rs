@@ -1,6 +1,6 @@
 //! The commands on tutorial and how-to pages, and how each block of them is tested.
 //!
-//! A comment directly above a fenced `sh`, `bash` or `console` block says how it is tested:
+//! A comment directly above a fenced `sh`, `bash` or `console` block specifies how it is tested:
 //!
 //! | comment | meaning |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! The operations on a device with which doors admit a client.
+//! The operations on a device that doors use to admit a client.
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -25,8 +25,7 @@ impl Device {
         if control.applied == Some((server, limits)) {
             return Ok(());
         }
-        // The limits are unknown until they are read back, even if this call is cancelled in
-        // between.
+        // The limits are unknown until they are read back, even if this call is cancelled before.
         control.applied = None;
         let Limits { threads: percent, memory_mib } = limits;
         let actual = self.ask(&Command::SetThreads { server, percent }).await?;
@@ -45,7 +44,7 @@ impl Device {
         Ok(())
     }
 
-    /// The server for a user. `None` if the user has to wait.
+    /// The server for a user's clients. `None` if they have to wait.
     pub(crate) async fn server_for(&self, uid: u32) -> Result<Option<u32>, DaemonError> {
         let phase = *self.phase.borrow();
         if phase.multi_user {

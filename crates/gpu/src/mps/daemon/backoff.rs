@@ -3,11 +3,11 @@ use std::time::Duration;
 
 use crate::mps::wire::DaemonState;
 
-/// A daemon that ran for this long resets the counter.
+/// Minimum run time of a daemon that resets the counter.
 const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// Delay after the second failure in a row.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
-/// Maximum delay. It is short because the GPU may have been repaired meanwhile.
+/// Maximum delay. It is short because the GPU may be repaired during the delay.
 const MAX_DELAY: Duration = Duration::from_secs(30);
 /// Number of failures in a row from which the state is [`DaemonState::BackOff`].
 const BACK_OFF_FAILURES: u32 = 4;
@@ -19,8 +19,8 @@ pub(super) struct Backoff {
 }
 
 impl Backoff {
-    /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart: none
-    /// after the first failure, because tenants wait.
+    /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart. The
+    /// first failure has no delay, because tenants wait.
     pub(super) fn failed(&mut self, ran: Duration) -> Duration {
         if ran >= STABLE_AFTER {
             self.failures = 0;

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use crate::mps::process::PidFd;
 use crate::mps::wire::Client;
 
-/// Maximum time from a client's exit until MPS logs it. After that, MPS never does.
+/// Maximum time from a client's exit until MPS logs it. Later, MPS no longer logs the exit.
 const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
 
 /// A client that a door admitted.
@@ -21,16 +21,16 @@ struct Admitted {
 }
 
 /// Whether the pidfd is proven to refer to the client. The pid may have been reused after the
-/// client's first packet at the door and before the pidfd was opened. Later, the kernel attests the
-/// pid to the server too. So if MPS lists the pid only after the pidfd was opened, it is the
-/// client's.
+/// client's first packet at the door and before the pidfd was opened. The kernel attests the pid to
+/// the server only later. So if MPS first lists the pid after the pidfd was opened, the pidfd
+/// refers to the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Identity {
-    /// MPS had listed the pid already, so its list proves nothing.
+    /// MPS listed the pid before the pidfd was opened, so the list proves nothing.
     Unprovable,
     /// MPS has not listed the pid yet.
     Unproven,
-    /// MPS has listed the pid since.
+    /// MPS first listed the pid after the pidfd was opened.
     Proven,
 }
 
@@ -51,11 +51,12 @@ pub(super) struct Clients {
 }
 
 impl Clients {
-    /// Registers a client of an allocation. A program connects several times.
+    /// Registers a client of an allocation. A program connects several times and is registered
+    /// once.
     pub(super) fn admit(&mut self, pid: u32, allocation: &str, pidfd: Option<PidFd>) {
         let is_new = self.listed.insert(pid);
         if let Some(admitted) = self.admitted.get_mut(&pid).filter(|admitted| !admitted.has_exited()) {
-            // Keeps the pidfd of its first connection.
+            // Keep the pidfd of the program's first connection.
             allocation.clone_into(&mut admitted.allocation);
         } else {
             let identity = if is_new { Identity::Unproven } else { Identity::Unprovable };
@@ -82,7 +83,7 @@ impl Clients {
         self.terminated.remove(&pid);
     }
 
-    /// Forgets all clients: their server is gone. Returns whether MPS had listed any.
+    /// Forgets all clients, because their server has exited. Returns whether MPS had listed any.
     pub(super) fn clear(&mut self) -> bool {
         let had_listed = !self.listed.is_empty();
         *self = Self::default();
@@ -152,7 +153,7 @@ impl Clients {
         self.admitted.iter().filter(is_other).count()
     }
 
-    /// Forgets the exited clients whose exit MPS has had enough time to log.
+    /// Forgets each client whose exit is older than [`MAX_LOG_DELAY`].
     pub(super) fn forget_exited(&mut self, now: Instant) {
         self.admitted.retain(|_, admitted| {
             !admitted.has_exited()

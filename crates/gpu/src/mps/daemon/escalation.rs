@@ -4,8 +4,8 @@ use std::time::Duration;
 /// The steps against a server in FAULT. Each step is taken once, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Step {
-    /// Do nothing. A program that checks for errors exits by itself, and the server is ACTIVE again
-    /// once the last of them has exited.
+    /// Do nothing. Programs that check for errors exit by themselves. The server is ACTIVE again
+    /// once its last client has exited.
     Wait,
     /// Send SIGTERM to the remaining clients.
     SignalTerm,
@@ -25,7 +25,8 @@ impl Step {
         let seconds = match self {
             // Measured: programs that exit by themselves do so within 0.3 s.
             Self::Wait => 1,
-            // Most programs exit within this time after SIGTERM. All other clients wait meanwhile.
+            // Most programs exit within this time after SIGTERM. Until then, all other clients
+            // wait.
             Self::SignalTerm | Self::SignalKill => 2,
             Self::ShutDownServer => 3,
             Self::QuitDaemon => 5,
@@ -45,8 +46,8 @@ impl Step {
     }
 }
 
-/// Time for a server without clients to recover. Measured: 0.03 s. Others measured up to 1.4 s
-/// until the server had recreated its contexts.
+/// Time for a server without clients to recover. Cleave measured 0.03 s. Others measured up to 1.4
+/// s until the server had recreated its contexts.
 const RECOVERY_TIME: Duration = Duration::from_secs(3);
 
 /// Progress through the steps. Times count from the start of the fault.
@@ -79,7 +80,7 @@ impl Escalation {
         }
         let next = match (self.step, clients) {
             (Step::KillDaemon, _) => return None,
-            // There is no client to signal. The server has to recover.
+            // No client can be signalled. The server has to recover.
             (Step::Wait | Step::SignalTerm | Step::SignalKill, 0) => {
                 let since = *self.without_clients_since.get_or_insert(at);
                 (at.saturating_sub(since) >= RECOVERY_TIME).then_some(Step::ShutDownServer)
@@ -149,7 +150,7 @@ mod tests {
                 prop_assert!(clients == 0 || step == last.0.next());
                 last = (step, now);
             }
-            // This holds at any probe times, with clients that connect and exit at any time.
+            // The limit applies at any probe times, with clients that connect and exit at any time.
             let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY_TIME).iter().sum::<Duration>();
             let most = most + Step::ShutDownServer.deadline() + Step::QuitDaemon.deadline() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == Step::KillDaemon || now < most, "{:?} at {:?}", last, now);

@@ -5,8 +5,8 @@
 //! of them has exited. A client that does not exit blocks the GPU for all other pods, so it is
 //! signalled regardless of policies.
 //!
-//! A server in which a busy client was killed may look ACTIVE and yet break a later client. It is
-//! replaced as soon as it has no clients.
+//! A server in which a busy client was killed may report ACTIVE and yet break a later client. Such
+//! a server is replaced as soon as it has no clients.
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -14,11 +14,11 @@ use tokio::time::Instant;
 use super::escalation::{Escalation, Step};
 use crate::mps::wire::{Client, Fault};
 
-/// Time for which a fault in the log outweighs an ACTIVE server. The log precedes the server's
-/// state by at most 0.13 s (measured).
+/// Time for which a fault in the log takes precedence over the server's state ACTIVE. The log
+/// precedes the server's state by at most 0.13 s (measured).
 const CONFIRMATION_WINDOW: Duration = Duration::from_secs(1);
-/// Time for which a killed client is taken as the cause of a fault. A client that was killed while
-/// its kernels ran causes one within 0.1 to 0.23 s (measured).
+/// Time for which a killed client is assumed to be the cause of a fault. A client that was killed
+/// while its kernels ran causes a fault after 0.1 to 0.23 s (measured).
 const CAUSE_WINDOW: Duration = Duration::from_secs(2);
 /// Maximum time after a fault's end at which its log lines may still arrive.
 const LATE_LOG_WINDOW: Duration = Duration::from_secs(1);
@@ -78,7 +78,7 @@ impl FaultTracker {
         self.unclean = false;
     }
 
-    /// Begins a fault that hits `clients`. Returns false if a fault is already in progress.
+    /// Begins a fault that affects `clients`. Returns false if a fault is already in progress.
     pub(super) fn begin(&mut self, clients: Vec<Client>, now: Instant) -> bool {
         if self.current.is_some() {
             return false;
@@ -153,7 +153,7 @@ impl FaultTracker {
             fault.over = true;
         }
         self.ended_at = Some(now);
-        // The server recreates its contexts.
+        // In a fault, the server recreates its contexts, so it breaks no later client.
         self.unclean = false;
         Some(now.saturating_duration_since(current.began))
     }

@@ -53,8 +53,8 @@ impl Device {
         self.context.status_changed();
     }
 
-    /// Handles a server that reports ACTIVE. Returns whether the server serves. If it does, any
-    /// fault is over.
+    /// Handles a server that reports ACTIVE. Returns whether the server has recovered from any
+    /// fault, and ends the fault if so.
     pub(super) fn server_recovered(&self) -> bool {
         let clients = self.clients.borrow().count();
         if !self.faults.borrow().has_recovered(clients, Instant::now()) {

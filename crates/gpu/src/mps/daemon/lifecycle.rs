@@ -24,7 +24,7 @@ use crate::mps::wire::{Daemon, DaemonState, Enforcement};
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval of probes while the daemon does not serve. It is short because clients are waiting.
 const FAST_PROBE_INTERVAL: Duration = Duration::from_millis(25);
-/// Number of fast probes without a fault after which the interval is ten times as long.
+/// Number of fast probes without a fault after which their interval increases tenfold.
 const FAST_PROBES: u32 = 400;
 /// Interval of attempts to reach a starting daemon.
 const START_POLL: Duration = Duration::from_millis(5);
@@ -71,7 +71,8 @@ impl Device {
                     tokio::select! {
                         () = self.context.stopping.cancelled() => return,
                         () = sleep(delay) => {}
-                        // New settings may fix the failure, and a removal need not wait.
+                        // New settings may fix the failure, and a removal need not wait for the
+                        // back-off.
                         _ = desired.changed() => {}
                     }
                 }
@@ -79,7 +80,7 @@ impl Device {
         }
     }
 
-    /// Runs one life of the daemon, from its start until all its processes are gone.
+    /// Runs one life of the daemon, from its start until all its processes have exited.
     async fn run_once(self: &Rc<Self>, settings: &Daemon, desired: &mut watch::Receiver<Option<Daemon>>) -> End {
         let mut child = None;
         let end = match self.start(settings, &mut child).await {
@@ -89,7 +90,7 @@ impl Device {
         };
         let state = if matches!(end, End::NotDesired) { DaemonState::Stopping } else { DaemonState::Restarting };
         self.set_state(state, None);
-        // An admission in progress either finishes first or finds the daemon gone.
+        // Lock: an admission in progress either finishes first or finds that the daemon has exited.
         let mut control = self.control.lock().await;
         *control = ControlLock::default();
         if let Some(child) = &child {
@@ -143,7 +144,7 @@ impl Device {
         let child = started.insert(child);
         let exited = async {
             let exit = child.exited().await;
-            // Its last lines may still be in the pipe.
+            // Wait: the daemon's last lines may still be in the pipe.
             let _ = timeout(LAST_LINES_DEADLINE, log).await;
             exit
         };
@@ -261,7 +262,8 @@ impl Device {
             fast_probes = if self.phase.borrow().is_open() { 0 } else { fast_probes.saturating_add(1) };
             let pause = match fast_probes {
                 0 => PROBE_INTERVAL,
-                // A fault cannot last: the escalation replaces the daemon in the end.
+                // The interval never increases in a fault: the escalation limits the fault's
+                // duration.
                 _ if self.faults.borrow().is_current() => FAST_PROBE_INTERVAL,
                 1..=FAST_PROBES => FAST_PROBE_INTERVAL,
                 _ => FAST_PROBE_INTERVAL * 10,

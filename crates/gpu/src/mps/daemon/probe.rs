@@ -32,7 +32,8 @@ impl Device {
         child: &Child,
     ) -> Result<Option<End>, DaemonError> {
         let mut control = self.control.lock().await;
-        // An administrator may have changed the server's limits meanwhile. Set them again.
+        // An administrator may have changed the server's limits since the last probe. Set them
+        // again.
         control.applied = None;
         let examined = match self.examine(settings).await {
             Err(DaemonError::Control(ControlError::Timeout { .. })) if self.is_terminating() => {
@@ -65,7 +66,7 @@ impl Device {
         match desired {
             Some(desired) if desired == settings => {
                 if self.phase.borrow().state == DaemonState::Stopping {
-                    // It waited for its clients to exit and is desired again.
+                    // The daemon was waiting for its clients to exit, and is desired again.
                     self.set_state(DaemonState::Active, Some(""));
                 }
                 None
@@ -109,8 +110,7 @@ impl Device {
         Ok(())
     }
 
-    /// Returns the server that the daemon lists. If there is none and all users share one, starts
-    /// it.
+    /// Returns the server that the daemon lists. If none exists and all users share one, starts it.
     async fn find_server(&self, listed: Option<u32>, settings: &Daemon) -> Result<Option<u32>, DaemonError> {
         if listed.is_some() {
             return Ok(listed);
@@ -137,14 +137,15 @@ impl Device {
             self.fault_confirmed();
         }
         match state {
-            // The daemon stops, whatever state its server is in.
+            // The daemon is stopping, so its state does not depend on the server's.
             _ if self.phase.borrow().state == DaemonState::Stopping => {
                 if state == ServerState::Active {
                     self.server_recovered();
                 }
             }
             ServerState::Active if self.server_recovered() => self.set_state(DaemonState::Active, None),
-            // The log has just reported a fault.
+            // Keep the state: the log has just reported a fault that the server does not report
+            // yet.
             ServerState::Active => {}
             ServerState::Fault => self.set_state(DaemonState::Fault, None),
             ServerState::Initializing => self.set_state(DaemonState::Restarting, None),

@@ -1,4 +1,4 @@
-//! Brings a device back to service: escalates a FAULT, and replaces a server that may break a
+//! Recovers a device: takes the steps against a FAULT, and replaces a server that may break a
 //! client.
 use std::time::Duration;
 
@@ -53,7 +53,7 @@ impl Device {
         }
     }
 
-    /// Signals the clients that came through a door and are still running.
+    /// Signals the clients that a door admitted and that are still running.
     fn signal_clients(&self, signal: Signal) {
         let signalled: Vec<Client> = {
             let clients = self.clients.borrow();
@@ -68,14 +68,14 @@ impl Device {
         self.context.status_changed();
     }
 
-    /// Whether the server may break a client and now has none.
+    /// Whether the server may break a client, and has no clients now.
     pub(crate) fn must_replace_server(&self) -> bool {
         self.faults.borrow().is_unclean() && self.phase.borrow().is_open() && self.clients.borrow().count() == 0
     }
 
-    /// Replaces a server that may break a client, if it has none. The caller holds the
-    /// [`super::ControlLock`], so doors wait. Shares stay healthy: this takes no longer than the
-    /// start of a program.
+    /// Replaces a server that may break a client, if it has no clients. The caller holds the
+    /// [`super::ControlLock`], so doors wait. Shares remain healthy, because a replacement takes no
+    /// longer than the start of a program.
     pub(super) async fn replace_unclean_server(&self) -> Result<(), DaemonError> {
         let phase = *self.phase.borrow();
         let Some(server) = phase.server.filter(|_| self.must_replace_server()) else { return Ok(()) };

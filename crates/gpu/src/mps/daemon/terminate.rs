@@ -9,7 +9,7 @@ use crate::mps::error::TerminateError;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, Terminated};
 
-/// Time limit to get the control lock. The same limit then applies to the answer.
+/// Time limit to get the control lock, and then for the answer.
 const TERMINATE_DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
 
 impl Device {

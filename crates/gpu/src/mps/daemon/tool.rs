@@ -17,7 +17,7 @@ pub(crate) fn command(program: &Path, library_path: Option<&OsStr>, pipe: &Path,
     if let Some(path) = library_path {
         command.env("LD_LIBRARY_PATH", path);
     }
-    // The daemon finds the server program through PATH. It is in the daemon's directory.
+    // The daemon searches PATH for the server program, which is in the daemon's directory.
     if let Some(directory) = program.parent().filter(|directory| !directory.as_os_str().is_empty()) {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let directories = std::iter::once(directory.to_owned()).chain(std::env::split_paths(&path));

@@ -172,7 +172,7 @@ fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
     mps::sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
 }
 
-/// Whether the limits of a program apply, and no tighter ones.
+/// Whether the limits apply to a program, and no tighter limits do.
 fn holds(bound: &Bound, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_limited(bound.view, bound.limit_mib)
 }
@@ -360,8 +360,8 @@ mod tests {
         Exchange { command, answer: answer.to_owned(), set }
     }
 
-    /// An H200 under driver 580, without the commands over `control` that this driver obeys while
-    /// Cleave expects a refusal.
+    /// Observations of an H200 under driver 580. The commands over `control` are excluded: this
+    /// driver obeys them, but Cleave expects a refusal.
     fn measured() -> Observations {
         let commands = vec![
             exchange(Command::SetDefaultThreads(50), "50.0", None),

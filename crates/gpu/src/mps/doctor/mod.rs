@@ -68,13 +68,13 @@ pub struct DoctorArgs {
     paths: PathArgs,
 }
 
-/// Why there is no result.
+/// Why the doctor has no result.
 #[derive(Debug, thiserror::Error)]
 pub enum DoctorError {
     /// NVML failed.
     #[error("NVML failed: {0}")]
     Nvml(#[from] NvmlError),
-    /// No such GPU.
+    /// The node does not have the requested GPU.
     #[error("no GPU {wanted} on this node; its GPUs: {}", if .available.is_empty() { "none" } else { .available })]
     NoGpu {
         /// The requested index or UUID.
@@ -82,10 +82,10 @@ pub enum DoctorError {
         /// The GPUs of the node.
         available: String,
     },
-    /// Signals or standard output failed.
+    /// A signal handler could not be installed, or standard output failed.
     #[error("a system call that the doctor needs failed: {0}")]
     System(#[from] io::Error),
-    /// The doctor received a signal. It has stopped everything it started.
+    /// The doctor received a signal. It has stopped all processes that it started.
     #[error("stopped by a signal")]
     Stopped,
 }
@@ -184,7 +184,7 @@ fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_other
     }
 }
 
-/// Starts a daemon, runs the tests and stops it.
+/// Starts a daemon, runs the tests and stops the daemon.
 async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
     // Install signal handlers before starting anything that has to be stopped.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);

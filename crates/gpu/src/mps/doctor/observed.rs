@@ -7,14 +7,14 @@ use crate::nvml::ComputeMode;
 pub(super) enum Outcome<T> {
     /// The test was skipped, for this reason.
     NotTested(String),
-    /// The driver made the test fail, for this reason.
+    /// The test failed because of the driver, for this reason.
     Failed(String),
     /// The test observed this.
     Observed(T),
 }
 
 impl<T> Outcome<T> {
-    /// The outcome of a part of the observation.
+    /// Reduces the observation to a part of it. Other outcomes are unchanged.
     pub(super) fn map<U>(&self, part: impl FnOnce(&T) -> U) -> Outcome<U> {
         match self {
             Self::NotTested(why) => Outcome::NotTested(why.clone()),
@@ -72,7 +72,7 @@ pub(super) struct Lowered {
     pub(super) requested_less: Bound,
 }
 
-/// Result of a CUDA call: the error code of a failure.
+/// Result of a CUDA call. The error is CUDA's error code.
 pub(super) type Allocated = Result<(), i64>;
 
 /// Allocations under a limit.
@@ -98,16 +98,16 @@ pub(super) struct Termination {
 pub(super) struct Observations {
     /// Milliseconds until the daemon answered.
     pub(super) start: Outcome<u128>,
-    /// Whether its greeting is that of driver 580.
+    /// Whether the daemon's greeting is that of driver 580.
     pub(super) greeting: Outcome<bool>,
     pub(super) commands: Outcome<Vec<Exchange>>,
-    /// Administrators' commands over the socket that every user can reach.
+    /// Administrators' commands over the socket that every user can reach, with the answers.
     pub(super) unprivileged: Outcome<Vec<Exchange>>,
     pub(super) log: Outcome<Log>,
     /// Whether MPS lists a client by its pid.
     pub(super) listed_by_mps: Outcome<bool>,
-    /// Whether NVML lists it as an MPS client. `None` if this driver does not distinguish clients
-    /// from other processes.
+    /// Whether NVML lists the same client as an MPS client. `None` if this driver does not
+    /// distinguish clients from other processes.
     pub(super) listed_by_nvml: Outcome<Option<bool>>,
     /// Two programs that connected one after the other and ran side by side.
     pub(super) bound: Outcome<[Bound; 2]>,
@@ -129,7 +129,7 @@ pub(super) struct Observations {
 }
 
 impl Observations {
-    /// Nothing was tested, for this reason.
+    /// Creates the observations of a run that tested nothing, for this reason.
     pub(super) fn none(why: &str) -> Self {
         Self {
             start: skipped(why),

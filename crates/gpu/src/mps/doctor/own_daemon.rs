@@ -69,7 +69,7 @@ impl OwnDaemon {
 
     fn try_start(setup: &Setup) -> io::Result<Self> {
         let directory = std::env::temp_dir().join(format!("cleave-doctor-{}", std::process::id()));
-        // Programs of other users can enter it but not list it.
+        // Programs of other users can enter the directory but not list it.
         fs::DirBuilder::new().mode(0o711).create(&directory)?;
         fs::set_permissions(&directory, fs::Permissions::from_mode(0o711))?;
         match Self::start_in(&directory, setup) {
@@ -106,12 +106,12 @@ impl OwnDaemon {
         self.directory.join("pipe")
     }
 
-    /// Waits for its first answer.
+    /// Waits for the daemon's first answer.
     pub(super) async fn first_answer(&mut self) -> Result<FirstAnswer, OwnDaemonError> {
         let begun = Instant::now();
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
-                // Its last lines may still be in the pipe.
+                // Wait: the exited daemon's last lines may still be in the pipe.
                 sleep(POLL_INTERVAL * 5).await;
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
                 return Err(OwnDaemonError::Exited { status, last_line: log.last_line.clone() });

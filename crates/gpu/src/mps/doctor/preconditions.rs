@@ -1,4 +1,4 @@
-//! Whether the doctor may start a daemon on the GPU without disturbing other programs.
+//! Decides whether the doctor may start a daemon on the GPU without disturbing other programs.
 use std::io;
 use std::path::Path;
 
@@ -7,8 +7,8 @@ use crate::mps::procfs;
 use crate::mps::wire::{Desired, Paths};
 use crate::nvml::{ComputeMode, Gpu};
 
-/// The node's initial pid namespace (`PROC_PID_INIT_INO` of the kernel). All processes are visible
-/// only there.
+/// The node's initial pid namespace (`PROC_PID_INIT_INO` of the kernel). Only in this namespace are
+/// all processes visible.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
 /// The facts that decide whether the doctor may start a daemon.
@@ -32,7 +32,7 @@ pub(super) struct Preconditions {
 pub(super) enum Others {
     Visible,
     Hidden,
-    /// Such processes are hidden, but `--idle` asserts that there are none.
+    /// Such processes are hidden, but `--idle` asserts that none exist.
     AssumedNone,
 }
 

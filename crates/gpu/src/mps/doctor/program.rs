@@ -1,9 +1,10 @@
 //! Runs the CUDA program that shows how the driver behaves. The user of the doctor provides it.
 //!
-//! Once the program has a context, it prints a line of JSON, `{"sms": 26, "freeMiB": 8069}`, or
-//! `{"error": 2}` with the code of the driver API, and exits. With `--allocate MIB` it then
-//! allocates that much memory and prints a second line: an error, or any other line on success.
-//! With `--read-line` it first waits for a line on its standard input, or for the end of the input.
+//! Once the program has a context, it prints a line of JSON: `{"sms": 26, "freeMiB": 8069}`, or
+//! `{"error": 2}` with the code of the driver API. With `--allocate MIB` it then allocates that
+//! much memory and prints a second line: an error, or any other line on success. With `--read-line`
+//! it waits for a line on its standard input, or for the end of the input, before it allocates.
+//! Then it exits.
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -55,7 +56,7 @@ pub(super) enum ProgramError {
     /// A CUDA call failed.
     #[error("the program got CUDA error {0}")]
     Cuda(i64),
-    /// The program printed nothing: it waits for CUDA.
+    /// The program printed nothing before the deadline, because it waits for CUDA.
     #[error("the program printed nothing for {} s", LINE_DEADLINE.as_secs())]
     Timeout,
 }
@@ -158,7 +159,7 @@ impl Running {
         }
     }
 
-    /// Result of the allocation.
+    /// Reads the result of the allocation.
     async fn allocated(&mut self) -> Result<Allocated, ProgramError> {
         match self.line().await {
             Ok(_) => Ok(Ok(())),
@@ -170,7 +171,7 @@ impl Running {
     /// Makes a waiting program allocate. Returns the result.
     pub(super) async fn resume(&mut self) -> Result<Allocated, ProgramError> {
         if let Some(mut input) = self.input.take() {
-            // If the program has exited, the missing line shows that.
+            // The write fails if the program has exited. The missing line then shows the exit.
             let _ = input.write_all(b"\n").await;
         }
         self.allocated().await

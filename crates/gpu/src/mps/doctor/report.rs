@@ -12,7 +12,7 @@ use super::judge::{Finding, Verdict};
 pub(super) struct Report {
     #[serde(flatten)]
     pub(super) facts: Facts,
-    /// Why nothing was tested, if so.
+    /// Why nothing was tested. `None` if tests ran.
     pub(super) skip_reason: Option<String>,
     /// Whether no check differs.
     pub(super) as_expected: bool,
@@ -115,7 +115,7 @@ fn row(text: &mut String, cells: [&str; 4]) {
     }
 }
 
-/// Wraps text to lines of at most `width` characters. Splits longer words.
+/// Wraps text to lines of at most `width` characters. Splits words that are longer than a line.
 fn wrapped(words: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in words.split_whitespace() {

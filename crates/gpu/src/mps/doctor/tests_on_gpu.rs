@@ -18,19 +18,19 @@ use crate::mps::daemon::SERVER_START_DEADLINE;
 use crate::mps::protocol::{self, Command, ServerState, Unexpected};
 use crate::nvml::NvmlError;
 
-/// Percentages whose SMs are compared.
+/// Thread percentages for which the test of rounding reads the number of SMs.
 const ROUNDED_PERCENTAGES: [u8; 9] = [1, 10, 14, 20, 33, 50, 75, 90, 100];
 /// Thread percentage of most programs. A program that sees fewer SMs than the GPU has uses MPS.
 const USUAL_PERCENT: u8 = 50;
 /// A percentage below [`USUAL_PERCENT`].
 const LOW_PERCENT: u8 = 20;
-/// An unprivileged user.
+/// UID of an unprivileged user.
 const NOBODY_UID: u32 = 65_534;
 /// Time limit for MPS, its log or NVML to report that a client connected or exited.
 const REPORT_DEADLINE: Duration = Duration::from_secs(3);
-/// Poll interval of these reports.
+/// Interval at which these reports are polled.
 const REPORT_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// `terminate_client` answers in milliseconds.
+/// Time limit of `terminate_client`, which usually answers in milliseconds.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
 /// Why tests with programs do not run.
 const NO_PROGRAM: &str = "needs a CUDA program (--client)";
@@ -81,7 +81,7 @@ struct Tests<'a> {
     log: &'a Mutex<DaemonLog>,
     limit_mib: u64,
     server: Cell<Option<u32>>,
-    /// The first client.
+    /// Pid of the first client.
     client: Cell<Option<u32>>,
     /// Why no further test runs.
     stopped: RefCell<Option<String>>,
@@ -93,7 +93,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
         setup,
         directory: &daemon.directory,
         log: &daemon.log,
-        // Large enough that the context's part of it does not matter, and available on every GPU.
+        // The context takes a negligible part of this limit, and every GPU has this much memory.
         limit_mib: (setup.memory_mib / 8).clamp(2048, 8192),
         server: Cell::new(None),
         client: Cell::new(None),
@@ -138,7 +138,7 @@ impl Tests<'_> {
         }
     }
 
-    /// Why the tests must stop: another process uses the GPU. `None` if none does.
+    /// Why the tests must stop: another process uses the GPU. `None` if no other process does.
     async fn other_user(&self) -> Option<String> {
         if !self.setup.are_others_visible {
             return None;
@@ -244,7 +244,7 @@ impl Tests<'_> {
         Ok(exchanges)
     }
 
-    /// The server, once it serves.
+    /// Waits until the server serves. Returns its pid.
     async fn ready(&self) -> Result<u32, NoResult> {
         let deadline = Instant::now() + SERVER_START_DEADLINE;
         while Instant::now() < deadline {
@@ -266,7 +266,7 @@ impl Tests<'_> {
             Command::SetDefaultMemory(self.limit_mib),
             Command::SetThreads { server, percent: USUAL_PERCENT },
             Command::SetMemory { server, mib: Some(self.limit_mib) },
-            // The server's pid does not belong to a client.
+            // Use the server's pid, which does not belong to a client.
             Command::Terminate { server, client: server },
         ] {
             let answer = control::ask_over(&self.pipe().join("control"), &command, ANSWER_DEADLINE).await?;

@@ -21,8 +21,8 @@ use crate::mps::wire::Enforcement;
 
 /// Time limit for a client to introduce itself to the door. It delays no other client.
 const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(5);
-/// Time limit for a client to introduce itself to the server. No other client can connect to this
-/// GPU meanwhile. A client needs 1 ms, or 50 ms while the server recreates its contexts. In a
+/// Time limit for a client to introduce itself to the server. Until then, no other client can
+/// connect to this GPU. A client needs 1 ms, or 50 ms while the server recreates its contexts. In a
 /// CPU-throttled container it needs several periods of 100 ms.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(2);
 /// Minimum handshake deadline. Each client of the allocation that stalls halves the deadline.
@@ -51,8 +51,8 @@ struct ServerLink {
 }
 
 impl ServerLink {
-    /// Starts to relay. Returns the client's end of the connection. If the relay cannot start,
-    /// returns no end, and the caller introduces the client to the server in its place.
+    /// Starts the relay. Returns the client's end of the connection. `None` if the relay cannot
+    /// start: the caller then introduces the client to the server on the client's behalf.
     fn new(
         server: OwnedFd,
         permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
@@ -80,7 +80,7 @@ impl ServerLink {
         }
     }
 
-    /// Introduces the client in its place. Afterwards, the client can no longer reach the server.
+    /// Introduces the client on its behalf. Afterwards, the client can no longer reach the server.
     fn introduce_for(&self, who: Credentials) {
         self.stop_relay();
         introduce_for(&self.server, who);
@@ -108,7 +108,7 @@ impl ServerLink {
             tokio::select! {
                 biased;
                 result = client.recv() => result.ok()?,
-                // The client closed its end. Its result may still be on the way.
+                // The client closed its end. Its result may still be in transit.
                 _ = relay => timeout(MIN_HANDSHAKE_DEADLINE, client.recv()).await.ok()?.ok()?,
             }
         };
@@ -184,8 +184,8 @@ impl Door {
         }
     }
 
-    /// Tries once to admit a client. Once it holds the control lock, it is no longer cancelled: the
-    /// server may be waiting for the client.
+    /// Tries once to admit a client. Once this call has the control lock, it continues even if
+    /// the client disconnects, because the server may be waiting for the client.
     async fn admit(&self, client: &Socket, who: Credentials, pidfd: &mut Option<PidFd>) -> Admission {
         let locks = async {
             let turn = self.turn.lock().await;
@@ -262,7 +262,8 @@ impl Door {
         Ok(Some(server))
     }
 
-    /// Connects a client to the server and makes sure that the server is done with its handshake.
+    /// Connects a client to the server and ensures that the server has finished the client's
+    /// handshake.
     async fn connect(
         &self,
         client: &Socket,
@@ -299,12 +300,13 @@ impl Door {
                 Admission::Admitted
             }
             Some(code) => {
-                // A client that only claims to be refused would be connected but not counted.
+                // A client that falsely claims to be refused would be connected but not counted.
                 link.disconnect();
                 Admission::Failed(code)
             }
             None => {
-                // The door introduced the client. Nothing that the client still sends may count.
+                // The door introduced the client. Packets that the client still sends must not
+                // reach the server.
                 link.disconnect();
                 if pidfd.as_ref().is_none_or(PidFd::has_exited) {
                     Admission::Left

@@ -1,4 +1,4 @@
-//! The handshake of a client with a door, and its introduction to the server.
+//! The handshake of a client with a door, and the client's introduction to the server.
 use std::os::fd::OwnedFd;
 
 use nix::sys::socket::MsgFlags;
@@ -70,7 +70,8 @@ pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> 
 pub(super) fn introduce_for(server: &OwnedFd, who: Credentials) {
     let send = |packet: &[u8], who| send_now(server, packet, who, MsgFlags::MSG_DONTWAIT);
     let [first, rest @ ..] = protocol::INTRODUCTION;
-    // The kernel passes on only the credentials of a living process.
+    // The client's credentials fail if it has exited: the kernel accepts only those of a living
+    // process.
     let sent = send(first, Some(who)).or_else(|_| send(first, Some(Credentials::own())));
     if sent.is_ok() {
         for packet in rest {

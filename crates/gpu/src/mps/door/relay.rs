@@ -13,16 +13,16 @@ use crate::mps::seqpacket::{Packet, Socket};
 const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Relays between a client and its server until one of them closes. With each packet, the server
-/// receives the credentials that the kernel attests here. It receives neither those of the
-/// handshake nor, if the kernel attests none, those of this process.
+/// receives the credentials that the kernel attests for it, not those of the handshake. A packet
+/// without attested credentials ends the relay. Otherwise, the server would receive those of this
+/// process.
 pub(super) async fn relay(client: &Socket, server: &Socket) {
     let from_client = async {
         while let Ok(Some(Packet { data, credentials: Some(who), .. })) = client.recv_any_length_credentials().await {
             tokio::select! {
                 biased;
                 sent = server.send_credentials(&data, who) => if sent.is_err() { return },
-                // Do not only wait to send: a server may never read again, and the close is the
-                // last event.
+                // Watch for the close too: a server that never reads would block the send forever.
                 () = client.closed() => return,
             }
         }
