@@ -1,5 +1,5 @@
 # Shared by e2e/demo and e2e/test: from a clean checkout to a local cluster with Cleave installed.
-# Sourced, never run. Everything is idempotent; nothing is built twice.
+# Source this file, do not run it. All functions are idempotent, and build nothing twice.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-never}
@@ -7,14 +7,15 @@ demo_dir=$root/target/demo
 driver_dir=$demo_dir/driver
 cluster=$root/e2e/cluster/cluster
 namespace=cleave-system
-# CLEAVE_PROFILE=dev builds faster and runs slower: for working on the code, not for figures.
+# CLEAVE_PROFILE=dev builds faster and runs slower. Use it to work on the code, not to measure.
 profile=${CLEAVE_PROFILE:-release}
 programs=$root/target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# What is installed, and the command line. `release` is the directory of a release, if one is used.
+# The chart to install, and the command line program. `release` is the directory of a release, if
+# one is used.
 chart=$root/charts/cleave
 cleave=$programs/cleave
 release=
@@ -91,7 +92,7 @@ import_image() {
 images() {
   say "Building and importing the images"
   if [ -n "$release" ]; then import_image "$release/cleave-$release_version-image.tar"; fi
-  # Both have the same content. Tests of upgrades change `dev` to `next`.
+  # Both tags have the same content. Tests of upgrades change `dev` to `next`.
   local tag tags=(dev next)
   [ -z "$release" ] || tags=()
   for tag in "${tags[@]}"; do

@@ -284,8 +284,8 @@ def door(results):
                   right == 4 * count, right=right, of=4 * count, seconds=seconds, lines=lines)
     delete(*pods.values())
 
-    # A client must stay connected: on a GPU without clients the server is replaced after each one
-    # (docs/explanation/faults.md), and both ways have to wait for that.
+    # A client must stay connected. On a GPU without clients the server is replaced after each
+    # client (docs/explanation/faults.md), and both ways have to wait for the replacement.
     stays = Pod("door-stays", "--wait", "/drill/compared", count=1)
     create(stays)
     stays.line("sms")
@@ -362,8 +362,8 @@ class Inference:
         wait(f"{who}, {len(names)} clients", lambda: all(file.exists() for file in files), seconds + 60)
         times = {name: json.loads(file.read_text()) for name, file in zip(names, files)}
         infer = [times[name] for name in names if name not in train]
-        # Divides by the time used: each program's last step ends after the phase, the later the
-        # slower it is.
+        # Divide by the time used, not by the length of the phase. Each program's last step ends
+        # after the phase, and a slower program's ends later.
         rate = lambda t: 1000 * len(t) / sum(t)
         row = {"who": who, "what": what or f"{len(names)} infer", "perSecond": round(sum(map(rate, infer)), 1)}
         if infer:

@@ -22,8 +22,8 @@ const (
 )
 
 // Delays of the simulated agents. After a pod is bound, the kubelet and the agent take some time to
-// list it. Like the agent, bursts of changes are collected into one write, and allocations are
-// collected longer than releases.
+// list it. As in the agent, one write collects a burst of changes, and allocations are collected
+// longer than releases.
 const (
 	listedAfter   = 100 * time.Millisecond
 	betweenWrites = 200 * time.Millisecond
@@ -35,7 +35,7 @@ func deviceOf(node, gpu int) string {
 	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
 }
 
-// holding is a pod's allocation: ids of one GPU.
+// holding is a pod's allocation: the ids of its shares, all of one GPU.
 type holding struct {
 	gpu int
 	ids []int
@@ -255,7 +255,7 @@ func newStatusWriter(ctx context.Context, client rest.Interface, a *agents) *sta
 	return &statusWriter{client: client, ctx: ctx, agents: a, specs: make([]spec, count), nodes: make([]nodeWrite, count), slots: make(chan struct{}, 64)}
 }
 
-// changed plans a write of the node's status, which may collect more changes until then.
+// changed plans a write of the node's status. The write includes all changes until it starts.
 func (t *statusWriter) changed(index int, gather time.Duration) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -269,7 +269,7 @@ func (t *statusWriter) changed(index int, gather time.Duration) {
 	t.plan(index, gather)
 }
 
-// plan must be called with the mutex held. It brings a later write forward.
+// plan moves an already planned write forward if it is due later. The caller must hold the mutex.
 func (t *statusWriter) plan(index int, gather time.Duration) {
 	node := &t.nodes[index]
 	wait := max(listedAfter+gather, time.Until(node.last.Add(betweenWrites)))
@@ -315,7 +315,7 @@ func (t *statusWriter) idle() (bool, error) {
 }
 
 // write writes the whole status like the agent: for the known version of the object, or with a
-// merge patch if none is known or another write happened.
+// merge patch. It uses a merge patch if no version is known or another write happened.
 func (t *statusWriter) write(ctx context.Context, index int) error {
 	name := nodeName(index)
 	current := status(t.specs[index], index, t.agents.copyOf(index))

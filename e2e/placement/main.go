@@ -1,5 +1,5 @@
-// Command placement measures how fast pods with GPU shares are bound, and at what cost: with a
-// plain extended resource, with DRA and consumable capacity, and with Cleave. Each system runs on a
+// Command placement measures how fast pods with GPU shares are bound, and at what cost. It compares
+// a plain extended resource, DRA with consumable capacity, and Cleave. Each system runs on a
 // separate control plane, with kwok instead of kubelets.
 package main
 
@@ -211,8 +211,9 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 	return t.measure(ctx, pods)
 }
 
-// measure creates pods in three steps: some for warming up, which are deleted again; some at a
-// fixed rate, to measure the latency without queueing; and the burst.
+// measure creates pods in three steps. The first pods warm up the system and are deleted again. The
+// next ones are created at a fixed rate, to measure the latency without queueing. The last ones are
+// the burst.
 func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	o := t.options
 	r := result{System: t.system.name, Nodes: t.nodes}

@@ -142,7 +142,7 @@ func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.D
 	})
 }
 
-// latencies contains the results of some pods.
+// latencies contains the results of a group of pods.
 type latencies struct {
 	Pods          int     `json:"pods"`
 	Bound         int     `json:"bound"`
@@ -235,7 +235,7 @@ func (t *trial) create(ctx context.Context, prefix string, shares []int, clients
 	}), nil
 }
 
-// remove deletes pods and waits until they are gone.
+// remove deletes pods and waits until they no longer exist.
 func (t *trial) remove(ctx context.Context, pods []string) error {
 	now := int64(0)
 	err := forEach(ctx, len(pods), atOnce, func(ctx context.Context, index int) error {
@@ -290,7 +290,7 @@ func parseWrites(text []byte) (writes, error) {
 		if !slices.Contains([]string{"POST", "PUT", "PATCH", "APPLY", "DELETE"}, verb) || resource == "leases" || resource == "nodes" {
 			continue
 		}
-		// Reviews only query.
+		// Reviews are queries, not writes.
 		if strings.HasSuffix(resource, "reviews") {
 			continue
 		}

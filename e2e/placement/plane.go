@@ -194,7 +194,7 @@ func (p *plane) start(name string, env []string, argv ...string) (*process, erro
 
 // stop stops the processes in reverse order.
 func (p *plane) stop() {
-	// First, so that no goroutine queries a stopped API server.
+	// End the context first, so that no goroutine queries a stopped API server.
 	p.failed(errors.New("the control plane was stopped"))
 	for i := len(p.running) - 1; i >= 0; i-- {
 		p.running[i].stop()
@@ -281,7 +281,7 @@ func freePorts(count int) ([]int, error) {
 		if err != nil {
 			return nil, fmt.Errorf("find a free port: %w", err)
 		}
-		// Close only when all are known, so that no port is returned twice.
+		// Close the listeners only after all ports are known, so that no port is returned twice.
 		defer listener.Close()
 		ports = append(ports, listener.Addr().(*net.TCPAddr).Port)
 	}

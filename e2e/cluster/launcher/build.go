@@ -181,8 +181,8 @@ func buildAll(ctx context.Context, progress *progress) (binaries, error) {
 	return built, nil
 }
 
-// ensure builds the unit into dir if it does not exist. Such a folder is always complete, because
-// it is built beside and renamed.
+// ensure builds the unit into dir if dir does not exist. An existing dir is always complete,
+// because the unit is built in a folder beside it that is then renamed.
 func (u unit) ensure(ctx context.Context, source, dir string, progress *progress) error {
 	if _, err := os.Stat(dir); err == nil {
 		return nil
@@ -201,7 +201,7 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 	if _, err := os.Stat(dir); err == nil {
 		return nil
 	}
-	// With the lock held, such folders are the remains of interrupted builds.
+	// This process has the lock, so folders with this name are the remains of interrupted builds.
 	stale, err := filepath.Glob(filepath.Join(cache, ".building-"+u.name+"-*"))
 	if err != nil {
 		return err

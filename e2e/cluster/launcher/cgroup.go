@@ -73,11 +73,11 @@ func hierarchies() ([]hierarchy, error) {
 	return found, nil
 }
 
-// pureUnified reports whether version 2 has the controllers. Then a node's processes cannot be in a
-// cgroup to whose children the kubelet passes controllers.
+// pureUnified reports whether version 2 has the controllers. Then a node's cgroup cannot contain
+// processes, because the kubelet passes controllers to its children.
 func pureUnified(all []hierarchy) bool { return len(all) == 1 && all[0].unified }
 
-// nodeLeaf is the path below a node's cgroup of the node's own processes.
+// nodeLeaf is the cgroup of the node's own processes, as a path below the node's cgroup.
 func nodeLeaf() string {
 	if all, err := hierarchies(); err == nil && pureUnified(all) {
 		return "/init"
@@ -111,7 +111,8 @@ func makeCgroupIn(all []hierarchy, path string) error {
 				return err
 			}
 			if slices.Contains(h.controllers, "cpuset") {
-				// A new cpuset has no processors and memory, and accepts no process.
+				// A new cpuset has no processors and no memory nodes. Until it has some, it accepts
+				// no process.
 				for _, file := range []string{"cpuset.cpus", "cpuset.mems"} {
 					value, err := os.ReadFile(filepath.Join(parent, file))
 					if err != nil {

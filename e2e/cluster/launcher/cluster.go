@@ -111,7 +111,7 @@ type upOptions struct {
 	policies bool
 }
 
-// up makes the cluster have at least this many nodes, all Ready.
+// up starts, repairs or extends the cluster to at least this many nodes, all Ready.
 func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	built, err := buildAll(ctx, c.progress)
 	if err != nil {
@@ -433,7 +433,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err := c.layout.makeNodeCredentials(n); err != nil {
 		return err
 	}
-	// Stale cgroups must go, because the kubelet spends seconds searching for the container of each.
+	// Remove stale cgroups: the kubelet spends seconds searching for the container of each one.
 	if err := removeCgroup(c.layout.cgroup(name), time.Now().Add(10*time.Second)); err != nil {
 		return fmt.Errorf("remove the cgroups of the previous boot: %w", err)
 	}
@@ -536,7 +536,7 @@ const (
 	serveTimeout = 120 * time.Second
 )
 
-// stop sends a component a terminating signal and waits until it is gone.
+// stop sends a component a terminating signal and waits until it has exited.
 func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) error {
 	if one.kind == kindNode && number == unix.SIGTERM {
 		// Stop the upper layers first, like a shutdown.

@@ -20,7 +20,7 @@ const (
 	kindProxy             = "proxy"
 )
 
-// In start order.
+// The kinds of components in start order.
 var (
 	controlPlaneKinds = []string{kindEtcd, kindAPIServer, kindControllerManager, kindScheduler}
 	nodeKinds         = []string{kindNode, kindContainerd, kindKubelet, kindProxy}
@@ -200,7 +200,7 @@ func kubeletConfig(n node) object {
 		},
 		"imageGCHighThresholdPercent": 100,
 		"imageGCLowThresholdPercent":  99,
-		// Without CAP_SYS_RESOURCE the kubelet cannot lower its own score.
+		// Without CAP_SYS_RESOURCE the kubelet cannot lower its own OOM score.
 		"oomScoreAdj": 0,
 	}
 	if n.StatusSeconds > 0 {
@@ -226,7 +226,7 @@ func proxyConfig(n node) object {
 		"healthzBindAddress": n.address() + ":10256",
 		"metricsBindAddress": "127.0.0.1:10249",
 		"oomScoreAdj":        0,
-		// The machine's limits stay, because a node cannot write them.
+		// 0 keeps the machine's limits, which a node cannot write.
 		"conntrack": object{
 			"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s",
 		},

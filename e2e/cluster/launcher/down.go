@@ -134,7 +134,7 @@ func (c *cluster) mounts() []string {
 	return found
 }
 
-// leftovers lists everything of a cluster with this name on the machine.
+// leftovers lists everything on the machine that belongs to a cluster with this name.
 func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	var found []string
 	processes, err := c.processes()
@@ -158,8 +158,8 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	for _, link := range links {
 		found = append(found, "network device "+link)
 	}
-	// Rules are only created in the nodes' namespaces, and this check proves it. The addresses belong
-	// to clusters of any name.
+	// The launcher creates rules only in the nodes' namespaces; this check verifies it. Clusters of
+	// all names use the same addresses, so the check finds the rules of any cluster.
 	for _, program := range []string{"iptables-save", "iptables-legacy-save"} {
 		output, err := exec.CommandContext(ctx, program).Output()
 		if err != nil {

@@ -41,7 +41,7 @@ type entry struct {
 // layer contains the files of a layer by absolute path.
 type layer map[string]entry
 
-// addDir adds a folder and its parents. Existing entries stay.
+// addDir adds a folder and its parents. Existing entries are kept.
 func (l layer) addDir(dir string, mode fs.FileMode) {
 	for ; dir != "/"; dir, mode = path.Dir(dir), 0o755 {
 		if _, ok := l[dir]; !ok {
@@ -380,7 +380,7 @@ func buildImage(s imageSpec, output string) (int64, error) {
 		return 0, err
 	}
 	if current, err := os.ReadFile(output); err == nil && bytes.Equal(current, archive.Bytes()) {
-		return size, nil // unchanged, so its modification time stays
+		return size, nil // unchanged, so do not rewrite it
 	}
 	return size, writeFile(output, archive.Bytes(), 0o644)
 }

@@ -13,8 +13,8 @@ import (
 	"strings"
 )
 
-// The cluster's networks. Nodes are connected to a bridge of the machine, which reaches pods and
-// services through them.
+// The cluster's networks. Nodes are connected to a bridge on the machine. The machine reaches pods
+// and services through the nodes.
 const (
 	nodeNetwork    = "10.203.0.0/24"
 	hostAddress    = "10.203.0.1"

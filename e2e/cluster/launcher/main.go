@@ -28,7 +28,7 @@ const (
 )
 
 func init() {
-	// These commands enter namespaces, which works per thread, so they must stay on the main thread.
+	// These commands enter namespaces, which works per thread, so they must run on the main thread.
 	for _, arg := range os.Args[1:] {
 		switch arg {
 		case commandNodeInit, commandSpawn, commandExecNode:
@@ -79,8 +79,8 @@ func newCommand() *cobra.Command {
 		}
 		return &cluster{layout: l, progress: newProgress(os.Stderr)}, nil
 	}
-	// with opens the cluster for a command. With locked set, no other command can change the cluster
-	// meanwhile.
+	// with opens the cluster for a command. With locked set, no other command can change the
+	// cluster while this one runs.
 	with := func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error {
 		return func(command *cobra.Command, args []string) error {
 			c, err := open()
@@ -215,7 +215,7 @@ func driverRootFlag(command *cobra.Command, value *string) {
 	command.Flags().StringVar(value, "driver-root", "", "folder that the node mounts read-only at "+driverRootInNode)
 }
 
-// resolveDriverRoot makes the path absolute, because it is used by later commands too.
+// resolveDriverRoot makes the path absolute, because later commands use it from other folders.
 func resolveDriverRoot(path string) (string, error) {
 	if path == "" {
 		return "", nil

@@ -88,7 +88,7 @@ func (l layout) linkNode(n node, pid int) error {
 		return fmt.Errorf("network namespace of %s: %w", n.Name, err)
 	}
 	defer space.Close()
-	// The device of an earlier boot is removed with its namespace, after a delay.
+	// The kernel removes the device of an earlier boot only after a delay, so it may still exist.
 	if err := removeLink(n.device()); err != nil {
 		return err
 	}

@@ -82,7 +82,7 @@ func nodeInit(spec nodeInitSpec) error {
 }
 
 // sysctls are settings of the machine that a kubelet writes. Nodes get regular files instead, so
-// that the machine's settings stay.
+// that the machine's settings do not change.
 var sysctls = []string{
 	"vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops",
 	"kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes",

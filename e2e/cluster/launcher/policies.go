@@ -20,8 +20,9 @@ import (
 	"github.com/vishvananda/netns"
 )
 
-// The component that enforces IPv4 NetworkPolicies in the packet filter of each node. It polls
-// every second instead of watching, so a new pod may be open for a second.
+// This file contains the component that enforces IPv4 NetworkPolicies in the packet filter of each
+// node. The component polls every second instead of watching, so a new pod may be open for a
+// second.
 
 const (
 	policiesPort   = 10258

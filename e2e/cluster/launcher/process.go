@@ -91,7 +91,7 @@ func (p process) signal(number unix.Signal) error {
 	return nil
 }
 
-// open returns a pidfd, or -1 if the process is gone.
+// open returns a pidfd, or -1 if the process has exited.
 func (p process) open() (int, error) {
 	descriptor, err := unix.PidfdOpen(p.PID, 0)
 	if errors.Is(err, unix.ESRCH) {
@@ -176,7 +176,7 @@ func spawn(s spawnSpec) error {
 		return err
 	}
 	defer log.Close()
-	// These are written from within the namespaces, so they are opened before.
+	// Open these before joining the namespaces: they are written from within.
 	record, err := os.Open(filepath.Dir(s.ProcessFile))
 	if err != nil {
 		return err

@@ -83,7 +83,7 @@ func TestWaitGone(t *testing.T) {
 	if err := p.signal(unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	// A zombie counts as gone.
+	// A zombie counts as exited.
 	if err := p.waitGone(context.Background()); err != nil {
 		t.Fatal(err)
 	}

@@ -69,7 +69,7 @@ func kubectl(t *testing.T, arguments ...string) string {
 	return must(t, kubectlArgv(arguments...)...)
 }
 
-// eventually repeats a program until it prints the wanted text.
+// eventually repeats a program until it prints the desired text.
 func eventually(t *testing.T, want string, argv ...string) {
 	t.Helper()
 	var last result

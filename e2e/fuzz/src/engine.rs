@@ -1,5 +1,5 @@
-//! Runs one target on many inputs: first on its samples and its corpus, then on mutations of those
-//! and of inputs that it could read.
+//! Runs one target on many inputs: first on its samples and its corpus, then on mutations.
+//! Mutations start from these inputs and from other inputs that the target could read.
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};

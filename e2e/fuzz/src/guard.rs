@@ -85,7 +85,7 @@ fn failure_message(target: &str, input: &[u8], why: &str) -> String {
 /// Installs the panic hook, and starts the thread that checks the limits.
 fn watch() {
     let before = std::panic::take_hook();
-    // In the hook, so that it also works in programs that abort on panic.
+    // Report in the hook, so that the report also appears in programs that abort on panic.
     std::panic::set_hook(Box::new(move |panic| {
         before(panic);
         let failed = running().as_mut().and_then(|all| all.remove(&thread::current().id()));

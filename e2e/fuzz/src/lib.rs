@@ -2,10 +2,10 @@
 //! messages and objects.
 //!
 //! A [`Target`] is a function that reads bytes. It must not panic, hang or use unbounded memory. It
-//! asserts properties of what it reads, for example that encoding it again gives the same value,
-//! that a plan passes `check`, or that an error has a printable message. [`mutate`] changes samples
-//! at random. The samples come from the types' own encoders and from `corpus/<target>/`. An input
-//! that a target can read may become a sample itself ([`engine`]).
+//! asserts properties of what it reads. For example, a value is the same after it is encoded and
+//! read again, a plan passes `check`, and an error has a printable message. [`mutate`] changes
+//! samples at random. The samples come from the types' own encoders and from `corpus/<target>/`. An
+//! input that a target can read may become a sample itself ([`engine`]).
 //!
 //! `cargo test` runs each target on its corpus and then on a fixed number of inputs from a fixed
 //! seed. `make fuzz` and the program of this crate run targets for a given time. A failing input is
@@ -13,9 +13,9 @@
 //!
 //! The engine is part of this crate: about 300 lines on `fastrand` and `serde_json`, which the
 //! workspace uses anyway. The alternatives do not fit. Coverage feedback (libFuzzer, `fuzzcheck`)
-//! needs a nightly compiler. `bolero` without it generates random bytes, needs about forty more
-//! crates, and does not know JSON. `mutatis` changes Rust values, so it generates no malformed
-//! text, and it needs a newer compiler than the workspace.
+//! needs a nightly compiler. Without coverage feedback, `bolero` generates random bytes; it also
+//! needs about forty more crates, and does not know JSON. `mutatis` changes Rust values, so it
+//! generates no malformed text, and it needs a newer compiler than the workspace.
 pub mod engine;
 pub mod guard;
 pub mod mutate;
@@ -39,7 +39,7 @@ pub enum Seen {
 pub struct Target {
     /// Name of the target and of its folder in the corpus.
     pub name: &'static str,
-    /// What it reads and from whom, for people.
+    /// Description for people of what the target reads, and from whom.
     pub what: &'static str,
     /// Format of its input.
     pub shape: Shape,

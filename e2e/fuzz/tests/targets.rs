@@ -18,7 +18,7 @@ fn bounded(name: &str) -> io::Result<()> {
         );
     }
     let progress = fuzz(target, SEED, Budget::Inputs(target.inputs.into()), |_| ())?;
-    // Mutations that are almost never or always valid find nothing.
+    // Mutations find nothing if almost none or almost all of them are valid.
     assert!(
         (5..100).contains(&progress.percent()),
         "{name} reads {} % of {} inputs",

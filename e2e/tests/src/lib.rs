@@ -1,7 +1,7 @@
 //! The harness of the cluster tests: a client of the local Kubernetes, access to its nodes and
 //! components, and functions that wait for conditions.
 //!
-//! Everything is synchronous, so that a test reads like the steps of a person. Objects are JSON, as
+//! All functions are synchronous, so a test reads like a list of manual steps. Objects are JSON, as
 //! a user of the API sees them. `e2e/test cluster` starts the cluster, installs Cleave and sets
 //! `KUBECONFIG` and `PATH`.
 use std::collections::{BTreeMap, BTreeSet};
@@ -192,7 +192,7 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Re
     wait_for(what, WAIT_TIMEOUT, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `done` returns true. Fails at once if `violation` reports a violation meanwhile.
+/// Waits until `done` returns true. Fails at once if `violation` reports a violation before that.
 pub fn wait_without_violation(
     what: &str,
     mut done: impl FnMut() -> Result<bool>,
@@ -236,8 +236,8 @@ pub fn output(program: &str, args: &[&str]) -> Result<Output> {
 
 /// Runs the launcher of the local cluster.
 pub fn launcher(args: &[&str]) -> Result<String> {
-    // The running cluster's launcher is in `PATH`. e2e/cluster/cluster would first check whether it
-    // is up to date.
+    // Use the running cluster's launcher, which is in `PATH`. The script e2e/cluster/cluster would
+    // first check whether the launcher is up to date.
     run("cluster", args)
 }
 
@@ -332,7 +332,7 @@ pub struct Scope<'a> {
 }
 
 impl<'a> Scope<'a> {
-    /// Creates the namespace. First deletes what an earlier, killed run left.
+    /// Creates the namespace. First deletes the objects of an earlier run that was killed.
     pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
         scope.sweep()?;
@@ -355,8 +355,8 @@ impl<'a> Scope<'a> {
         }
         let namespace = format!("/api/v1/namespaces/{}", self.namespace);
         if self.cluster.find(&namespace)?.is_some() {
-            // Namespace first: in a terminating namespace no controller can recreate pods, which
-            // would use GPUs of the next test.
+            // Delete the namespace first: in a terminating namespace no controller can recreate
+            // pods. Such pods would use GPUs of the next test.
             self.cluster.delete(&namespace, None)?;
             wait_until("the namespace has no pods", || {
                 let pods = self.pods()?;
@@ -437,7 +437,8 @@ impl<'a> Scope<'a> {
         self.cluster.read(&format!("{}/log?container=main", self.pod_path(name)))
     }
 
-    /// Waits for the first JSON line in a pod's log: the GPU as `cleave-client` sees it.
+    /// Waits for the first JSON line in a pod's log. It describes the GPU that `cleave-client`
+    /// sees.
     pub fn client_report(&self, name: &str) -> Result<Value> {
         wait_for(&format!("{name} has a JSON line in its log"), WAIT_TIMEOUT, || {
             let log = self.log(name)?;
@@ -453,7 +454,7 @@ impl<'a> Scope<'a> {
         kubectl(&args)
     }
 
-    /// Deletes a pod and waits until it is gone.
+    /// Deletes a pod and waits until it no longer exists.
     pub fn delete_pod(&self, name: &str, grace_seconds: u32) -> Result<()> {
         let path = self.pod_path(name);
         self.cluster.delete(&path, Some(grace_seconds))?;
@@ -495,7 +496,7 @@ pub fn pod(name: &str, limits: &Value, script: &str) -> Value {
 pub struct Random(u64);
 
 impl Random {
-    /// Starts from a seed. The seed 0 yields only zeros.
+    /// Creates a generator with a seed. The seed 0 yields only zeros.
     pub fn seeded(seed: u64) -> Self {
         Self(seed)
     }
@@ -509,8 +510,8 @@ impl Random {
     }
 }
 
-/// Finds allocation errors in the status of a `GpuNode`: a container with slices of two GPUs, a
-/// slice allocated twice, a GPU with more than `units` slices allocated.
+/// Finds allocation errors in the status of a `GpuNode`. An error is a container with slices of two
+/// GPUs, a slice allocated twice, or a GPU with more than `units` slices allocated.
 ///
 /// Considers only the allocations of `pods`, as `namespace/name`. When a pod was deleted without
 /// grace, the kubelet reallocates its slices while it still lists them for that pod.

@@ -90,7 +90,7 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
     let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
     client.allocate(allocate_request(&ids)).await.context("Allocate on a healthy GPU")?;
 
-    // The published figure is 0: NVIDIA's plugin exits, and its 7 healthy GPUs are lost.
+    // The published figure is 0: NVIDIA's plugin exits, so its 7 healthy GPUs cannot be allocated.
     let good = total - here;
     plugin.kubelet.stop();
     plugin.kubelet.run().context("kubelet.sock")?;

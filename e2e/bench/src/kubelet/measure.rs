@@ -79,7 +79,7 @@ pub(super) fn memory(
 /// Measures memory and processor time without requests.
 pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -> Result<()> {
     const CASE: &str = "memory and idle work";
-    // After the first list the plugin still frees memory of its start.
+    // The plugin still frees memory of its start after the first list, so wait before measuring.
     tokio::time::sleep(Duration::from_secs(1)).await;
     let before = work(plugin.pid()?)?;
     tokio::time::sleep(over).await;
@@ -332,8 +332,8 @@ pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &
     let (gpus, shape) = shape(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut churn = Churn::new(&all, seed);
-    // For pods of 2 and of 5 units: placed, split, split although one GPU could serve it, and split
-    // but granted by Allocate.
+    // Counts for pods of 2 and of 5 units: placed, split, split although one GPU could serve it,
+    // and split but granted by Allocate.
     let mut tally = [[0_usize; 4]; 2];
     for _ in 0..arrivals {
         let (units, Some(free)) = churn.arrive() else { continue };

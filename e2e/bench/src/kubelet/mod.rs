@@ -2,8 +2,8 @@
 //! real unix sockets.
 //!
 //! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`.
-//! Without either it is this program, which serves MPS shares of synthetic GPUs: the kubelet's
-//! protocol and the agent's choice of devices, but no NVML.
+//! Without either, the plugin is this program, which serves MPS shares of synthetic GPUs. It uses
+//! the kubelet's protocol and the agent's choice of devices, but no NVML.
 mod faults;
 mod measure;
 mod occupancy;

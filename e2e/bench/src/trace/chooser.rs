@@ -68,12 +68,12 @@ impl Chooser {
         }
     }
 
-    /// Allocates a choice.
+    /// Allocates the capacity of a choice.
     pub(super) fn take(&mut self, demand: &Demand, choice: &Choice) {
         placer!(self, placer => placer.take(demand, choice));
     }
 
-    /// Frees a choice.
+    /// Frees the capacity of a choice.
     pub(super) fn give(&mut self, demand: &Demand, choice: &Choice) {
         placer!(self, placer => placer.give(demand, choice));
     }

@@ -26,7 +26,7 @@ use super::{fixtures, objects};
 use crate::mutate::Shape;
 use crate::{Seen, Target, assert_tells};
 
-/// How long the agent keeps an allocation that the kubelet does not list.
+/// Time for which the agent keeps an allocation that the kubelet does not list.
 const GRACE: Duration = Duration::from_secs(10);
 
 /// The spec that the operator writes for the first node of the sample cluster.
@@ -54,8 +54,8 @@ pub(super) fn sample_turn() -> Actions {
 /// Runs an agent's model on all of its inputs, and returns its last actions.
 ///
 /// Checks after each step that others can read what the agent writes. The checks are weaker if the
-/// checkpoint has GPUs that NVML does not list. Those are lost and keep their layout: an instance
-/// may exist twice until the next agent refuses such a checkpoint.
+/// checkpoint has GPUs that NVML does not list. Such GPUs count as lost and keep their layout, so
+/// an instance may appear twice. The next agent refuses a checkpoint with such an instance.
 fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
     let contradicts = |known: &Checkpoint| {

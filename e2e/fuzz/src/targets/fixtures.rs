@@ -1,4 +1,4 @@
-//! A small cluster, as each of its components reports it. Samples are made from it.
+//! A small cluster, as each of its components reports it. Samples are derived from it.
 use std::fmt::Debug;
 
 use cleave_api::gpunode::{GpuStatus, Health, MigStatus, SliceStatus};
@@ -19,7 +19,7 @@ pub(super) const MEMORY: u64 = 81_079;
 /// Number of GPUs per node.
 pub(super) const GPUS: u32 = 5;
 
-/// Encodes a value as JSON; empty if that fails, which no target can read.
+/// Encodes a value as JSON. If that fails, returns an empty sample, which no target can read.
 pub(super) fn json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }

@@ -84,7 +84,7 @@ pub(super) const QUANTITY: Target = Target {
                 assert!(count <= milli);
             }
         }
-        // Ten times a quantity is not smaller.
+        // Ten times a quantity must not be smaller than the quantity.
         if let (Some(milli), true) = (read.milli(), text.bytes().all(|byte| byte.is_ascii_digit())) {
             let tenfold = Quantity::new(&format!("{text}0")).milli();
             assert!(tenfold.is_none_or(|tenfold| tenfold >= milli), "{text}");

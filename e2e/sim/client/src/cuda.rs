@@ -1,4 +1,4 @@
-//! Simulates the CUDA library: contexts use MPS if there is a daemon, and the GPU directly if not.
+//! Simulates the CUDA library: contexts use MPS if a daemon runs, and otherwise the GPU directly.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};

@@ -47,9 +47,9 @@ pub(crate) enum Lie {
     Vanish(usize),
     /// Sends this many of the three words to the server, then nothing more.
     Mute(usize),
-    /// Shuts a socket down after this many steps of the handshake with the server: 0 before it
-    /// receives anything, 1 after it has received the descriptors, 2 to 4 after one to three words,
-    /// 5 after the answer but before the last word to the daemon.
+    /// Shuts a socket down after this many steps of the handshake with the server. 0 is before the
+    /// client receives anything, 1 after it has received the descriptors. 2 to 4 are after one to
+    /// three words. 5 is after the answer but before the last word to the daemon.
     Shutdown(Half, u32),
     /// Sends no last word to the daemon.
     NoLastWord,
@@ -121,7 +121,7 @@ impl FromStr for Lie {
     }
 }
 
-/// Performs a violation on `control`, waits until the peer closes, at most for `patience`, and
+/// Performs a violation on `control`, and waits until the peer closes, at most for `patience`. Then
 /// prints `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`. `refused` means that the
 /// kernel refused the message. For `enter=N`, `packets` is the number of completed handshakes.
 pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()> {

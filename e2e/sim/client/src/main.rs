@@ -28,7 +28,8 @@ use arguments::{Arguments, Span};
 const CHILD_ENV: &str = "CLEAVE_CLIENT_CHILD";
 
 fn main() -> anyhow::Result<ExitCode> {
-    // Cargo builds only a package's own programs for its tests. They link this one to these names.
+    // Cargo builds only a package's own programs for its tests. The tests therefore link this
+    // program to the names of NVIDIA's programs.
     match std::env::args_os().next().as_deref().map(Path::new).and_then(Path::file_name).and_then(OsStr::to_str) {
         Some("nvidia-cuda-mps-control") => return Ok(sim_mps::tool::main()),
         Some("nvidia-cuda-mps-server") => return Ok(sim_mps::server::main()),

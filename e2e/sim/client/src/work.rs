@@ -143,7 +143,7 @@ impl Program<'_> {
     }
 }
 
-/// The result without contexts.
+/// The `CUresult` of a program that has created no context.
 fn cuda_invalid_context() -> i32 {
     201
 }

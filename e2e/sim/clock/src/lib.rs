@@ -3,9 +3,9 @@
 //!
 //! `/dev/shm/sim-clock`, or the file in `SIM_CLOCK`, contains the offset of the time of day in
 //! seconds, as text. Each query reads it, so a test can set the clock of a running program. Without
-//! a file the offset is 0. Clocks that cannot be set, such as `CLOCK_MONOTONIC`, do not change. It
-//! works for dynamically linked programs that query the time through the C library, as Rust's
-//! standard library does.
+//! a file the offset is 0. Clocks that cannot be set, such as `CLOCK_MONOTONIC`, do not change. The
+//! library works for dynamically linked programs that query the time through the C library, as
+//! Rust's standard library does.
 
 // This crate is a C ABI with raw pointers and unmangled symbols.
 #![allow(unsafe_code)]
@@ -67,7 +67,7 @@ fn time_of_day() -> (time_t, c_long) {
 pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) -> c_int {
     let result = real(clock, time);
     if result == 0 && matches!(clock, libc::CLOCK_REALTIME | libc::CLOCK_REALTIME_COARSE) {
-        // SAFETY: the kernel has written to it.
+        // SAFETY: `time` is valid, because the kernel has written to it.
         unsafe { (*time).tv_sec = (*time).tv_sec.saturating_add(offset()) };
     }
     result
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) ->
 pub unsafe extern "C" fn gettimeofday(time: *mut timeval, _zone: *mut c_void) -> c_int {
     let (seconds, nanoseconds) = time_of_day();
     if !time.is_null() {
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees that `time` is valid if it is not null.
         unsafe { *time = timeval { tv_sec: seconds, tv_usec: nanoseconds / 1000 } };
     }
     0
@@ -95,7 +95,7 @@ pub unsafe extern "C" fn gettimeofday(time: *mut timeval, _zone: *mut c_void) ->
 pub unsafe extern "C" fn time(time: *mut time_t) -> time_t {
     let (seconds, _) = time_of_day();
     if !time.is_null() {
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees that `time` is valid if it is not null.
         unsafe { *time = seconds };
     }
     seconds

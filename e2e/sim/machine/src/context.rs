@@ -29,7 +29,7 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
-/// A context on a device. It ends when dropped and when its process ends, for whatever reason.
+/// A context on a device. It is closed when dropped, and when its process ends for any reason.
 #[derive(Debug)]
 pub struct Context {
     machine: Machine,
@@ -105,7 +105,7 @@ impl Context {
     /// Allocates memory.
     ///
     /// # Errors
-    /// Less memory is free, or the device or the context is gone.
+    /// Less memory is free, or the device or the context no longer exists.
     pub fn allocate(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             fits(state, &usable(state, &state.processes[entry].device)?, bytes)?;
@@ -117,7 +117,7 @@ impl Context {
     /// Frees memory, at most what was allocated.
     ///
     /// # Errors
-    /// The device or the context is gone.
+    /// The device or the context no longer exists.
     pub fn free(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             let used = &mut state.processes[entry].used;
@@ -129,7 +129,7 @@ impl Context {
     /// The bytes that this context uses, its overhead included.
     ///
     /// # Errors
-    /// The device or the context is gone.
+    /// The device or the context no longer exists.
     pub fn used(&self) -> Result<u64, ContextError> {
         let state = self.machine.snapshot()?;
         Ok(state.processes[self.entry(&state)?].used)
@@ -138,7 +138,7 @@ impl Context {
     /// The device's current memory.
     ///
     /// # Errors
-    /// The device or the context is gone.
+    /// The device or the context no longer exists.
     pub fn memory(&self) -> Result<MemoryInfo, ContextError> {
         let state = self.machine.snapshot()?;
         self.entry(&state)?;
@@ -150,7 +150,7 @@ impl Context {
     /// Checks that the context and its device still exist.
     ///
     /// # Errors
-    /// The context or its device is gone. The program's next CUDA call returns this error.
+    /// The context or its device no longer exists. The program's next CUDA call returns this error.
     pub fn check(&self) -> Result<(), ContextError> {
         let state = self.machine.snapshot()?;
         self.entry(&state)?;
@@ -202,7 +202,7 @@ fn usable<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextErro
     Ok(device)
 }
 
-/// Applies the compute mode. `state` must contain only live processes.
+/// Checks whether the compute mode permits a context. `state` must contain only live processes.
 fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRef) -> Result<(), ContextError> {
     let refuse = |reason: String| Err(ContextError::Unavailable { device: device.uuid().to_owned(), reason });
     match device.gpu.compute_mode {

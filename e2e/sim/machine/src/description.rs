@@ -6,8 +6,8 @@ use crate::error::Error;
 use crate::model::{Model, find_model};
 use crate::state::{ComputeMode, Driver, Gpu, Pci, State};
 
-/// A machine as a file describes it. Omitted values are derived from the name and the index, always
-/// to the same result.
+/// A machine as a file describes it. Omitted values are derived from the name and the index, so
+/// equal files describe equal machines.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Description {
@@ -104,7 +104,7 @@ impl Description {
         let number = index.to_string();
         let uuid = || format!("GPU-{}", derive_uuid(&["gpu", &self.name, &number]));
         let serial = || format!("{:013}", digest(&["serial", &self.name, &number]) % 10_u128.pow(13));
-        // GPUs are spread over the buses like on an eight-GPU board. After 28 GPUs the next domain
+        // GPUs are spread over the buses as on an eight-GPU board. After 28 GPUs the next domain
         // starts.
         let pci = || Pci { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
         Gpu {

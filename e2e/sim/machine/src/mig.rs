@@ -28,7 +28,7 @@ pub enum MigError {
     ResetRequired,
 }
 
-/// The id of a GPU instance, which follows from its placement: it numbers the nodes of a binary
+/// The id of a GPU instance, which follows from its placement. Ids number the nodes of a binary
 /// tree over the memory slices, from the root.
 #[must_use]
 pub fn gpu_instance_id(memory_slices: u32, placement: Placement) -> u32 {
@@ -41,8 +41,9 @@ impl Gpu {
         if self.mig && model.mig_capable() { Ok(()) } else { Err(MigError::NotSupported) }
     }
 
-    /// Switches MIG mode. `busy` says whether a process uses the GPU or one of its instances. If
-    /// the mode cannot change now, it stays pending until the next reset, and the error says why.
+    /// Switches MIG mode. `busy` is true if a process uses the GPU or one of its instances. If the
+    /// mode cannot change now, it remains pending until the next reset, and the error gives the
+    /// reason.
     ///
     /// # Errors
     /// The model does not support MIG, a process or an instance uses the GPU, or a reset is
@@ -72,7 +73,7 @@ impl Gpu {
         self.instances.clear();
         self.lost = false;
         // A reset clears volatile counters, remaps pending rows and performs the recovery that the
-        // driver requested. Failed remapping stays failed.
+        // driver requested. It does not repair failed remapping.
         (self.ecc, self.remap_pending, self.recovery) = ([0, 0], false, 0);
         if self.mig {
             self.compute_mode = ComputeMode::Default;
@@ -196,7 +197,7 @@ impl Gpu {
         Ok(id)
     }
 
-    /// Destroys a compute instance. `busy` says whether a process uses the device with a UUID.
+    /// Destroys a compute instance. `busy` reports whether a process uses the device with a UUID.
     ///
     /// # Errors
     /// The instance does not exist, or a process uses it.

@@ -420,7 +420,7 @@ impl State {
     /// Reboots the machine. The GPUs, the driver and, if the board stores it, MIG mode survive
     /// (Ampere: the pending mode becomes current; Hopper: off). As on a real machine, processes,
     /// MIG instances, events, ECC counts, compute modes and lost GPUs do not survive. Injected
-    /// faults stay until cleared: they belong to the test, not to the machine.
+    /// faults remain until cleared: they belong to the test, not to the machine.
     pub fn reboot(&mut self) {
         self.boot += 1;
         self.processes.clear();

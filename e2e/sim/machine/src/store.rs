@@ -96,7 +96,7 @@ impl Machine {
     /// number increased since this handle's last call.
     ///
     /// # Errors
-    /// The directory is gone, or its state is malformed.
+    /// The directory no longer exists, or its state is malformed.
     pub fn snapshot(&self) -> Result<Arc<State>, Error> {
         // A writer increases the number before it replaces the file. A reader in between reads the
         // old file once more, and never keeps an old state under a new number.
@@ -118,7 +118,7 @@ impl Machine {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Changes the state atomically under the lock. If `change` fails, the state stays as it was.
+    /// Changes the state atomically under the lock. If `change` fails, the state does not change.
     ///
     /// # Errors
     /// The error of `change`, or an error of the directory.
@@ -142,7 +142,7 @@ impl Machine {
     /// generation.
     ///
     /// # Errors
-    /// The directory is gone, or its changes cannot be watched.
+    /// The directory no longer exists, or its changes cannot be watched.
     pub fn wait_change(&self, since: u64, timeout: Duration) -> Result<u64, Error> {
         let deadline = Instant::now() + timeout;
         let now = self.snapshot()?.generation;
@@ -174,7 +174,7 @@ impl Machine {
     /// Returns the contexts whose processes are alive.
     ///
     /// # Errors
-    /// The directory is gone, or its state is malformed.
+    /// The directory no longer exists, or its state is malformed.
     pub fn processes(&self) -> Result<Vec<Process>, Error> {
         Ok(self.alive_in(&*self.snapshot()?))
     }
@@ -216,11 +216,11 @@ impl Machine {
     }
 
     /// Applies the faults for a call about a device (`None`: about no device). It waits if the call
-    /// must hang, and returns the code that the call must return instead of working. A fault for a
-    /// GPU also applies to its MIG devices.
+    /// must hang. It returns a code if the call must fail with that code. A fault for a GPU also
+    /// applies to its MIG devices.
     ///
     /// # Errors
-    /// The directory is gone, or its state is malformed.
+    /// The directory no longer exists, or its state is malformed.
     pub fn injected(&self, call: &str, device: Option<&str>) -> Result<Option<i32>, Error> {
         let mut done = Vec::new();
         loop {
@@ -239,7 +239,7 @@ impl Machine {
     }
 
     /// Consumes one call of a fault. Returns false if another process consumed the last one. A
-    /// consumed fault that hangs stays in the list with 0 calls, so that clearing it releases the
+    /// consumed fault that hangs remains in the list with 0 calls, so that clearing it releases the
     /// calls that hang.
     fn take(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {

@@ -130,12 +130,12 @@ impl Mps {
 
 impl Drop for Mps {
     fn drop(&mut self) {
-        // Errors are ignored: the server may be gone.
+        // Errors are ignored: the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
     }
 }
 
-/// Performs the handshake and sends a first request. It retries if the server dies meanwhile.
+/// Performs the handshake and sends a first request. Retries if the server dies before it answers.
 fn enter(
     control: &Path,
     subject: Subject,
@@ -210,7 +210,7 @@ impl MpsContext {
         Ok(())
     }
 
-    /// Starts kernels of this many milliseconds each. They stay in flight until
+    /// Starts kernels of this many milliseconds each. They remain in flight until
     /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
@@ -281,7 +281,7 @@ impl MpsContext {
 
 impl Drop for MpsContext {
     fn drop(&mut self) {
-        // Errors are ignored: the server may be gone.
+        // Errors are ignored: the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
         self.channel.shutdown();
     }

@@ -7,7 +7,7 @@ use crate::limits;
 /// One command.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Command {
-    /// PIDs of the servers, one per line.
+    /// Prints the PIDs of the servers, one per line.
     GetServerList,
     /// Prints INITIALIZING, ACTIVE or FAULT.
     GetServerStatus(u32),
@@ -20,11 +20,11 @@ pub enum Command {
         /// Whether to stop without waiting.
         force: bool,
     },
-    /// PIDs of a server's clients, one per line.
+    /// Prints the PIDs of a server's clients, one per line.
     GetClientList(u32),
-    /// Devices with the PIDs of their clients, for one server or all.
+    /// Prints the devices with the PIDs of their clients, for one server or all.
     GetDeviceClientList(Option<u32>),
-    /// The table of clients, for one PID or all.
+    /// Prints the table of clients, for one PID or all.
     Ps(Option<u32>),
     /// Destroys a client's contexts. Other clients continue.
     TerminateClient {
@@ -33,29 +33,29 @@ pub enum Command {
         /// The client's PID.
         client: u32,
     },
-    /// The thread percentage of servers started later.
+    /// Prints the thread percentage of servers started later.
     GetDefaultThreads,
     /// Sets the thread percentage of servers started later. An invalid value has no effect.
     SetDefaultThreads(Option<f64>),
-    /// The thread percentage of a server's next clients.
+    /// Prints the thread percentage of a server's next clients.
     GetThreads(u32),
     /// Sets the thread percentage of a server's next clients. An invalid value has no effect.
     SetThreads(u32, Option<f64>),
-    /// The memory limit of servers started later.
+    /// Prints the memory limit of servers started later.
     GetDefaultMemory(String),
     /// Sets the memory limit of servers started later.
     SetDefaultMemory(String, String),
-    /// The memory limit of a server's next clients.
+    /// Prints the memory limit of a server's next clients.
     GetMemory(u32, String),
     /// Sets the memory limit of a server's next clients.
     SetMemory(u32, String, String),
-    /// The priority of clients of servers started later.
+    /// Prints the priority of clients of servers started later.
     GetDefaultPriority,
     /// Sets the priority of clients of servers started later.
     SetDefaultPriority(u8),
     /// Stops the servers and the daemon. It waits for the clients, at most for the given time.
     Quit(Option<Duration>),
-    /// The list of commands.
+    /// Prints the list of commands.
     Help,
 }
 

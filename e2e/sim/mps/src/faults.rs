@@ -6,8 +6,8 @@
 //! | `mps:handshake` | the daemon greets like another driver's daemon | it sends no greeting |
 //! | `mps:client` | the daemon rejects clients after the handshake | they get no server's socket |
 //! | `mps:command:<name>` | the command answers with the code as text | it does not answer |
-//! | `mps:server` | the server exits with the code at its start | it stays INITIALIZING |
-//! | `mps:heal` | the server stays in FAULT after its last broken client | it hangs then |
+//! | `mps:server` | the server exits with the code at its start | it remains INITIALIZING |
+//! | `mps:heal` | the server remains in FAULT after its last broken client | it hangs then |
 //!
 //! The daemon applies all of them except `mps:server` and `mps:heal`. A fault for a GPU applies to
 //! the daemon that serves it.

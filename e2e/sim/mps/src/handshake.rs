@@ -56,7 +56,7 @@ const LONGEST_LINE: usize = 64 * 1024;
 /// The peer of a connection, after its introduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// A CUDA program that wants a socket to the server.
+    /// A CUDA program that requests a socket to the server.
     Client(Credentials),
     /// An administrator with commands.
     Administrator(Credentials),

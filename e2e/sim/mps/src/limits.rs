@@ -76,8 +76,8 @@ impl Settings {
         }
     }
 
-    /// The limit that was set for a name, as the daemon prints it: in whole G, rounded down, from 1
-    /// G on, and in whole M below.
+    /// The limit that was set for a name, as the daemon prints it. Limits from 1 G on are in whole
+    /// G, rounded down, and lower ones in whole M.
     pub fn printed_memory(&self, device: &str) -> Option<String> {
         let limit = self.memory.iter().find(|limit| limit.device == device)?;
         let mib = bytes(&limit.value)? >> 20;

@@ -130,7 +130,7 @@ fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
             Ok(Some(answer)) => {
                 print(&answer);
             }
-            // Expected after `quit`: the daemon was there and has exited.
+            // Expected after `quit`: the daemon accepted the command and has exited.
             Ok(None) => {
                 eprintln!("The MPS control daemon closed the connection");
                 return ExitCode::FAILURE;

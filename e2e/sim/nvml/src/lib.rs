@@ -12,7 +12,8 @@
 //!
 //! The number of SMs comes from the same calls as with a real library. For a MIG device it is in
 //! `nvmlDeviceGetAttributes`. For a whole GPU it is `nvmlDeviceGetNumGpuCores` divided by the cores
-//! of an SM, or the SMs of the largest GPU instance profile if that has all SMs (Hopper).
+//! of an SM. Alternatively, if the largest GPU instance profile has all SMs (Hopper), it is the
+//! number of that profile.
 
 // This crate is a C ABI with raw pointers and unmangled symbols. Only `abi::raw` dereferences
 // pointers.

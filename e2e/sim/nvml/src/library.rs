@@ -46,8 +46,8 @@ impl From<MigError> for Code {
 
 pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
 
-/// The object behind a handle. Objects are names, not addresses: a handle outlives its object, and
-/// its calls then report that the object is gone.
+/// The object behind a handle. Objects are names, not addresses. A handle outlives its object, and
+/// calls with it then report that the object no longer exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Object {
     /// A GPU or a MIG device, by UUID.
@@ -171,8 +171,8 @@ fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
 
 /// Runs the body of a call. A panic must not unwind into C.
 pub(crate) fn guarded(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
-    // Tables stay consistent after a panic, because every entry is written at once. Their locks are
-    // therefore taken even if poisoned.
+    // Tables remain consistent after a panic, because every entry is written at once. Their locks
+    // are therefore taken even if poisoned.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => sys::nvmlReturn_enum_NVML_SUCCESS,
         Ok(Err(code)) => code.0,

@@ -76,7 +76,7 @@ pub(crate) fn find<'v>(view: &'v View, gpu: &str, id: u32) -> Result<(&'v Gpu, &
     Ok((gpu, model, found))
 }
 
-/// Switches MIG mode. The first return code says whether the request was accepted, the second
+/// Switches MIG mode. The first return code reports whether the request was accepted, the second
 /// whether the mode is already active.
 pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {

@@ -119,7 +119,7 @@ macro_rules! raw {
 }
 
 fn handle(device: &Device<'_>) -> sys::nvmlDevice_t {
-    // SAFETY: the handle is only passed to the library that it comes from, which stays loaded.
+    // SAFETY: the handle is only passed to the library that returned it, which remains loaded.
     unsafe { device.handle() }
 }
 

@@ -1,5 +1,5 @@
-//! Admission policies refuse pods that would break a promise, with a helpful message. Other pods
-//! are not affected.
+//! Tests that admission policies refuse pods that would break a promise, and explain why. Other
+//! pods are not affected.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 /// gives it all rights, because these tests do not test its role.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
-/// A pod with these limits and a changed spec.
+/// Returns a pod with these limits, after `change` has modified its spec.
 pub(crate) fn changed(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
     let mut pod = pod("t", limits, "true");
     change(&mut pod["spec"]);
@@ -126,7 +126,7 @@ fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
 fn an_ephemeral_container_cannot_set_what_cleave_sets() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ephemeral")?;
-    // No node offers shares, so the pod stays Pending. This test needs no more.
+    // No node offers shares, so the pod remains Pending, which is sufficient for this test.
     scope.pod("waits", &json!({SHARES: 1}), "true")?;
     let path = format!("{}/ephemeralcontainers", scope.pod_path("waits"));
     let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [beside("debug", env)]}});
@@ -272,7 +272,7 @@ fn the_status_of_a_deployment_says_why_its_pods_are_refused() -> Result<()> {
         "metadata": {"name": "t"},
         "spec": {"selector": {"matchLabels": {"app": "t"}}, "template": template},
     });
-    // The policies check pods, not the template.
+    // The policies check pods, not pod templates, so the API server accepts the Deployment.
     cluster.create(&deployments, &deployment)?;
     wait_until("the Deployment's status has the reason", || {
         let conditions = cluster.get(&format!("{deployments}/t"))?["status"]["conditions"].clone();

@@ -18,7 +18,7 @@ impl Setting {
         let values = run("helm", &["get", "values", "cleave", "-n", SYSTEM, "--all", "-o", "json"])?;
         let values: Value = serde_json::from_str(&values)?;
         let before = path.split('.').fold(&values, |values, key| &values[key]).clone();
-        // Constructed first, so that a change that fails halfway is also undone.
+        // Construct the value first, so that dropping it also undoes a change that fails halfway.
         let setting = Self { path, before };
         setting.set(&value.into())?;
         Ok(setting)

@@ -1,5 +1,5 @@
-//! Jumps of the clock: the time of day that Cleave's programs read is set an hour ahead, an hour
-//! back, and to the right time again. The machine's clock does not change.
+//! Tests jumps of the clock. The time of day that Cleave's programs read is set an hour ahead, then
+//! an hour back, and then to the right time. The machine's clock does not change.
 //!
 //! The programs read the time through `libsim_clock.so` (e2e/sim/clock), which is in the image of
 //! the local cluster. An hour back is the limit: the API server's certificate is valid from an hour
@@ -22,11 +22,11 @@ const LIBRARY: &str = "/usr/lib/libsim_clock.so";
 /// Cleave's workloads.
 const WORKLOADS: [&str; 3] = ["daemonset/cleave-agent", "daemonset/cleave-mps-host", "deployment/cleave-operator"];
 const HOUR: i64 = 3600;
-/// Ignores SIGTERM, so that it uses its whole grace period.
+/// Script of a client that ignores SIGTERM, so that it uses its whole grace period.
 const IGNORE_SIGTERM: &str = "trap '' TERM; exec cleave-client --hold forever";
 
-/// Cleave's programs read the clock that the test sets. Dropping the value restores the machine's
-/// clock.
+/// Makes Cleave's programs read a clock that the test sets. Dropping the value makes them read the
+/// machine's clock again.
 struct Clocks<'a> {
     cluster: &'a Cluster,
 }
@@ -47,7 +47,8 @@ impl<'a> Clocks<'a> {
         for workload in WORKLOADS {
             kubectl(&["-n", SYSTEM, "set", "env", workload, change])?;
         }
-        // MPS hosts are replaced only when they are deleted. Their MPS daemons exit with them.
+        // The update strategy is OnDelete, so delete the MPS hosts. Their MPS daemons exit with
+        // them.
         kubectl(&["-n", SYSTEM, "delete", "pod", "-l", "app.kubernetes.io/component=mps-host", "--wait"])?;
         for workload in [WORKLOADS[0], WORKLOADS[2]] {
             kubectl(&["-n", SYSTEM, "rollout", "status", workload, "--timeout=120s"])?;
@@ -138,7 +139,7 @@ fn jumps_of_the_clock_lose_no_share_reservation_or_grace_and_restart_nothing() -
     let cluster = Cluster::connect()?;
     let clocks = Clocks::new(&cluster)?;
     let scope = ten_shares(&cluster, "clocks")?;
-    // Each pod is on another GPU, so that one GPU is free.
+    // Each pod is on a different GPU, so one GPU remains free.
     let full = ["a", "b", "c"];
     for name in full {
         scope.pod_on(NODE, name, &json!({SHARES: if name == "a" { 8 } else { 10 }}), HOLD)?;

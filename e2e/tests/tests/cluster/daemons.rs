@@ -1,5 +1,5 @@
-//! MPS daemons that die: clients and pods wait for the restarted daemon, no client runs without
-//! limits, no pod is refused, and the node reports it.
+//! Tests the death of MPS daemons. Clients and pods wait for the restarted daemon, no client runs
+//! without limits, no pod is refused, and the node reports the failure.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
     Cluster, Faults, SYSTEM, Scope, WAIT_TIMEOUT, on_node, text, wait_for, wait_until, wait_without_violation,

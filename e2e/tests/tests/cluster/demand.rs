@@ -40,7 +40,7 @@ fn gpu(cluster: &Cluster, index: usize) -> Result<Value> {
     Ok(cluster.gpunode(NODE)?["status"]["gpus"][index].clone())
 }
 
-/// Devices of [`NODE`] with an allocation of a pod, each once.
+/// Devices of [`NODE`] on which a pod has an allocation, without duplicates.
 fn devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
     let name = format!("{}/{name}", scope.namespace);
     let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -224,12 +224,12 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     scope.wait_until_running("mig").map(drop)
 }
 
-/// The agent of [`NODE`] is stopped. Dropping the value continues it.
+/// Keeps the agent of [`NODE`] stopped until the value is dropped.
 struct StoppedAgent;
 
 impl Drop for StoppedAgent {
     fn drop(&mut self) {
-        // Harmless if the kubelet has restarted the agent meanwhile.
+        // Harmless if the kubelet has restarted the agent in the meantime.
         if let Err(error) = signal(NODE, "cleave-agent", "CONT") {
             eprintln!("failed to continue the agent: {error:#}");
         }
@@ -245,8 +245,8 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     let taken_back = event_notes(&cluster, "Node", NODE, "GpuNodeTakenBack")?;
     let stopped = StoppedAgent;
     signal(NODE, "cleave-agent", "STOP")?;
-    // Both nodes could serve these pods. They run on the node whose agent runs, wherever a plan
-    // places them first.
+    // Both nodes could serve these pods. They must run on the node whose agent runs, even if a plan
+    // first places them on the other one.
     for index in 0..2 {
         scope.pod(&format!("any-{index}"), &json!({SLICE_20GB: 1}), HOLD)?;
     }
@@ -332,7 +332,7 @@ fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -
     request(&scope, "holder", SLICE_10GB, 1)?;
     scope.wait_until_running("holder")?;
     let before = pod_states(&cluster, &scope, &["holder"])?;
-    // Each repartition has another target: MIG, MPS, or a whole GPU.
+    // Each repartition has a different target: MIG, MPS, or a whole GPU.
     let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE_GPU];
     let mut resources = wants.iter().cycle();
     for victim in [Victim::Agent, Victim::Operator] {

@@ -1,7 +1,7 @@
 //! The commands on the tutorial and how-to pages run on this cluster, and print what the pages
 //! show.
 //!
-//! The pages say which blocks run; `cleave_docs_commands` reads them.
+//! The pages mark the blocks that run; `cleave_docs_commands` reads these marks.
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -88,9 +88,9 @@ fn each_guide_runs() -> Result<()> {
     Ok(())
 }
 
-/// Removes what the pages' commands create: first the leftovers of an earlier, killed run, and at
-/// the end those of this run. Declare it after the scope, so that it runs before the scope waits
-/// until all GPUs are whole.
+/// Removes objects that the pages' commands create: on construction those of an earlier, killed
+/// run, and on drop those of this run. Declare the value after the scope, so that it is dropped
+/// first: the scope waits until all GPUs are whole.
 struct Cleanup<'a>(&'a Cluster);
 
 impl<'a> Cleanup<'a> {

@@ -1,5 +1,6 @@
-//! The termination of one pod does not break its neighbours. Containers with shares get a `preStop`
-//! hook that sleeps before SIGTERM. Meanwhile the agent terminates their GPU programs through MPS.
+//! Tests that the termination of one pod does not break its neighbours. Containers with shares get
+//! a `preStop` hook that sleeps before SIGTERM. During the sleep the agent terminates their GPU
+//! programs through MPS.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -13,11 +14,11 @@ use crate::{NODE, SHARES, allocations, ten_shares};
 
 /// Number of pods deleted for each combination of grace and program.
 const ROUNDS: usize = 4;
-/// Runs long kernels. A kill while such a kernel runs always breaks the neighbours.
+/// Script that runs long kernels. A kill while such a kernel runs always breaks the neighbours.
 const BUSY: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
-/// Runs long kernels, and exits cleanly on SIGTERM.
+/// Script that runs long kernels, and exits cleanly on SIGTERM.
 const BUSY_UNTIL_SIGTERM: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
-/// Runs short kernels.
+/// Script that runs short kernels.
 const NEIGHBOUR: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
 /// Chart value: seconds that an injected `preStop` hook sleeps.
 const PRE_STOP_VALUE: &str = "admission.preStopSeconds";
@@ -103,7 +104,7 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
     ensure!(containers[2]["lifecycle"]["preStop"]["exec"].is_object(), "{}", containers[2]);
     ensure!(containers[4]["lifecycle"]["postStart"]["exec"].is_object(), "{}", containers[4]);
     ensure!(containers[5]["env"].as_array().is_some_and(|env| env.len() == 2), "{}", containers[5]);
-    // No hook where the sleep would use up the grace period.
+    // No hook is injected if its sleep would use up the grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
         let mut pod = requesting(&json!({SHARES: 1}));
         pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
@@ -247,9 +248,9 @@ fn delete(scope: &Scope, deletion: Deletion) -> Result<Count> {
             Ok(scope.cluster.find(&path)?.is_none() && allocation()?["clients"].as_u64().unwrap_or(0) == 0)
         })?;
         count.deletions += 1;
-        // A neighbour that breaks reports its error within milliseconds of the client's death.
-        // Running a command in its container takes longer. The command fails if the neighbour has
-        // exited.
+        // Wait by running a command in the neighbour's container. A broken neighbour reports its
+        // error within milliseconds of the client's death, and the command takes longer. Ignore
+        // errors: the command fails if the neighbour has exited.
         let _ = scope.exec("neighbour", &["true"]);
         count.broken += usize::from(neighbour(scope)?);
     }
@@ -278,7 +279,7 @@ fn busy_pods_are_deleted_and_their_neighbour_goes_on() -> Result<()> {
     Ok(())
 }
 
-/// The agent of [`NODE`] is stopped. Dropping the value continues it.
+/// Keeps the agent of [`NODE`] stopped until the value is dropped.
 struct StoppedAgent;
 
 impl StoppedAgent {
@@ -324,7 +325,7 @@ fn without_the_agent_the_neighbours_break() -> Result<()> {
 /// File in which a kubelet records that it terminates pods for a node shutdown.
 const SHUTDOWN_STATE: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
 
-/// Agents are configured with these shutdown periods. Dropping the value restores the
+/// Configures the agents with these shutdown periods. Dropping the value restores the
 /// configuration, and ends the simulated shutdown.
 struct ShutdownPeriods(#[expect(dead_code, reason = "dropped with this value")] Setting);
 

@@ -1,5 +1,5 @@
-//! A fatal GPU error breaks every program on the GPU: each pod gets an Event, programs that do not
-//! exit are killed, and the GPU serves again.
+//! Tests a fatal GPU error, which breaks every program on the GPU. Each pod gets an Event, programs
+//! that do not exit are killed, and the GPU serves again.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
@@ -67,7 +67,7 @@ fn an_illegal_access_is_told_to_all_that_it_hit_and_who_stays_is_ended() -> Resu
             .context("no such Event")?;
         Ok(event.contains(&format!("{}/near", scope.namespace)) && event.contains(&format!("{}/far", other.namespace)))
     })?;
-    // Deleted first: the policy is deleted with the other namespace, and waits for pods with
+    // Delete this pod first: dropping `scope` deletes the policy, and then waits until no pod has
     // shares.
     other.delete_pod("far", 0)
 }

@@ -1,5 +1,5 @@
-//! The placement gate: it releases a pod once one GPU has a reservation for it, and does not hold
-//! back a pod that could run.
+//! Tests the placement gate: it releases a pod once one GPU has a reservation for it, and does not
+//! delay a pod that could run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::Duration;
@@ -15,7 +15,8 @@ use crate::gate_admission::GATE;
 use crate::restarts::query_agent;
 use crate::{GPUS, NODE, SHARES, allocations, container_and_restarts, ten_shares};
 
-/// Keeps its shares without using the GPU, because hundreds of clients would overload the machine.
+/// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
+/// the machine.
 const SLEEP_FOREVER: &str = "exec sleep 1000000";
 
 /// Whether a pod has the placement gate.
@@ -295,8 +296,9 @@ fn in_use(cluster: &Cluster) -> Result<u64> {
     Ok(slices.filter_map(|slices| slices["inUse"].as_u64()).sum())
 }
 
-/// A starting kubelet admits pods before it removes deleted pods from its device checkpoint. It
-/// writes that file only when it allocates devices or receives a device list.
+/// The kubelet writes its device checkpoint only when it allocates devices or receives a device
+/// list, so the checkpoint may list deleted pods. A starting kubelet admits pods before it removes
+/// such entries.
 #[test]
 fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -337,7 +339,7 @@ fn observe(scope: &Scope, observed: &mut Observed) -> Result<Vec<Value>> {
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(observed.ran.insert(name)),
             // A deleted pod whose container was killed is also `Failed` for a moment, but has no
-            // reason. A pod that the kubelet refused has one.
+            // reason. A pod that the kubelet refused has a reason.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 observed.refused.insert(name, why);
@@ -361,7 +363,7 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
         |pod: &Value, grace| scope.cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(grace));
     while observed.created < count {
         let living = observe(scope, &mut observed)?.len() as u64;
-        // The kubelet accepts 110 pods.
+        // The kubelet accepts at most 110 pods. Limit the test to 70 at a time.
         for _ in 0..(1 + random.below(16)).min(count - observed.created).min(70_u64.saturating_sub(living)) {
             let shares = 1 + random.below(10);
             scope.pod(&format!("p{}", observed.created), &json!({SHARES: shares}), SLEEP_FOREVER)?;
@@ -397,7 +399,8 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
 }
 
 /// Kills the agent while no pod is in transit, and stops the scheduler until the agent serves
-/// again. For a tenth of a second the kubelet has no devices, and would refuse a pod for good.
+/// again. While the agent restarts, the kubelet has no devices for a tenth of a second. It would
+/// permanently refuse a pod that arrives then.
 fn kill_agent(scope: &Scope) -> Result<()> {
     let mut quiet_checks = 0;
     signal_component("scheduler", "STOP")?;
@@ -412,8 +415,8 @@ fn kill_agent(scope: &Scope) -> Result<()> {
     signal_component("scheduler", "CONT").and(killed)
 }
 
-/// The environment variable `STORM` sets the number of pods. 1,000 pods show more, but take too
-/// long for every run of the tests.
+/// The environment variable `STORM` sets the number of pods. A run with 1,000 pods finds more
+/// errors, but takes too long for every run of the tests.
 #[test]
 fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Result<()> {
     let count = std::env::var("STORM").map_or(Ok(120), |count| count.parse().context("STORM"))?;

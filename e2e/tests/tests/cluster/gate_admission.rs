@@ -1,7 +1,8 @@
 //! The API server gates pods that request shares when they are created. The admission policy and
 //! the webhook do the same, and neither affects other pods.
 //!
-//! The tests mostly check pods of dry runs: as admitted, before the operator releases them.
+//! Most tests create pods in dry runs, so they check each pod as admitted, before the operator
+//! could release it.
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, kubectl, pod, text, wait_until, wait_without_violation};

@@ -1,5 +1,5 @@
-//! GPUs that fail, and GPUs that an administrator cordons: which shares are withdrawn, which pods
-//! continue, and what makes the GPU schedulable again.
+//! Tests GPUs that fail and GPUs that an administrator cordons: which shares are withdrawn, which
+//! pods continue, and what makes the GPU schedulable again.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -91,8 +91,8 @@ fn each_class_of_xid_has_its_effect_and_its_way_of_recovery() -> Result<()> {
     scope.wait_until_running("stays")?;
     let before = container_and_restarts(&cluster, &scope, "stays")?;
 
-    // XID 31 is an application error: all shares stay. The agent handles XIDs in order, so the
-    // effect of the second one shows that it has handled the first.
+    // XID 31 is an application error: all shares remain healthy. The agent handles XIDs in order,
+    // so the effect of the second one shows that it has handled the first.
     repair.faults.simgpu(&["xid", "0", "31"])?;
     repair.faults.simgpu(&["xid", "1", "999"])?;
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
@@ -181,7 +181,7 @@ fn one_hanging_gpu_is_unreachable_alone_and_comes_back_by_itself() -> Result<()>
 
     repair.faults.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"])?;
     let begun = Instant::now();
-    // Evaluated throughout the hang.
+    // Checked repeatedly during the hang.
     let violation = || {
         let offered = cluster.allocatable(NODE, SHARES)?;
         if offered < 10 * (GPUS - 1) {
@@ -246,7 +246,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
     let status = run(&cleave(), &["status"])?;
     ensure!(status.contains("Healthy,Cordoned") && status.contains("is cordoned: new fan"), "{status}");
-    // More than the other GPUs can serve: one pod waits, and `explain` says why.
+    // More shares than the other GPUs have: one pod waits, and `explain` reports the reason.
     for name in ["a", "b", "c"] {
         scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
         scope.wait_until_running(name)?;
@@ -279,7 +279,7 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
     found.with_context(|| format!("{NODE} reports no GPU {uuid}"))
 }
 
-/// The operator taints nodes whose GPUs are all unhealthy. Dropping the value turns that off.
+/// Makes the operator taint nodes whose GPUs are all unhealthy. Dropping the value disables that.
 struct Tainting(#[expect(dead_code, reason = "dropped with this value")] Setting);
 
 impl Tainting {
@@ -290,8 +290,7 @@ impl Tainting {
 
 impl Drop for Tainting {
     fn drop(&mut self) {
-        // The operator may be slower than the start of the next test, which must not find the
-        // taint.
+        // Remove the taint here: the operator might remove it only after the next test has started.
         let _ = kubectl(&["taint", "node", NODE, "cleave.dev/unhealthy-"]);
     }
 }

@@ -1,5 +1,5 @@
-//! The chart's network policies, on a network that enforces them: who can read metrics, where
-//! Cleave can connect to, and that Cleave works with them.
+//! Tests the chart's network policies on a network that enforces them: who can read metrics, and
+//! which addresses Cleave can connect to. Cleave must work with the policies.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, process, text, wait_until};
 use serde_json::{Value, json};
@@ -102,7 +102,8 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     offers(&cluster, SHARES, 10 * GPUS)
 }
 
-/// Shows that the result of the other test is due to the policies.
+/// Shows that the policies cause the refusals of the other test: without them all connections
+/// succeed.
 #[test]
 fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_anywhere() -> Result<()> {
     let cluster = Cluster::connect()?;

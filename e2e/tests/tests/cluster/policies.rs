@@ -172,8 +172,8 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
         "last-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [3]}, "mode": "Mps", "mps": {"units": 20}}),
     )?;
-    // Checks the `GpuNode`, which shows what the kubelet gets at once. The kubelet updates the node
-    // only every ten seconds.
+    // Check the `GpuNode`, which shows the kubelet's device list at once. The kubelet updates the
+    // Node later.
     wait_without_violation(
         "the last GPU has twenty shares",
         || Ok(cluster.allocatable(NODE, SHARES)? == 50),

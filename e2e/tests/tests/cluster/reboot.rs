@@ -1,9 +1,9 @@
-//! A node that reboots: its power is cut, everything that a boot clears is lost, and the files on
-//! its disk remain.
+//! Tests a node that reboots. Its power is cut, so everything that a boot clears is lost, and the
+//! files on its disk remain.
 //!
 //! The test cannot change the machine's boot id. The agent compares it with the boot id in its
 //! checkpoint, so the test changes the checkpoint while the node is down. The kubelet also reads
-//! the boot id, but uses it for nothing that these tests check.
+//! the boot id, but these tests do not depend on that.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write as _;
@@ -36,7 +36,7 @@ fn node_file(path: &str) -> Result<PathBuf> {
     Ok(state.join("nodes").join(NODE).join("host").join(path.trim_start_matches('/')))
 }
 
-/// A node without power. Dropping the value starts it, if it is still down.
+/// A node without power. Dropping the value starts the node if it is still down.
 struct PowerCut;
 
 impl PowerCut {
@@ -65,7 +65,7 @@ impl Drop for PowerCut {
     }
 }
 
-/// The API server is down. Dropping the value starts it.
+/// Keeps the API server down until the value is dropped.
 struct ApiServerDown;
 
 impl ApiServerDown {
@@ -178,8 +178,9 @@ fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
     Ok(shares)
 }
 
-/// Waits until kubelet, agent and MPS host agree: the node's status has exactly the allocations
-/// that the kubelet has for its running pods, without an allocation error, and each has a door.
+/// Waits until kubelet, agent and MPS host agree. The node's status must list exactly the
+/// allocations that the kubelet has for its running pods, without an allocation error. Each
+/// allocation must have a door.
 fn wait_consistent(scope: &Scope) -> Result<()> {
     wait_until("kubelet, agent and MPS host agree about allocations", || {
         let mut running = scope.pods()?;
@@ -289,7 +290,7 @@ fn check_bare_pods(
 }
 
 /// Waits until the Deployment's pods run again, restarted or replaced, with their limits. Prints
-/// how many there were of each, and fails if the kubelet refused too many.
+/// the number of each, and fails if the kubelet refused too many.
 fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<String>, bare: usize) -> Result<()> {
     let now = wait_until_deployed(scope, containers)?;
     for name in &now {
@@ -307,7 +308,7 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         REPLICAS - restarted,
         BARE_PODS.len() - bare,
     )?;
-    // The gate keeps replacements until the node's agent serves.
+    // The gate keeps replacement pods from the node until its agent serves, so refusals are few.
     ensure!(refused <= 3 * REPLICAS, "the kubelet refused {refused} pods for {REPLICAS} replicas");
     Ok(())
 }
@@ -365,8 +366,8 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let power_cut = PowerCut::new()?;
     let api_server_down = ApiServerDown::new()?;
     let old = identity(&socket);
-    // Runs in the background: it waits for the node to be Ready, which needs an API server, and
-    // meanwhile no other `cluster start` can run.
+    // Run this in the background: it waits for the node to be Ready, which requires the API server.
+    // No other `cluster start` can run until it returns.
     let mut starting = Command::new("cluster").args(["start", NODE_COMPONENT]).spawn()?;
     let started =
         wait_until("the kubelet accepts device plugins", || Ok(identity(&socket).is_some_and(|new| Some(new) != old)));

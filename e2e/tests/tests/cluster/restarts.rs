@@ -54,7 +54,7 @@ impl RunningState {
     }
 }
 
-/// A violation if the node offers fewer shares than are in use.
+/// Returns a check that reports a violation if the node offers fewer shares than are in use.
 fn fewer_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
         let offered = cluster.allocatable(NODE, SHARES)?;
@@ -100,7 +100,8 @@ fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
     running.check_unchanged(&cluster, &scope)
 }
 
-/// A violation if some of the shares in use are not offered, or none for more than a moment.
+/// Returns a check that reports a violation if the node offers only a part of the shares in use.
+/// Offering none of them is a violation only if it lasts longer than a moment.
 ///
 /// While the agent is down, the kubelet has no devices and may report that. It corrects this with
 /// its next report, a second later.
@@ -144,8 +145,8 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     Ok(())
 }
 
-/// A second agent on [`NODE`]. An upgrade causes one for a moment, a mistake for longer. Dropping
-/// the value deletes it.
+/// A second agent on [`NODE`]. An upgrade runs two agents for a moment, a wrong configuration for
+/// longer. Dropping the value deletes the second agent.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -154,7 +155,7 @@ struct SecondAgent<'a> {
 impl<'a> SecondAgent<'a> {
     fn start(cluster: &'a Cluster) -> Result<Self> {
         let pods = format!("/api/v1/namespaces/{SYSTEM}/pods");
-        // Without the labels of the DaemonSet, which would delete the pod.
+        // Omit the labels of the DaemonSet: with them, the DaemonSet would delete the pod.
         let spec = component_pod(cluster, "agent")?["spec"].take();
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "second-agent"}, "spec": spec});
         let second = Self { cluster, path: format!("{pods}/second-agent") };
@@ -231,7 +232,7 @@ fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     running.check_unchanged(&cluster, &scope)
 }
 
-/// A violation if some, but not all, of the shares in use are missing.
+/// Returns a check that reports a violation if some, but not all, of the shares in use are missing.
 ///
 /// While the agent's container is down, the kubelet reports its devices as unhealthy. Allocatable
 /// drops to zero and then recovers completely.

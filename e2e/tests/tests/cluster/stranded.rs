@@ -1,5 +1,5 @@
-//! No pod is stranded: a temporary condition keeps a pod gated only while it lasts, and a pod is
-//! released only to a node that the scheduler accepts.
+//! Tests that no pod is stranded. A temporary condition keeps a pod gated only while the condition
+//! lasts, and a pod is released only to a node that the scheduler accepts.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -45,7 +45,7 @@ fn node_path(node: &str) -> String {
     format!("/api/v1/nodes/{node}")
 }
 
-/// Checks that a pod stays gated for this time.
+/// Checks that a pod remains gated for this time.
 fn check_stays_gated(scope: &Scope, pod: &str, time: Duration) -> Result<()> {
     let until = Instant::now() + time;
     while Instant::now() < until {

@@ -1,6 +1,6 @@
-//! Tenants that use more memory than their shares, or compute outside MPS, get a condition and an
-//! Event, and are evicted if the policy says so. Neighbours are not affected. The simulated MPS can
-//! be evaded like the real one.
+//! Tests tenants that use more memory than their shares, or compute outside MPS. They get a
+//! condition and an Event, and are evicted if the policy requires it. Neighbours are not affected.
+//! Programs can evade the simulated MPS in the same ways as the real one.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use serde_json::{Value, json};

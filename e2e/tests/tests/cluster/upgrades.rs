@@ -91,7 +91,7 @@ fn uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
     Ok(hosts(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
 }
 
-/// A violation if more than one node has no ready MPS host.
+/// Returns a check that reports a violation if more than one node has no ready MPS host.
 fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result<Option<String>> + '_ {
     move || {
         let hosts = hosts(cluster)?;
@@ -152,7 +152,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_has_left_its_node
         let names = |event: &Value| text(&event["note"]).starts_with(&format!("replacing {SYSTEM}/{name} by"));
         Ok(events.iter().any(|event| event["reason"] == "MpsHostReplaced" && names(event)))
     })?;
-    // The restored template can roll out only after this pod is gone.
+    // The restored template can roll out only after this pod is deleted.
     scope.delete_pod("next", 0)
 }
 

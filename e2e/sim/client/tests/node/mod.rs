@@ -37,8 +37,8 @@ impl Node {
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
         let description = Description { name: "test".into(), gpus, ..Description::default() };
         for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "cleave-client"] {
-            // Under the first two names the program acts as NVIDIA's. The common directory lets
-            // them find each other, and all users can access it.
+            // The program acts as NVIDIA's programs under the first two names. Programs find each
+            // other in their common directory, which all users can access.
             let (program, path) = (env!("CARGO_BIN_EXE_cleave-client"), dir.path().join(name));
             fs::hard_link(program, &path).or_else(|_| fs::copy(program, &path).map(drop)).unwrap();
         }
@@ -342,7 +342,7 @@ impl Client {
         until("it is stopped", || state() == Some('T'));
     }
 
-    /// Kills the program and waits until it is gone.
+    /// Kills the program and waits until it has exited.
     pub(crate) fn kill(mut self, signal: Signal) {
         self.signal(signal);
         self.wait();

@@ -144,7 +144,7 @@ impl Daemon {
         let mut state = self.lock();
         let server = state.servers.get_mut(&pid).ok_or_else(|| no_server(pid))?;
         change(&mut server.settings);
-        // Only for the server's log. Each client's limits are sent with the client.
+        // The server only logs these settings. Each client's limits are sent with the client.
         let _ = wire::try_send(&server.link, &ToServer::Settings(server.settings.clone()));
         Ok(read(&server.settings))
     }
@@ -212,7 +212,7 @@ impl Daemon {
     fn quit(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
-            // Errors are ignored: the file may be gone.
+            // Errors are ignored: the file may not exist.
             let _ = fs::remove_file(directory.join(name));
         }
         let mut state = self.lock();
@@ -230,7 +230,7 @@ impl Daemon {
         while !state.servers.is_empty() && Instant::now() < deadline {
             state = self.wait(state, CHECK_INTERVAL);
         }
-        // A hanging server exits when it notices that the daemon is gone.
+        // A hanging server exits when it notices that the daemon has exited.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {
             let _ = fs::remove_file(directory.join(name));
         }

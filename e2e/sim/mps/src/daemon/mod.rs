@@ -92,7 +92,7 @@ pub fn background(config: Config) -> anyhow::Result<ExitCode> {
 /// Runs the daemon of `-d`. Until it listens, its messages go to the process that started it.
 fn detached(config: Config) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
-        // Errors are ignored: the parent may be gone, and the daemon continues.
+        // Errors are ignored: the parent may have exited, and the daemon continues.
         let _ = writeln!(io::stdout(), "{text}");
     };
     let sinks = Sinks::Files(config.log_directory.clone());
@@ -183,7 +183,8 @@ impl Daemon {
                         pending.extend(self.serve_connection(connection, *privileged));
                     }
                     Err(error) => {
-                        // Probably out of descriptors. Connected peers will disconnect.
+                        // The process probably has no free descriptors. Some become free when
+                        // connected peers disconnect.
                         self.log(&format!("cannot accept a connection: {error}"));
                         thread::sleep(Duration::from_millis(10));
                     }

@@ -78,7 +78,7 @@ pub struct Clients {
     terminations: Vec<Termination>,
     status: Status,
     rule: Rule,
-    /// Whether a busy client died without neighbours. The server stays ACTIVE and breaks the next
+    /// Whether a busy client died without neighbours. The server remains ACTIVE and breaks the next
     /// client that runs a kernel.
     poisoned: bool,
 }

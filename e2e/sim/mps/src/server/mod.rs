@@ -183,7 +183,7 @@ impl Server {
         self.log("Server is shutting down");
     }
 
-    /// Exits when the daemon is gone, even while the server waits for a client.
+    /// Exits when the daemon has exited, even while the server waits for a client.
     fn watch_daemon(&self) {
         self.link.wait_closed();
         std::process::exit(0);
@@ -215,13 +215,13 @@ impl Server {
             Err(refusal) => {
                 self.log("User did not send valid credentials");
                 if matches!(refusal, Refusal::Closed) {
-                    // Observed: a server never serves another client after one closed in the middle
-                    // of its introduction.
+                    // Observed: a server never serves another client after a client closed in the
+                    // middle of its introduction.
                     loop {
                         thread::park();
                     }
                 }
-                // Errors are ignored: the peer may be gone.
+                // Errors are ignored: the peer may have disconnected.
                 let _ = socket.send(&UNKNOWN.to_le_bytes());
                 self.report(&FromServer::Left { connection });
                 return;
@@ -484,7 +484,7 @@ impl Server {
     }
 
     fn report(&self, message: &FromServer) {
-        // Errors are ignored: the server exits when the daemon is gone.
+        // Errors are ignored: the server exits when the daemon has exited.
         let _ = wire::send(&self.link, message);
     }
 

@@ -1,4 +1,4 @@
-//! Disrupts one component of the cluster at a time: kills it, stops it, or lets its calls fail.
+//! Disrupts one component of the cluster at a time: kills it, stops it, or makes its calls fail.
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -16,7 +16,7 @@ pub(crate) struct Disruption {
     pub(crate) breaks_clients: bool,
 }
 
-/// Carries out disruptions and counts them. Dropping it repairs what is still disrupted.
+/// Carries out disruptions and counts them. Dropping the value repairs disruptions that still last.
 #[derive(Debug, Default)]
 pub(crate) struct Chaos {
     done: Counts,
@@ -147,7 +147,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();
     let Some(pid) = pick(random, &pids) else { return Ok(()) };
-    // The process may have exited meanwhile.
+    // Ignore errors: the process may have exited since its pid was read.
     let _ = on_node(node, &["kill", "-9", pid]);
     wait_until("the killed process is gone", || {
         Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())
@@ -162,7 +162,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     })
 }
 
-/// The component's pods: those of the node, or the operator's.
+/// Lists a component's pods: all of the operator's, or only the node's for other components.
 fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
     let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}");
     let is_on_node = |pod: &serde_json::Value| component == "operator" || pod["spec"]["nodeName"] == node;

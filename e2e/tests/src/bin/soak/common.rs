@@ -12,7 +12,7 @@ pub(crate) const SHARES: &str = "nvidia.com/gpu-mps";
 /// Shares of each GPU of [`SHARES_NODE`].
 pub(crate) const UNITS: usize = 10;
 
-/// Picks one element at random; `None` if there is none.
+/// Picks one element at random; `None` if the slice is empty.
 pub(crate) fn pick<'a, T>(random: &mut Random, from: &'a [T]) -> Option<&'a T> {
     from.get(usize::try_from(random.below(from.len() as u64)).unwrap_or_default())
 }

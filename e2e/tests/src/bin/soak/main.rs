@@ -25,9 +25,11 @@ const WHOLE_GPUS: &str = "nvidia.com/gpu";
 /// Maximum number of pods at a time. The kubelet accepts 110, but two cores cannot run that many
 /// sandboxes.
 const MAX_PODS: usize = 40;
-/// Keeps an allocation without using MPS, so that no failure of MPS affects the pod.
+/// Script of a pod that keeps its allocation without using MPS, so failures of MPS do not affect
+/// it.
 const SLEEP_FOREVER: &str = "exec sleep 1000000";
-/// An MPS client. It may fail when its MPS daemon or server is killed, and must not fail otherwise.
+/// Script of an MPS client. It may fail when its MPS daemon or server is killed, and must not fail
+/// otherwise.
 const HOLD_CLIENT: &str = "exec cleave-client --hold forever";
 
 /// Reads a number from an environment variable.
@@ -137,7 +139,7 @@ fn policies(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Waits until both nodes offer all of their GPUs, healthy and without allocations.
+/// Waits until both nodes offer all of their GPUs, all are healthy and none has allocations.
 fn wait_settled(scope: &Scope) -> Result<()> {
     let cluster = scope.cluster;
     wait_until("both nodes offer all of their slices", || {
@@ -193,7 +195,7 @@ fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()
     Ok(())
 }
 
-/// Waits a few seconds until no pod is in transit to a node. Returns false if one still is.
+/// Waits at most a few seconds until no pod is in transit to a node. Returns false on timeout.
 fn wait_idle(scope: &Scope, tracker: &mut Tracker) -> Result<bool> {
     let until = Instant::now() + Duration::from_secs(5);
     loop {

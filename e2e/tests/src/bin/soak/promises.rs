@@ -1,5 +1,5 @@
 //! Tracks the pods of the soak and checks the promises that must hold at every observation,
-//! whatever was disrupted.
+//! regardless of disruptions.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -66,12 +66,12 @@ fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one pod")]
 struct TrackedPod {
     node: &'static str,
-    /// Whether it waits at the placement gate. A pod for whole GPUs does not, and its GPU may be
-    /// partitioned while the pod is in transit.
+    /// Whether the pod gets the placement gate. A pod for whole GPUs gets none, so its GPU may be
+    /// partitioned while the pod is in transit to the node.
     gated: bool,
-    /// Whether it is an MPS client.
+    /// Whether the pod runs an MPS client.
     client: bool,
-    /// Whether its end was already counted, or is expected because the soak deleted it.
+    /// Whether the pod's end is already counted, or expected because the soak deleted the pod.
     done: bool,
     /// Whether an MPS process of its node was killed while the pod existed.
     mps_killed: bool,
@@ -100,7 +100,7 @@ impl Tracker {
         self.pods.insert(name.to_owned(), pod);
     }
 
-    /// Records that the soak deletes a pod. The pod's end then says nothing about Cleave.
+    /// Records that the soak deletes a pod. The end of this pod is then expected.
     pub(crate) fn pod_deleted(&mut self, name: &str) {
         if let Some(pod) = self.pods.get_mut(name) {
             pod.done = true;
@@ -150,8 +150,8 @@ impl Tracker {
             }
             "Failed" if !tracked.done => {
                 tracked.done = true;
-                // The time of the failure, not of the observation: on a busy machine observations
-                // are rare.
+                // Use the time of the failure, not of the observation: on a busy machine
+                // observations are rare.
                 let failed = text(&pod["status"]["startTime"]).parse().unwrap_or_else(|_| Timestamp::now());
                 let is_recent = self.disruptions.get(tracked.node).is_some_and(|periods| is_aftermath(periods, failed));
                 let refused = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";

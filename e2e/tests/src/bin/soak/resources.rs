@@ -7,7 +7,7 @@ use cleave_e2e::on_node;
 
 use crate::common::{DYNAMIC_NODE, SHARES_NODE};
 
-/// Counts of objects that come and go with pods, by node and kind.
+/// Counts of objects that are created and deleted with pods, by node and kind.
 pub(crate) struct ObjectCounts(BTreeMap<(&'static str, String), u64>);
 
 /// Prints one line `KIND COUNT` for each kind of object.

@@ -140,7 +140,7 @@ fn terms(bed: &TestBed<'_>) -> Result<Outcome> {
 }
 
 /// Creates a pod with the longest name, and waits until it is bound. The kubelet may fail to run
-/// it, because a folder for its logs would have the name too.
+/// the pod, because the name of its log folder would be too long.
 fn longest(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = "x".repeat(MAX_NAME_LENGTH);
     bed.tenant.create(&bed.pods(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
@@ -168,7 +168,7 @@ fn events(bed: &TestBed<'_>) -> Result<Outcome> {
     check_new_pod(bed, "after-events", "the neighbour stays")
 }
 
-/// Creates pods that cannot all be served, and then one that can.
+/// Creates more pods than the GPUs can serve, and then a pod that fits.
 fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = |index: usize| format!("flood-{index}");
     for index in 0..FLOOD_PODS {
@@ -182,7 +182,7 @@ fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
-    // The other two GPUs have pods with some of the shares.
+    // At most two pods fit: the other two GPUs have pods with some of the shares.
     ensure!(there == FLOOD_PODS && bound <= 2, "{there} of {FLOOD_PODS} pods exist, and {bound} are bound");
     for name in flood {
         bed.scope.cluster.delete(&bed.scope.pod_path(&name), Some(0))?;

@@ -1,5 +1,5 @@
-//! Hostile programs in pods with shares: the environment that they set, the sockets that they
-//! connect to, what they send at the door, and the memory and processes that they use.
+//! Hostile programs in pods with shares. They change their environment, connect to sockets, violate
+//! the protocol of the door, and use too much memory or too many processes.
 use std::fmt::Write as _;
 
 use anyhow::{Context, Result, ensure};
@@ -458,8 +458,8 @@ fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
     check_no_context(&said, 1)
 }
 
-/// Mounts a volume over the door's folder. It may hide the door or be hidden by it; neither gives
-/// access around MPS.
+/// Mounts a volume over the door's folder. The volume may hide the door or be hidden by its mount.
+/// In neither case does the pod get access to the GPU outside MPS.
 fn volume_over(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = shell(bed, "over", "cleave-client --once")?;
     match check_no_context(&said, 1)? {
@@ -577,12 +577,12 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
     Ok(Outcome::Refused(outcomes))
 }
 
-/// Clients that exit while they have the server's socket.
+/// Runs clients that exit while they have the server's socket.
 fn vanish(bed: &TestBed<'_>) -> Result<Outcome> {
     on_the_same_server(bed, (0..4).map(|words| format!("vanish={words}")))
 }
 
-/// Clients that shut down the socket to the server.
+/// Runs clients that shut down the socket to the server.
 fn shut_down(bed: &TestBed<'_>) -> Result<Outcome> {
     on_the_same_server(bed, (0..6).map(|step| format!("shutdown={step}")))
 }

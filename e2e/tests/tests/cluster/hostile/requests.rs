@@ -378,7 +378,7 @@ fn bind(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Changes other fields than the status through the status subresource, with an agent's token.
+/// Changes fields other than the status through the status subresource, with an agent's token.
 fn own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
     let cluster = bed.scope.cluster;
     let before = cluster.gpunode(NODE)?["metadata"].clone();
@@ -398,7 +398,8 @@ fn own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(Outcome::NoEffect("only the status can change".to_owned()))
 }
 
-/// Mounts a folder of the node, in a namespace that enforces the standard `baseline`.
+/// Requests a folder of the node as a volume, in a namespace that enforces the Pod Security
+/// Standard `baseline`.
 fn host_path(bed: &TestBed<'_>) -> Result<Outcome> {
     let namespace = format!("/api/v1/namespaces/{}", bed.scope.namespace);
     let label = json!({"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}});
