@@ -1,4 +1,4 @@
-//! Computes what the operator would do, and writes nothing. The command line uses it.
+//! Computes what the operator would do, without writing anything, for `cleave plan --live`.
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};

@@ -10,7 +10,7 @@ use crate::policies::demand::{Outcome, Reason, Waiting};
 use crate::policies::status::shorten;
 use crate::read::Observed;
 
-/// How long a pod must wait for room before it gets an Event. Most pods find room sooner.
+/// Time for which a pod must wait for room before it gets an Event. Most pods are placed sooner.
 const NO_ROOM_EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Minimum time between two Events of one pod with different messages.
 const MIN_EVENT_INTERVAL: Duration = Duration::from_secs(300);
@@ -32,13 +32,13 @@ pub(crate) struct EventPublisher {
 #[derive(Debug)]
 struct Reported {
     reason: Reason,
-    /// The time since which it has waited for this reason.
+    /// When it began to wait for this reason.
     since: Duration,
     /// The message and time of its last Event.
     last: Option<(String, Duration)>,
 }
 
-/// Time after which to check again for pods that have not waited long enough to get an Event.
+/// Delay before the next check of pods that have not waited long enough to get an Event.
 pub(crate) const EVENT_CHECK_DELAY: Duration = NO_ROOM_EVENT_DELAY;
 
 impl EventPublisher {
@@ -77,8 +77,8 @@ impl EventPublisher {
                 Reason::Repartitioning => (EventType::Normal, "GpuPlanned", Duration::ZERO),
                 Reason::NoRoom => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
-                // The scheduler reports pods that it has not bound, and a change of a node does not
-                // take long.
+                // No Event: the scheduler itself reports pods that it has not bound, and a change
+                // of a node ends soon.
                 Reason::Scheduler | Reason::NodeChanging => continue,
             };
             let is_new = reported.last.as_ref().is_none_or(|(message, at)| {
@@ -115,7 +115,7 @@ impl EventPublisher {
         events
     }
 
-    /// Whether a pod without room has not got its Event yet.
+    /// Whether a pod that waits for room has no Event yet.
     pub(crate) fn is_waiting(&self) -> bool {
         self.pods.values().any(|reported| reported.last.is_none() && reported.reason == Reason::NoRoom)
     }
@@ -134,7 +134,7 @@ pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
     }
 }
 
-/// The Event of a pod that was released although no GPU can hold it.
+/// The Event of a pod that was released as unschedulable.
 pub(crate) fn unschedulable(message: &str) -> Event {
     let note = format!(
         "{message}. No GPU in the cluster can hold the pod, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then re-create the pod."
@@ -167,7 +167,7 @@ pub(crate) fn protected(message: &str) -> Event {
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }
 
-/// The Event of an MPS host that is replaced by one of its `DaemonSet`'s newest revision.
+/// The Event of an MPS host that is replaced by a host of its `DaemonSet`'s newest revision.
 pub(crate) fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
     let note = format!("replacing {pod} by a pod of the newest revision, because nothing uses MPS on node {node}");
     // The recorder merges Events that differ only in their note. A different `secondary` keeps them

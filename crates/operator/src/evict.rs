@@ -10,11 +10,11 @@ use crate::write::WRITE_TIMEOUT;
 pub enum Evicted {
     /// The API server accepted the eviction, and the pod terminates.
     Done,
-    /// A disruption budget allows no eviction now. Holds the API server's message.
+    /// A disruption budget allows no eviction now. Contains the API server's message.
     Protected(String),
-    /// The pod is gone, or a new pod has its name.
+    /// The pod no longer exists. A new pod may have its name.
     Gone,
-    /// The request failed. Holds the reason.
+    /// The request failed. Contains the reason.
     Failed(String),
 }
 
@@ -33,14 +33,14 @@ impl Evicted {
 /// How a pod is evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Seconds the pod has to terminate. `None` means the pod's own grace period.
+    /// The grace period in seconds. `None` means the pod's own grace period.
     pub grace: Option<u32>,
-    /// How long to wait for the API server's answer.
+    /// The time limit of the request.
     pub timeout: Duration,
 }
 
 /// Evicts the pod `namespace/name` if it still has this UID and `resourceVersion`. A pod that was
-/// bound since then is not evicted.
+/// bound after this version is not evicted.
 pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> Evicted {
     let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
     send(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await

@@ -1,10 +1,10 @@
 //! Leader election: only the process that holds a lease writes to the cluster.
 //!
-//! [`evaluate`] makes the decisions and is pure. [`Elector::run`] reads the lease, decides and
-//! writes. The holder has a [`LeaseGuard`] that expires before another process may take the lease.
-//! So a holder that cannot reach the API server stops writing before another process starts. Clocks
-//! of different processes are never compared: a process measures the age of a renewal from when it
-//! saw the lease change.
+//! [`evaluate`] decides and is pure. [`Elector::run`] reads the lease, decides and writes. The
+//! holder has a [`LeaseGuard`] that expires before another process may take the lease. So a holder
+//! that cannot reach the API server stops writing before another process starts. Clocks of
+//! different processes are never compared: a process measures the age of a renewal from the moment
+//! when it reads the changed lease.
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -16,14 +16,14 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// How long a lease is valid after a renewal. Kubernetes' own controllers use the same value.
+/// Time for which a lease is valid after a renewal. Kubernetes' own controllers use the same value.
 pub const LEASE: Duration = Duration::from_secs(15);
-/// How long a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts while
-/// the guard is valid completes or times out before the lease expires.
+/// Time for which a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts
+/// while the guard is valid completes or times out before the lease expires.
 pub const GUARD: Duration = Duration::from_secs(10);
-/// How often the holder renews the lease. A guard outlives one failed renewal.
+/// Interval between renewals by the holder. A guard remains valid if one renewal fails.
 const RENEW_INTERVAL: Duration = Duration::from_secs(4);
-/// How often other processes read the lease, and how soon a failed request is retried.
+/// Interval at which other processes read the lease, and delay before a failed request is retried.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The time limit of a request to the API server.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
@@ -62,7 +62,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
     let Some(ObservedLease { spec, since }) = last else { return Decision::Create };
     match spec.holder_identity.as_deref() {
         None | Some("") => Decision::Take,
-        // After a container restart the identity is the same, and the former process is gone.
+        // After a container restart the identity is the same, and the former process has exited.
         Some(holder) if holder == me => Decision::Renew,
         Some(_) => {
             let length = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok());
@@ -102,7 +102,7 @@ fn released(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
 #[derive(Debug, Clone)]
 pub struct LeaseGuard(watch::Receiver<Term>);
 
-/// The elector's state.
+/// What the elector reports to the guards.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Term {
     /// Whether the lease was read or written at least once.
@@ -112,7 +112,7 @@ struct Term {
 }
 
 impl LeaseGuard {
-    /// Whether this process holds the lease for long enough to finish a write.
+    /// Whether this process holds the lease long enough to complete a write.
     pub fn is_current(&self) -> bool {
         self.0.borrow().until.is_some_and(|until| Instant::now() < until)
     }
@@ -131,7 +131,7 @@ impl LeaseGuard {
                 return;
             }
         }
-        // The elector has exited. Another task handles that.
+        // The elector has exited. `crate::run` handles that.
         std::future::pending::<()>().await;
     }
 }
@@ -147,7 +147,7 @@ pub enum Error {
     Timeout,
 }
 
-/// Holds the lease, or waits for it.
+/// Acquires the lease and renews it.
 pub struct Elector {
     api: Api<Lease>,
     name: String,
@@ -164,8 +164,8 @@ impl Elector {
         (Self { api, name, me, started: Instant::now(), last: None, term }, LeaseGuard(guard))
     }
 
-    /// Holds the lease until `stop` is cancelled, then waits for `released` and releases the lease.
-    /// `released` means that all writers have stopped.
+    /// Acquires and renews the lease until `stop` is cancelled. Then waits for `released`, which is
+    /// cancelled once all writers have stopped, and releases the lease.
     pub async fn run(mut self, stop: CancellationToken, released: CancellationToken) {
         loop {
             let delay = match self.poll().await {
@@ -181,12 +181,12 @@ impl Elector {
                 () = tokio::time::sleep(delay) => {}
             }
         }
-        // No other process may start until the writers are done.
+        // No other process may lead until all writers of this one have stopped.
         released.cancelled().await;
         self.release().await;
     }
 
-    /// Reads the lease and acts on it. Returns when to read it again.
+    /// Reads the lease and takes the next step with it. Returns the delay before the next read.
     async fn poll(&mut self) -> Result<Duration, Error> {
         let sent = Instant::now();
         let lease = within(self.api.get_opt(&self.name)).await?;

@@ -1,6 +1,6 @@
 //! The operator: decides how each GPU is shared, releases pods to the scheduler, and reports.
 //!
-//! Each controller is a folder that reads as a pipeline: read, validate, decide, apply, report.
+//! Each controller is a pipeline: read, validate, decide, apply, report.
 //!
 //! | module | from | to |
 //! |---|---|---|
@@ -20,10 +20,10 @@
 //!  webhook tasks, if the webhook is enabled
 //! ```
 //!
-//! The GPUs of one policy can be on many nodes, so one pass plans the whole cluster. There is one
-//! pass at a time. A failed watch keeps the last objects it received. Every write requires the
-//! lease, and a renewal of the lease requires the API server. So the operator writes nothing while
-//! the API server is unreachable.
+//! The GPUs of one policy can be on many nodes, so one pass plans the whole cluster. Only one pass
+//! runs at a time. If a watch fails, its store keeps the objects that it last received. Every write
+//! requires the lease, and a renewal of the lease requires the API server. So the operator writes
+//! nothing while the API server is unreachable.
 pub mod admission;
 mod args;
 pub mod dry;

@@ -27,8 +27,8 @@ pub(crate) struct Metrics {
     pub(crate) plans: Family<Outcome, Counter>,
     /// Time to compute one plan.
     pub(crate) plan_seconds: Histogram,
-    /// Time from the first change of an object to the last `GpuNode` written, for passes that write
-    /// one.
+    /// Time from the first observed change to the last `GpuNode` that a pass writes. Passes that
+    /// write no `GpuNode` do not count.
     pub(crate) reaction_seconds: Histogram,
     /// Steps that agents reported, by result.
     pub(crate) steps: Family<Outcome, Counter>,
@@ -40,11 +40,11 @@ pub(crate) struct Metrics {
     pub(crate) gate_seconds: Histogram,
     /// Pods evicted for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
-    /// Stranded pods evicted so that their controllers re-create them.
+    /// Stranded pods evicted so that their controllers recreate them.
     pub(crate) recreated: Family<Outcome, Counter>,
     /// Pods evicted because they used a GPU outside their share, by result.
     pub(crate) expelled: Family<Outcome, Counter>,
-    /// Written conditions that say whether pods keep within their share, by result.
+    /// Conditions written to report whether pods keep within their share, by result.
     pub(crate) judged: Family<Outcome, Counter>,
     /// MPS hosts whose `DaemonSet` has a newer revision.
     pub(crate) hosts_outdated: Gauge,

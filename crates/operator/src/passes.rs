@@ -29,8 +29,8 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakes;
 use crate::write::{publish, within};
 
-/// Interval between passes while pods wait for room. A pod that frees CPU and memory does not start
-/// a pass.
+/// Interval between passes while pods wait for room. A pass is necessary because a pod that only
+/// frees CPU and memory does not start one.
 const WAITING_PODS_INTERVAL: Duration = Duration::from_secs(5);
 /// Delay between a failed pass and the next one. Each further failure doubles it.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
@@ -41,9 +41,9 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 pub(crate) struct Parts {
     pub(crate) context: Context,
     pub(crate) wakes: Wakes,
-    /// What each waiting pod waits for. The gate reads it.
+    /// What each waiting pod waits for, as input of the gate.
     pub(crate) demand: watch::Sender<Arc<BTreeMap<String, Waiting>>>,
-    /// Whether nodes that can serve no pod get a taint.
+    /// Whether to taint nodes that cannot serve any pod.
     pub(crate) taint: bool,
 }
 
@@ -58,17 +58,17 @@ pub(crate) struct Passes {
     quiet: QuietPeriod,
     pace: Pace,
     publisher: EventPublisher,
-    /// The steps of each node that were last counted.
+    /// The steps of each node at the last count.
     steps: BTreeMap<String, Vec<StepStatus>>,
-    /// Nodes that are out of service. `None` if tainting is disabled.
+    /// Decides which nodes get the taint. `None` if tainting is disabled.
     taints: Option<Taints>,
     /// When the next pass runs if nothing changes.
     next: Option<Duration>,
-    /// When the next pass runs because this one failed.
+    /// When a failed pass is retried.
     retry: Option<Duration>,
 }
 
-/// At least one write of a pass failed. Each failure was logged where it happened.
+/// At least one write of a pass failed. Each failure is already logged.
 #[derive(Debug)]
 struct Failed;
 
@@ -149,8 +149,8 @@ impl Passes {
         if all { Ok(()) } else { Err(Failed) }
     }
 
-    /// Plans the GPUs that are partitioned on demand. `None` while the operator waits for more
-    /// pods.
+    /// Plans the GPUs that are partitioned on demand. Returns `None` while the operator waits for
+    /// more pods.
     fn plan_demand(&mut self, plan: &mut plan::Plan, observed: &Observed, now: Duration) -> Option<demand::Outcome> {
         let rules = || plan.demand.values().flat_map(BTreeMap::values).map(|by_demand| by_demand.gathering);
         let idle = rules().filter_map(|rule| rule.idle).min();
@@ -206,7 +206,7 @@ impl Passes {
             if before == Some(&status.steps) {
                 continue;
             }
-            // The steps that exist when a process starts were counted by the process before it.
+            // Steps from before the start of this process were counted by its predecessor.
             if let Some(before) = before {
                 for step in status.steps.iter().filter(|step| !before.contains(step)) {
                     let result = match step.result.as_str() {
@@ -369,7 +369,7 @@ impl Passes {
         }
     }
 
-    /// Counts a write, and clears `all` if it failed.
+    /// Counts a write in the metrics. Sets `all` to false if the write failed.
     fn count(&self, kind: &'static str, done: bool, all: &mut bool) {
         let result = if done { "ok" } else { "failed" };
         self.context.metrics.writes.get_or_create(&Write { kind, result }).inc();

@@ -26,7 +26,7 @@ pub(crate) async fn write(
     let patch = json!({"metadata": {"uid": uid}, "status": {"conditions": [entry]}});
     let request =
         http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}/status?fieldManager=cleave-operator"))
-            // Conditions are merged by type, so the kubelet's conditions stay.
+            // Conditions are merged by type, so the kubelet's conditions are kept.
             .header(http::header::CONTENT_TYPE, "application/strategic-merge-patch+json")
             .body(patch.to_string().into_bytes());
     let request = match request {
@@ -47,7 +47,7 @@ pub(crate) async fn write(
             );
             true
         }
-        // The pod is gone, or a new pod has its name.
+        // The pod was deleted, or a new pod has its name.
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
             tracing::debug!(
                 pod,

@@ -31,7 +31,7 @@ pub struct PodObject {
     /// Phase and conditions.
     #[serde(default)]
     pub status: PodStatus,
-    /// Whether the pod has annotations. [`PodObject::trim`] sets it and drops them.
+    /// Whether the pod has annotations. Set by [`PodObject::trim`], which drops the annotations.
     #[serde(skip)]
     pub annotated: bool,
     /// The reservation in the pod's annotation, written when it was released.
@@ -112,19 +112,19 @@ pub struct PodSpec {
     pub volumes: Vec<Volume>,
     /// Claims of dynamic resource allocation.
     pub resource_claims: Vec<IgnoredAny>,
-    /// Groups of units that must each be on one device. Set by [`PodObject::trim`]. Excludes
-    /// [interchangeable](is_interchangeable) resources.
+    /// Groups of units. The units of each group must be on one device. Set by [`PodObject::trim`].
+    /// Excludes [interchangeable](is_interchangeable) resources.
     #[serde(skip)]
     pub asks: Vec<Ask>,
     /// Whether the scheduler may refuse a node for a reason that the operator does not evaluate,
     /// such as a claim of dynamic resource allocation.
     #[serde(skip)]
     pub particular: bool,
-    /// Constraints that depend on other pods. Set by [`PodObject::trim`]. For a bound pod, only
-    /// those that keep other pods away.
+    /// Constraints that depend on other pods. Set by [`PodObject::trim`]. For a bound pod, contains
+    /// only the constraints that keep other pods away.
     #[serde(skip)]
     pub rules: Rules,
-    /// Names of the `PersistentVolumeClaim`s that it mounts. Kept only while it is not bound.
+    /// Names of the `PersistentVolumeClaim`s that it mounts. Kept only while the pod is not bound.
     #[serde(skip)]
     pub volume_claims: Vec<String>,
     /// The scheduler's sum of its requests. Set by [`PodObject::trim`].
@@ -234,7 +234,7 @@ pub struct Container {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Lifecycle {
-    /// Set if it has a preStop hook.
+    /// Set if the container has a preStop hook.
     pub pre_stop: Option<IgnoredAny>,
 }
 
@@ -242,9 +242,9 @@ pub struct Lifecycle {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Port {
-    /// The port of the node that it binds.
+    /// The node's port that this port is bound to.
     pub host_port: Option<u16>,
-    /// The address of the node that it binds the port on; empty for all addresses.
+    /// The node's address that the port is bound to; empty for all addresses.
     #[serde(rename = "hostIP")]
     pub host_ip: String,
     /// TCP, UDP or SCTP.
@@ -339,7 +339,7 @@ impl PodObject {
         let note = annotation(placement::ANNOTATION);
         self.placement = note.and_then(|text| Placement::parse(text).ok());
         self.annotated = meta.annotations.is_some();
-        // Labels stay, because affinity and spread constraints of other pods select by them.
+        // Labels are kept, because affinity and spread constraints of other pods select by them.
         (meta.managed_fields, meta.annotations) = (None, None);
         let owners = meta.owner_references.take().unwrap_or_default();
         (meta.finalizers, meta.generate_name) = (None, None);
@@ -388,7 +388,7 @@ pub fn is_interchangeable(resource: &str) -> bool {
     resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
 }
 
-/// Groups of units that must each be on one device.
+/// Groups of units. The units of each group must be on one device.
 fn asks(spec: &PodSpec) -> Vec<Ask> {
     let container = |(kind, container): (Kind, &Container)| ledger::Container {
         kind,
@@ -434,7 +434,7 @@ fn rules(spec: &mut PodSpec) -> Rules {
 }
 
 /// The names of the claims of a pod's volumes. A claim that is created with the pod is named after
-/// it.
+/// the pod.
 fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     let claim = |volume: &Volume| match (&volume.persistent_volume_claim, &volume.ephemeral) {
         (Some(claim), _) => Some(claim.claim_name.clone()),
@@ -459,8 +459,8 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     };
     let node = pod.node().or_else(released_to).map(str::to_owned);
     if node.is_none() {
-        // Another gate, such as a queue's, means that the pod must not run yet. A plan removes the
-        // placement gate.
+        // Another gate, such as a queue's, means that the pod must not run yet. The placement gate
+        // does not count, because the operator removes it.
         let gated = pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
         if gated || pod.metadata.deletion_timestamp.is_some() || !pod.wants_gpus() {
             return None;
@@ -469,7 +469,7 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     let spec = &pod.spec;
     let required = spec.affinity.as_ref().and_then(|affinity| affinity.node_affinity.as_ref());
     let terms = required.and_then(|affinity| affinity.required_during_scheduling_ignored_during_execution.as_ref());
-    // An empty list of terms matches no node. No affinity at all matches every node.
+    // An empty list of terms matches no node. Without any affinity, every node matches.
     let affinity = terms.map_or_else(Vec::new, |selector| match selector.node_selector_terms.as_slice() {
         [] => vec![NodeSelectorTerm::default()],
         some => some.to_vec(),

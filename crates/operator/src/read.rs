@@ -5,7 +5,7 @@
 //! | object | what is kept |
 //! |---|---|
 //! | `SharingPolicy` | everything but `managedFields` and annotations |
-//! | `GpuNode` | everything but `managedFields` and annotations of others |
+//! | `GpuNode` | everything but `managedFields` and annotations of other writers |
 //! | node | what the scheduler reads |
 //! | agent pod | its node and its Ready condition |
 //! | pod | what [`crate::pods`] keeps |
@@ -206,8 +206,8 @@ pub struct Node {
     pub allocatable: BTreeMap<String, Quantity>,
     /// Its agent's pod; `None` if no agent runs on it.
     pub agent: Option<Agent>,
-    /// Its `GpuNode`, if it has one. Shared with the watch's store, because most passes change
-    /// none.
+    /// Its `GpuNode`, if it has one. Shared with the watch's store, because most passes do not
+    /// change it.
     pub gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
 }
 
@@ -314,7 +314,7 @@ impl Stores {
 }
 
 impl Observed {
-    /// Adds a node. Call it before adding anything that is on the node.
+    /// Adds a node. Call this before adding its agent, its `GpuNode` or its pods.
     pub fn add_node(&mut self, node: &NodeObject) {
         let found = Node {
             uid: node.uid().unwrap_or_default(),

@@ -39,10 +39,10 @@ pub(crate) struct Trigger {
 
 /// A controller that reads the stores and writes to the API server.
 pub(crate) trait Controller {
-    /// How long to gather further changes after the first, so that one reconcile handles a burst.
+    /// Time to gather further changes after the first, so that one reconcile handles a burst.
     fn gather(&mut self) -> Duration;
 
-    /// Reconciles once. Returns when to reconcile again if nothing changes.
+    /// Reconciles once. Returns the delay before the next reconcile if nothing changes.
     fn reconcile(&mut self, trigger: Trigger) -> impl Future<Output = Option<Duration>> + Send;
 }
 
@@ -72,7 +72,8 @@ pub(crate) async fn run(mut controller: impl Controller, context: Context, wake:
             () = wake.notified() => {
                 let seen = Instant::now();
                 tokio::time::sleep(controller.gather()).await;
-                // The stores already contain the changes that woke the controller meanwhile.
+                // The stores already contain the changes that woke the controller while it gathered
+                // changes.
                 let more = wake.notified().now_or_never().is_some();
                 trigger = Some(Trigger { seen, more });
             }

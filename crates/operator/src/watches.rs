@@ -33,7 +33,7 @@ pub(crate) struct Wakes {
     pub(crate) passes: Arc<Notify>,
     pub(crate) gate: Arc<Notify>,
     pub(crate) tenants: Arc<Notify>,
-    /// Whether the last pass found that no GPU is partitioned on demand. Pods then do not wake
+    /// Whether the last pass found that no GPU is partitioned on demand. If so, pods do not wake
     /// passes.
     ignore_pods: Arc<AtomicBool>,
 }
@@ -80,7 +80,7 @@ impl Watches<'_> {
     pub(crate) fn stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
         let everything = watcher::Config::default();
         let agents = watcher::Config::default().labels(agent_selector);
-        // Pods that have ended hold no devices, so the API server need not send them.
+        // Pods that have ended use no devices, so the API server need not send them.
         let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
         let gate: fn(&Wakes) = |wakes| wakes.gate.notify_one();
         Stores {
@@ -114,7 +114,8 @@ impl Watches<'_> {
                 (trim, |_| true),
                 Wakes::all,
             ),
-            // Other pods have little influence on plans. The next pass reads them anyway.
+            // Other pods have little influence on plans, so they do not wake passes. The next pass
+            // reads them anyway.
             pods: self.keep(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
@@ -212,8 +213,8 @@ fn trim<K: Resource>(object: &mut K) {
     meta.annotations = None;
 }
 
-/// Drops metadata of other writers. Cleave's annotations stay: administrators use them to cordon
-/// GPUs, for example.
+/// Drops metadata of other writers. Cleave's annotations are kept: administrators use them to
+/// cordon GPUs, for example.
 fn trim_others<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;

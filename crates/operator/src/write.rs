@@ -19,7 +19,7 @@ pub(crate) async fn within<T>(write: impl Future<Output = T>) -> Option<T> {
     written.ok()
 }
 
-/// Publishes an Event. An error is logged, a timeout is not. Neither is retried: best effort.
+/// Publishes an Event. An error is logged, a timeout is not. Neither is retried.
 pub(crate) async fn publish(recorder: &Recorder, event: &Event, regarding: &ObjectReference) {
     let published = tokio::time::timeout(WRITE_TIMEOUT, recorder.publish(event, regarding)).await;
     if let Ok(Err(error)) = published {

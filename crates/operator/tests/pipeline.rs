@@ -504,7 +504,7 @@ fn a_mistake_in_a_policy_repartitions_nothing() {
     world.write();
     world.serve();
     world.assert_condition("p", "Ready", "True", "Ready", "4 GPUs of n1 are partitioned as pods request it");
-    // A deleted policy no longer holds its GPUs.
+    // GPUs no longer follow a deleted policy.
     world.observed.policies.clear();
     assert!(world.plan().nodes["n1"].gpus.iter().all(|gpu| gpu.partition.whole.is_some()));
 }

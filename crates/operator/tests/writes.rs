@@ -89,7 +89,7 @@ async fn a_policy_status_is_applied_without_the_spec() {
 }
 
 /// The API server answers with the whole object. A malformed object was still written, and must not
-/// be written again forever.
+/// be written again at each pass.
 #[tokio::test]
 async fn a_malformed_answer_is_not_a_failure() {
     let (client, mut server) = client();
@@ -153,7 +153,7 @@ async fn a_free_lease_is_taken_renewed_and_released() {
         assert!(renewed.elapsed() < cleave_operator::leader::LEASE, "it leads without a lease");
     }
 
-    // The lease is released at the end, but not before all writers are done.
+    // After `stop` is cancelled, the lease is released only once all writers have stopped.
     stop.cancel();
     while let Ok(Some((_, reply))) =
         tokio::time::timeout(cleave_operator::leader::LEASE * 9, server.next_request()).await

@@ -2,9 +2,9 @@
 //! before it expires.
 //!
 //! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
-//! another certificate. The Secret holds the certificate, its key, and the CAs that API servers
-//! must trust: the certificate's own CA and the previous one. So API servers also trust a replica
-//! that still serves the previous certificate. [`step`] makes the decisions and is pure. It detects
+//! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
+//! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
+//! replica that still serves the previous certificate. [`step`] decides and is pure. It detects
 //! expiry by verifying the certificate as a client would at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::leader::LeaseGuard;
 
-/// How long a certificate is valid.
+/// Time for which a certificate is valid.
 pub(crate) const VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
 /// Time before expiry at which a certificate is renewed.
 pub(crate) const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -57,10 +57,10 @@ pub(crate) enum Error {
     /// The library failed to create the certificate.
     #[error("failed to create a certificate")]
     Create(#[source] rcgen::Error),
-    /// The Secret lacks a key.
+    /// The Secret lacks an entry.
     #[error("the Secret has no {0}")]
     Lacks(&'static str),
-    /// A value is not PEM.
+    /// An entry of the Secret is not PEM.
     #[error("{0} of the Secret is not valid PEM")]
     Pem(&'static str, #[source] rustls::pki_types::pem::Error),
     /// The certificate and the key do not match, or are not supported.
@@ -84,8 +84,8 @@ pub(crate) struct Certificate {
 }
 
 impl Certificate {
-    /// Creates a certificate for a host, valid from `now`, with a new CA. The CA of `before` stays
-    /// trusted, because a replica may still serve that certificate.
+    /// Creates a certificate for a host, valid from `now`, with a new CA. The CA of `before`
+    /// remains trusted, because a replica may still serve that certificate.
     pub(crate) fn create(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
         let key = KeyPair::generate().map_err(Error::Create)?;
         let mut leaf = params(vec![host.to_owned()], host.to_owned(), now)?;
@@ -107,7 +107,7 @@ impl Certificate {
         Self::new(certificate, key.serialize_pem(), authorities)
     }
 
-    /// Reads the data of a Secret; `None` if it is empty.
+    /// Parses the data of a Secret; `None` if the data is empty.
     pub(crate) fn read(data: &BTreeMap<String, ByteString>) -> Result<Option<Self>, Error> {
         if data.values().all(|value| value.0.is_empty()) {
             return Ok(None);
@@ -119,7 +119,7 @@ impl Certificate {
         Self::new(part(CERTIFICATE)?, part(KEY)?, part(AUTHORITIES)?).map(Some)
     }
 
-    /// The data of the Secret.
+    /// The data of the Secret that stores this certificate.
     pub(crate) fn data(&self) -> BTreeMap<String, ByteString> {
         let parts = [(CERTIFICATE, &self.chain_pem), (KEY, &self.key_pem), (AUTHORITIES, &self.authorities_pem)];
         parts.into_iter().map(|(name, text)| (name.to_owned(), ByteString(text.clone().into_bytes()))).collect()
@@ -157,7 +157,7 @@ impl Certificate {
             .is_ok_and(|certificate| self.verifier.verify_server_cert(certificate, &[], &name, &[], at).is_ok())
     }
 
-    /// Whether a client that trusts `bundle` trusts all CAs of this value.
+    /// Whether a client that trusts `bundle` trusts all CAs of this certificate.
     pub(crate) fn is_trusted_by(&self, bundle: Option<&ByteString>) -> bool {
         let trusted: Vec<_> = bundle
             .into_iter()
@@ -208,8 +208,8 @@ pub(crate) enum Step {
 /// Decides the next step with the stored certificate.
 ///
 /// Only the leader renews a certificate. Otherwise replicas could undo each other's changes before
-/// API servers know of them. If no valid certificate is stored, any replica creates one, and the
-/// first write wins: during a rollout, the leader may be an older replica without a webhook.
+/// API servers know of them. If no valid certificate is stored, any replica creates one, because
+/// during a rollout the leader may be an older replica without a webhook. The first write wins.
 pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
@@ -223,10 +223,10 @@ pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, le
     }
 }
 
-/// Receives the certificate to serve; `None` until there is one.
+/// Receives the certificate to serve; `None` until one exists.
 pub(crate) type Served = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
-/// Gives each new connection the current certificate.
+/// Serves the current certificate on each new connection.
 #[derive(Debug)]
 struct Current(Served);
 
@@ -302,7 +302,8 @@ impl CertificateManager {
         }
     }
 
-    /// Reads the Secret once, and acts on it. `leads` is whether this process holds the lease.
+    /// Reads the Secret once and takes the next step. `leads` is whether this process holds the
+    /// lease.
     async fn update(&mut self, now: SystemTime, leads: bool) -> Result<(), UpdateError> {
         let secret = within(self.secrets.get_opt(&self.name)).await?;
         let secret = secret.ok_or_else(|| UpdateError::NoSecret(self.name.clone()))?;
@@ -335,6 +336,7 @@ impl CertificateManager {
         now: SystemTime,
     ) -> Result<Certificate, UpdateError> {
         // Other replicas still serve the stored certificate, or the last one that could be read.
+        // Its CA must remain trusted.
         let before = stored.or_else(|| self.known.clone()).filter(|before| before.is_trusted(&self.host, now));
         let current = Certificate::create(&self.host, now, before.as_ref())?;
         tracing::info!(secret = self.name, ?step, "creating a new webhook certificate");
@@ -343,8 +345,8 @@ impl CertificateManager {
             tokio::time::sleep(CA_PUBLICATION_DELAY).await;
         }
         secret.data = Some(current.data());
-        // The request includes the `resourceVersion` that was read. One replica wins, and the
-        // others read what it wrote.
+        // The request includes the `resourceVersion` that was read, so only one replica's write
+        // succeeds. The others then read its certificate.
         within(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
         Ok(current)
     }
@@ -375,7 +377,7 @@ mod tests {
 
     const HOST: &str = "cleave-webhook.cleave-system.svc";
 
-    /// Whole seconds, as in certificates.
+    /// The time of day in whole seconds, the precision of certificates.
     fn now() -> SystemTime {
         SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000)
     }
@@ -461,7 +463,7 @@ mod tests {
             (now() + VALIDITY + MAX_CLOCK_SKEW, false, Step::Create),
             (now() - 2 * MAX_CLOCK_SKEW, false, Step::Create),
         ] {
-            // Each case has its own clock.
+            // `at` is the current time of the case.
             let step = step(Some(&made), HOST, at, leads);
             assert_eq!(step, expected, "{:?} after its creation", at.duration_since(now()));
         }

@@ -37,14 +37,15 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pods::{Container, PodObject};
 
-/// The path of reviews for the placement gate. The chart uses the same path.
+/// The path of reviews that add the placement gate. The chart uses the same path.
 pub const PATH: &str = "/gate";
-/// The path of reviews for a hook that sleeps for some seconds. The chart uses the same path.
+/// The path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
+/// path.
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
 /// The default grace period of a pod, in seconds.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
-/// Maximum size of a request body in bytes. The API server accepts objects of up to 3 MiB, and a
-/// review contains one object and its sender.
+/// Maximum size of a request body in bytes. The API server accepts objects of up to 3 MiB. A review
+/// contains one object and the identity of its requester.
 const MAX_BODY_BYTES: usize = 4 << 20;
 /// Maximum number of bodies that are read at once. Together with [`MAX_BODY_BYTES`], it limits the
 /// memory that unknown clients can use.
@@ -58,10 +59,10 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 /// The time limit of a whole request. The API server waits for 10 s.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(8);
-/// How long the webhook still answers requests after `stop` is cancelled. API servers need a moment
-/// to switch to another replica.
+/// Time for which the webhook still answers requests after `stop` is cancelled. API servers need a
+/// moment to switch to another replica.
 pub(crate) const DRAIN_TIME: Duration = Duration::from_secs(3);
-/// How long open requests may take after [`DRAIN_TIME`].
+/// Maximum time for open requests after [`DRAIN_TIME`].
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The request is not a review of a pod.
@@ -109,7 +110,7 @@ impl Change {
     }
 }
 
-/// The start of an error's text. It may quote parts of the body, which can be long.
+/// The start of an error's text. The error may quote parts of the body, which can be long.
 fn start_of(error: &serde_json::Error) -> String {
     error.to_string().chars().take(300).collect()
 }
@@ -161,9 +162,9 @@ fn gate(pod: &PodObject) -> Option<Patch> {
     Some(Patch(vec![PatchOperation::Add(AddOperation { path, value })]))
 }
 
-/// The patch that makes containers with MPS shares sleep before SIGTERM, unless they have a preStop
-/// hook. `None` if the sleep would use up the grace period, or if the pod opts out. The API server
-/// accepts hooks of init containers only for sidecars.
+/// The patch that adds a sleep before SIGTERM to containers with MPS shares, unless they have a
+/// preStop hook. `None` if the sleep would use up the grace period, or if the pod opts out. The API
+/// server accepts hooks of init containers only for sidecars.
 fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {

@@ -17,7 +17,7 @@ pub enum ReleaseReason {
     Reserved(Placement),
     /// It requests nothing that Cleave serves.
     NotServed,
-    /// No GPU of the cluster can hold it. Contains the explanation for its owner.
+    /// It fits no GPU of the cluster. Contains the explanation for its owner.
     Unschedulable(String),
 }
 
@@ -41,7 +41,7 @@ pub struct Release {
     pub uid: String,
     /// Why it is released.
     pub reason: ReleaseReason,
-    /// How long the pod waited at the gate.
+    /// Time for which the pod waited at the gate.
     pub waited: Duration,
     /// The JSON Patch (RFC 6902) that releases it.
     pub patch: Value,
@@ -71,9 +71,9 @@ pub struct Actions {
     pub rescue: Rescue,
     /// What to do about MPS hosts. `None` if this reconcile did not examine them.
     pub rollout: Option<Step>,
-    /// Whether more pods can be released immediately.
+    /// Whether another reconcile can release more pods immediately.
     pub more: bool,
-    /// When to reconcile again if nothing changes, from now.
+    /// Delay before the next reconcile if nothing changes.
     pub requeue: Option<Duration>,
 }
 

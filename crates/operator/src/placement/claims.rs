@@ -10,13 +10,13 @@ use super::cluster::{Now, is_released};
 use super::facts::annotated_reservations;
 use crate::pods::{PodObject, full_name};
 
-/// How long a reservation lasts before it is renewed or expires.
+/// Time after which a reservation is renewed or expires.
 pub(super) const RESERVATION: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
 /// scheduler handles the pod.
 pub(super) const MAX_RENEWALS: u32 = 11;
-/// How long the claim of a deleted pod is kept if its allocation was never reported. A pod that is
-/// deleted without a grace period may still use its shares.
+/// Time for which the claim of a deleted pod is kept if its allocation was never reported. A pod
+/// that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 
 /// State of the pods that have claims in the ledger, by pod name.
@@ -24,15 +24,15 @@ pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 pub(super) struct PodClaims {
     /// UIDs of the pods with a claim.
     uids: BTreeMap<String, String>,
-    /// Pods whose node reported all their allocations. The claims of these pods end when the pods
-    /// are gone.
+    /// Pods whose node reported all their allocations. The claims of these pods end as soon as the
+    /// pods end or are deleted.
     allocated: BTreeSet<String>,
-    /// UIDs of pods whose reservation expired. Their annotation is ignored, even if it names a
-    /// later end.
+    /// UIDs of pods whose reservation expired. Their annotation is ignored, even if it states a
+    /// later expiry.
     expired: BTreeMap<String, String>,
     /// Number of renewals of each reservation, by the pod's UID.
     renewals: BTreeMap<String, u32>,
-    /// Pods that are gone but may still use shares, with the time until which their claims are
+    /// Ended or deleted pods that may still use shares, with the time until which their claims are
     /// kept.
     lingering: BTreeMap<String, Duration>,
 }
@@ -119,8 +119,9 @@ impl PodClaims {
         self.uids.insert(name.to_owned(), uid);
     }
 
-    /// Ends the claims of pods that are gone. `maybe_gone` lists the candidates. Pods in `present`
-    /// are not gone. A claim without a reported allocation is kept for [`UNREPORTED_CLAIM_TIME`].
+    /// Ends the claims of pods that have ended or were deleted. `maybe_gone` contains the
+    /// candidates, and `present` the pods that still exist. A claim without a reported allocation
+    /// is kept for [`UNREPORTED_CLAIM_TIME`].
     pub(super) fn remove_gone(
         &mut self,
         ledger: &mut Ledger,
@@ -170,13 +171,13 @@ impl PodClaims {
             self.release(Some(ledger), &name);
             self.expired.insert(name, uid);
         }
-        // These pods are gone, or the watch has not reported their release yet.
+        // These pods have ended or were deleted, or the watch has not reported their release yet.
         for pod in due {
             self.release(Some(ledger), &pod);
         }
     }
 
-    /// Drops the number of renewals of all pods except those that are still not bound.
+    /// Drops the renewal counts of all pods except released pods that are still not bound.
     pub(super) fn forget_renewals(&mut self, unsettled: &[&PodObject]) {
         let unbound: BTreeSet<&str> =
             unsettled.iter().filter(|pod| is_released(pod)).filter_map(|pod| pod.metadata.uid.as_deref()).collect();
@@ -189,7 +190,7 @@ impl PodClaims {
     }
 }
 
-/// The end of a reservation that is made or renewed now.
+/// The expiry of a reservation that is created or renewed now.
 pub(super) fn expiry(now: Now) -> Moment {
     Moment(now.epoch.saturating_add(RESERVATION.as_secs()))
 }
@@ -204,8 +205,8 @@ fn place(pod: &PodObject, now: Now) -> Option<Place> {
     }
     let placement = pod.placement.as_ref()?;
     // The operator that wrote the annotation may have had a different clock, or may have renewed
-    // the reservation. So the reservation lasts no longer than a new one. If it is over, it is due
-    // at once.
+    // the reservation. So the reservation lasts no longer than a new one. A reservation that has
+    // already expired is due at once.
     let expires = Moment(placement.until.clamp(now.epoch, expiry(now).0));
     Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })
 }

@@ -67,7 +67,8 @@ pub(super) fn is_released(pod: &PodObject) -> bool {
     pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
 }
 
-/// The pod in the form that planning uses. A pod without GPU requests has only its requests.
+/// The pod in the form that planning uses. For a pod without GPU requests, the result contains only
+/// its other requests.
 pub(super) fn plan_pod(pod: &PodObject) -> PlanPod {
     let plain = || PlanPod { requests: pod.spec.requests.clone(), ..Default::default() };
     claimant(pod).map_or_else(plain, |found| found.pod)

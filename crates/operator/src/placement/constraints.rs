@@ -23,14 +23,14 @@ pub(super) struct Constraints<'a> {
     cluster: &'a Cluster,
     nodes: &'a Nodes,
     living: &'a [&'a PodObject],
-    /// Bound pods whose rules keep others away.
+    /// Bound pods with rules that keep other pods away from nodes.
     repelling: Vec<&'a PodObject>,
     /// The anti-affinity terms of `repelling` pods and of pods with a reservation, each with its
-    /// pod's namespace. Replicas share one term.
+    /// pod's namespace. Identical terms, such as those of replicas, are stored once.
     terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
     /// Pods that have a reservation and are not bound.
     reserved: Vec<Reserved<'a>>,
-    /// Claims by namespace and name, with the name of the volume that each is bound to.
+    /// Volume claims by namespace and name, with the name of the volume that each is bound to.
     claims: OnceCell<BTreeMap<(&'a str, &'a str), Option<&'a str>>>,
     volumes: OnceCell<BTreeMap<&'a str, &'a VolumeObject>>,
     namespaces: OnceCell<BTreeMap<&'a str, &'a BTreeMap<String, String>>>,
@@ -59,7 +59,8 @@ pub(super) type ConstraintKey<'a> = (&'a str, &'a BTreeMap<String, String>, &'a 
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();
 
 impl<'a> Constraints<'a> {
-    /// `unsettled` is the part of `living` that contains all pods with a reservation.
+    /// Indexes what rules refer to. `unsettled` is the part of `living` that contains all pods with
+    /// a reservation.
     pub(super) fn new(
         cluster: &'a Cluster,
         nodes: &'a Nodes,
@@ -98,7 +99,7 @@ impl<'a> Constraints<'a> {
         self.reserved.push(Reserved { pod, nodes });
     }
 
-    /// The key of a pod. `None` if neither its own rules nor those of others restrict it.
+    /// The key of a pod. `None` if neither its own rules nor other pods' rules restrict it.
     pub(super) fn key<'p>(&self, pod: &'p PodObject) -> Option<ConstraintKey<'p>> {
         let rules = &pod.spec.rules;
         let repelled = || self.terms.iter().any(|(own, term)| term.may_select(own, namespace(pod), labels(pod)));
@@ -108,7 +109,7 @@ impl<'a> Constraints<'a> {
         Some((namespace(pod), labels(pod), rules, self.volumes(pod)))
     }
 
-    /// What a pod's volumes require.
+    /// What a pod's volumes require of its node.
     fn volumes(&self, pod: &PodObject) -> Volumes {
         let mut found = Volumes::default();
         if pod.spec.volume_claims.is_empty() {

@@ -10,7 +10,7 @@ use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
 
 /// Free resources by node, in thousandths. Pods that are released to a node count as if they were
-/// bound to it. Each node is computed when it is first needed.
+/// bound to it. The free resources of a node are computed when they are first needed.
 pub(super) struct FreeResources<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,

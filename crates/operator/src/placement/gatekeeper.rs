@@ -26,12 +26,12 @@ use crate::rollout::{self, Rollout, Step};
 /// Default time for which a pod must be unplaceable before it is released as unschedulable. A
 /// policy, a node or its `GpuNode` may be absent for some time.
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
-/// How long a pod counts as protected after a disruption budget refused its eviction.
+/// Time for which a pod counts as protected after a disruption budget refused its eviction.
 const PROTECTION_TIME: Duration = Duration::from_secs(30);
 /// Maximum number of pods released per reconcile. Their patches are written before the next
 /// reconcile.
 const MAX_RELEASES: usize = 128;
-/// Why a pod waits if pods of its controller were re-created repeatedly. See [`stranded`].
+/// Why a pod waits if pods of its controller were recreated repeatedly. See [`stranded`].
 const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of this controller, and they were re-created. This pod is released later";
 
 /// Keeps the ledger, and decides which pods are released.
@@ -61,8 +61,8 @@ impl Default for Gatekeeper {
 }
 
 impl Gatekeeper {
-    /// A gatekeeper without a ledger. A pod must be unplaceable for `unschedulable_after` before it
-    /// is released as unschedulable.
+    /// Creates a gatekeeper without a ledger. A pod must be unplaceable for `unschedulable_after`
+    /// before it is released as unschedulable.
     pub fn new(unschedulable_after: Duration) -> Self {
         Self {
             unschedulable_after,
@@ -78,12 +78,12 @@ impl Gatekeeper {
         }
     }
 
-    /// Forgets everything. Call it while another process leads.
+    /// Drops all state. Call this while another process leads.
     pub fn reset(&mut self) {
         *self = Self::new(self.unschedulable_after);
     }
 
-    /// Records that a pod could not be released. Its reservation ends.
+    /// Records that a pod could not be released, and ends its reservation.
     pub fn release_failed(&mut self, pod: &str) {
         self.claims.release(self.ledger.as_mut(), pod);
     }
@@ -154,8 +154,8 @@ impl Gatekeeper {
     }
 
     /// Updates claims and queue from the pods that are not settled. Returns the pods at the gate
-    /// without a reservation, in order of priority and age. `maybe_gone` are names of pods that may
-    /// be gone.
+    /// without a reservation, in order of priority and age. `maybe_gone` contains the names of pods
+    /// that may have ended or been deleted.
     fn track_pods<'a>(
         &mut self,
         ledger: &mut Ledger,
@@ -209,8 +209,8 @@ impl Gatekeeper {
         Some(step)
     }
 
-    /// When to reconcile again if nothing changes: when the next reservation or lingering claim
-    /// ends, or when MPS hosts are due.
+    /// Time until the next reconcile if nothing changes: until the next reservation or lingering
+    /// claim ends, or until MPS hosts are due.
     fn next_deadline(&self, ledger: &Ledger, cluster: &Cluster, rollout: Option<&Step>, now: Now) -> Option<Duration> {
         let reservations = ledger.claims().values().filter_map(|claim| match &claim.place {
             Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
@@ -218,7 +218,8 @@ impl Gatekeeper {
         });
         let hosts = match rollout {
             Some(step) => step.next,
-            // Changes since the hosts were last examined are handled at that time.
+            // This reconcile did not examine the hosts. Their changes are handled at
+            // `next_rollout`.
             None => cluster.hosts.as_ref().map(|_| self.next_rollout.saturating_sub(now.up)),
         };
         reservations.chain(self.claims.lingering_ends(now.up)).chain(hosts).min()
@@ -273,7 +274,8 @@ impl Gatekeeper {
         }
         let up = input.now.up;
         self.protected.retain(|_, until| *until > up);
-        // No watch reports that a budget allows disruptions again.
+        // No watch reports that a budget allows disruptions again, so reconcile when the protection
+        // ends.
         self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
         let Self { unschedulable_after, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
         let candidates: Vec<Candidate<'_>> = queue
@@ -331,7 +333,8 @@ impl Gatekeeper {
             match preempted {
                 Some(Preemption { node, takes, victims }) => {
                     actions.evictions.extend(preemption.evictions(victims, name));
-                    // The ledger refuses only pods with a claim, and those do not wait.
+                    // The result can be ignored: the ledger refuses only pods with a claim, and
+                    // waiting pods have none.
                     let _ = ledger.nominate(name, Nomination { priority: candidate.plan_pod.priority, node, takes });
                 }
                 None => drop(ledger.withdraw(name)),

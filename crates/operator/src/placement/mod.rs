@@ -9,7 +9,7 @@
 //! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and what the ledger and the scheduler's rules need of them |
 //! | decide | `gatekeeper` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
-//! | | `search`, `constraints`, `free_resources`, `verdict` | a place for a pod, or why it has none |
+//! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `stranded` | pods to evict |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
@@ -17,17 +17,17 @@
 //! A pod that requests shares is created with Cleave's scheduling gate. The ledger reserves shares
 //! of one device for each request. Then one patch narrows the pod to the nodes of the reservation,
 //! writes the reservation into an annotation, and removes the gate. The annotation is the only
-//! record: after a restart [`Gatekeeper::reconcile`] rebuilds the ledger from pods, and the node's
-//! agent reads it when the kubelet allocates.
+//! record of the reservation. After a restart, [`Gatekeeper::reconcile`] rebuilds the ledger from
+//! the annotations. The node's agent reads the annotation when the kubelet allocates.
 //!
 //! | a gated pod | result |
 //! |---|---|
-//! | fits | It is released to one node, or to a few if the scheduler may have reasons of its own to refuse a node. |
+//! | fits | It is released to one node, or to a few nodes if the scheduler applies rules that the operator does not evaluate. |
 //! | fits after a pod ends, a GPU is repartitioned, or a temporary obstacle (a cordon, a node's condition) ends | It waits, with the reason in an Event. |
 //! | fits no GPU for [`UNSCHEDULABLE_AFTER`], with temporary obstacles ignored | It is released as unschedulable, to nodes with larger GPUs than exist. |
 //! | requests nothing that Cleave serves | It is released unchanged. |
 //!
-//! `stranded` helps a released pod that no node accepts.
+//! `stranded` handles released pods that no node accepts.
 mod actions;
 mod claims;
 mod cluster;

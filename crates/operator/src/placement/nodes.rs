@@ -1,5 +1,5 @@
-//! The cluster's nodes: which nodes can take a pod, what serves a resource, and why a pod has no
-//! place.
+//! The cluster's nodes: which nodes can run a pod, what serves a resource, and why a pod is not
+//! placeable.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ pub(super) struct NodeState {
     blocked: BTreeSet<String>,
 }
 
-/// The inputs of a [`NodeState`]. It is computed again only if one of them changes.
+/// The inputs of a [`NodeState`]. The state is computed again only if one of them changes.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Versions<S = String> {
     /// `resourceVersion` of the node.
@@ -150,8 +150,8 @@ impl NodeState {
 }
 
 impl Nodes {
-    /// Reads the nodes that have changed. Returns what their devices have, or `None` for nodes that
-    /// are gone or have no valid `GpuNode`.
+    /// Reads the nodes that have changed. Returns the devices of each, or `None` for a node that
+    /// was deleted or has no valid `GpuNode`.
     pub(super) fn update(&mut self, cluster: &Cluster, rollout: &Rollout) -> Vec<(String, Option<NodeFacts>)> {
         let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
         for pod in &cluster.agents {
@@ -224,7 +224,7 @@ impl Nodes {
         refused.or_else(|| full().then(|| "it does not have enough CPU, memory or another resource".to_owned()))
     }
 
-    /// Pods that preemption can evict, and pods that are gone but whose node still reports their
+    /// Pods that preemption can evict, and ended or deleted pods whose node still reports their
     /// allocations. The latter count as terminating, so that no other pod is evicted for the units
     /// that they free.
     pub(super) fn holders(
@@ -257,7 +257,7 @@ impl Nodes {
         holders
     }
 
-    /// Why a pod has no place, and whether it may have one later. `why` is the ledger's answer for
+    /// Why a pod is not placeable, and whether that can change. `why` is the ledger's answer for
     /// the nodes that passed all checks.
     pub(super) fn diagnose(
         &self,
@@ -309,7 +309,7 @@ impl Nodes {
     /// What serves a resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
-    /// Cleave's resources. That alone does not prove that another plugin serves them.
+    /// Cleave's resources. Such a report alone does not prove that another plugin serves them.
     pub(super) fn provider(&self, resource: &str) -> Provider {
         if self.0.values().any(|state| state.offers.contains(resource)) {
             return Provider::Cleave;

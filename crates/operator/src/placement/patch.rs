@@ -72,8 +72,8 @@ pub(super) fn without_larger_gpus(terms: &[NodeSelectorTerm]) -> Vec<NodeSelecto
     let mut terms = terms.to_vec();
     let added = |requirement: &Requirement| requirement.key.starts_with(LARGEST_PREFIX);
     terms.iter_mut().for_each(|term| term.match_expressions.retain(|requirement| !added(requirement)));
-    // If the term held only that requirement, the release added the term: the pod had no required
-    // affinity.
+    // If the term contained only that requirement, the release added the term: the pod had no
+    // required affinity.
     if matches!(terms.as_slice(), [term] if term.match_expressions.is_empty() && term.match_fields.is_empty()) {
         terms.clear();
     }

@@ -13,8 +13,8 @@ use crate::pods::{PodObject, full_name};
 /// A pod is settled if it needs no further examination until it changes.
 #[derive(Debug, Default)]
 pub(super) struct PodTracker {
-    /// By the address of the pod's object. The watch creates a new object for each change. The
-    /// address of the new object differs from those of all objects that are kept here.
+    /// The pods, by the address of their object. The watch creates a new object for each change.
+    /// Each row keeps its object, so a new object never has the address of a tracked one.
     rows: HashMap<usize, Row>,
     /// Number of updates so far.
     updates: u64,
@@ -39,14 +39,15 @@ const PODS: &str = "pods";
 impl PodTracker {
     /// Replaces the tracked pods with those of the watch.
     ///
-    /// Returns the pods that are not settled, and the names of pods that may be gone: those that
-    /// were not settled before, and settled pods whose object was replaced or deleted.
+    /// Returns the pods that are not settled, and the names of pods that may have ended or been
+    /// deleted: those that were not settled before, and settled pods whose object was replaced or
+    /// deleted.
     pub(super) fn update<'a>(&mut self, pods: &'a [Arc<PodObject>]) -> (Vec<&'a PodObject>, BTreeSet<String>) {
         self.updates += 1;
         let (update, mut unsettled) = (self.updates, Vec::new());
         for pod in pods {
             let row = self.rows.entry(address(pod)).or_insert_with(|| {
-                // For a pod that has no GPU and waits for none, only the requests matter.
+                // For a pod that has no GPU and waits for none, only its resource requests matter.
                 let settled = !is_living(pod) || !pod.waits_at_gate() && !pod.wants_gpus();
                 if is_living(pod) {
                     count(&mut self.requested, pod, u128::saturating_add);
@@ -76,7 +77,7 @@ impl PodTracker {
     }
 
     /// Remembers the names of the pods that are not settled. The next update returns them as pods
-    /// that may be gone.
+    /// that may have ended or been deleted.
     pub(super) fn remember(&mut self, names: BTreeSet<String>) {
         self.unsettled_names = names;
     }
@@ -168,7 +169,7 @@ mod tests {
         assert_eq!(requested(&tracker), (2500, 2000, 0));
         tracker.update(&[Arc::clone(&b)]);
         assert_eq!(requested(&tracker), (1500, 1000, 0));
-        // The sum of huge requests must not saturate: it would be wrong once they are gone.
+        // The sum of huge requests must not saturate: it would be wrong after a pod is deleted.
         let huge = pod("c", "n", "18000000000000000");
         tracker.update(&[Arc::clone(&b), Arc::clone(&huge), pod("d", "n", "18000000000000000")]);
         tracker.update(&[pod("b", "n", "3")]);

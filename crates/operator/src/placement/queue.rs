@@ -1,4 +1,4 @@
-//! The pods that wait at the gate: how long each has waited, and which releases the API server
+//! The pods that wait at the gate, their waiting times, and the releases that the API server
 //! refused.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,7 +12,7 @@ use crate::pods::PodObject;
 use crate::policies::demand::{Reason, Waiting};
 
 /// Number of consecutive refusals by the API server after which a pod's release is delayed. The API
-/// server also refuses to release a pod that has changed meanwhile.
+/// server also refuses to release a pod that has changed since the decision.
 pub(super) const MAX_REFUSALS: u32 = 3;
 /// The first delay, after [`MAX_REFUSALS`] refusals. Each further refusal doubles it.
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(1);
@@ -25,12 +25,12 @@ const MAX_MESSAGE_CHARS: usize = 300;
 #[derive(Debug, Default)]
 pub(super) struct Queue(BTreeMap<String, Gated>);
 
-/// A pod at the gate. Times are since the process started.
+/// A pod at the gate. Times are durations since the process started.
 #[derive(Debug)]
 struct Gated {
     uid: String,
     since: Duration,
-    /// The time since which no GPU can hold it.
+    /// When it became unplaceable.
     unplaceable_since: Option<Duration>,
     refused: Option<Refused>,
 }
@@ -60,12 +60,13 @@ impl Queue {
         }
     }
 
-    /// How long a pod has waited.
+    /// Time for which a pod has waited.
     pub(super) fn waited(&self, name: &str, up: Duration) -> Duration {
         self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
     }
 
-    /// How long no GPU has been able to hold a pod. `None` if it may have a place later.
+    /// Time for which a pod has been unplaceable. `None` if `may_pass`, which means that the
+    /// obstacle is temporary.
     pub(super) fn unplaceable_for(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
         let gated = self.0.get_mut(name)?;
         gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };
@@ -74,7 +75,7 @@ impl Queue {
 
     /// Records that the API server refused to release a pod.
     ///
-    /// It may refuse the pod every time, for example because of its size. Such a pod must not
+    /// The refusal may be permanent, for example because of the pod's size. Such a pod must not
     /// reserve shares at each reconcile, and its owner must learn the reason.
     pub(super) fn refuse(&mut self, name: &str, message: &str, up: Duration) {
         let Some(gated) = self.0.get_mut(name) else { return };

@@ -24,11 +24,11 @@ use crate::rollout::{self, Deleted, Replacement, Step, Watched};
 use crate::task::{Context, Controller, Trigger};
 use crate::write::{WRITE_TIMEOUT, publish};
 
-/// How long to gather further changes after the first. Pods are often created in bursts.
+/// Time to gather further changes after the first. Pods are often created in bursts.
 const GATHER_TIME: Duration = Duration::from_millis(5);
 /// Maximum number of patches in flight.
 const MAX_PATCHES_IN_FLIGHT: usize = 16;
-/// How long after a failed write the gate reconciles again, even if nothing has changed.
+/// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// The inputs of the controller.
@@ -40,7 +40,7 @@ pub(crate) struct Parts {
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, Waiting>>>,
     /// MPS hosts. `None` if the operator does not replace them.
     pub(crate) hosts: Option<Watched>,
-    /// How long a pod must be unplaceable before it is released as unschedulable.
+    /// Time for which a pod must be unplaceable before it is released as unschedulable.
     pub(crate) unschedulable_after: Duration,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Parts {
 enum Failure {
     /// A retry may succeed.
     Retry,
-    /// The API server refused the patch. Holds its message.
+    /// The API server refused the patch. Contains its message.
     Refused(String),
 }
 
@@ -99,7 +99,8 @@ impl Controller for Gate {
     async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {
         if !self.context.claim.is_current() {
             self.keeper.reset();
-            // Once this process leads, it uses the time of day at that moment.
+            // Read the clock while another process leads, so that `clock` is current when this
+            // process becomes the leader.
             self.clock = SteadyClock::read();
             return None;
         }
@@ -141,7 +142,7 @@ impl Gate {
         }
     }
 
-    /// The stores' present content.
+    /// The present content of the stores.
     fn cluster(&self) -> Cluster {
         let stores = &self.context.stores;
         Cluster {
@@ -207,7 +208,7 @@ impl Gate {
                 tracing::debug!(pod, reason = release.reason.as_str(), "released a pod");
                 Ok(())
             }
-            // The pod has changed or is gone. The next reconcile handles its new state.
+            // The pod has changed or was deleted. The next reconcile handles its new state.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
                 tracing::debug!(pod, code = status.code, message = status.message, "failed to release a changed pod");
                 Err(Failure::Retry)
@@ -245,7 +246,7 @@ impl Gate {
                 Evicted::Protected(message) => {
                     tracing::info!(pod, preemptor, message, "a disruption budget protects a pod");
                     self.keeper.protect(pod, up);
-                    // Other pods may make room instead.
+                    // Reconcile again, because other pods may make room instead.
                     self.wake.notify_one();
                 }
                 Evicted::Gone => {}
@@ -259,8 +260,8 @@ impl Gate {
         all
     }
 
-    /// Evicts stranded pods so that their controllers re-create them, and writes the condition of
-    /// the others. A later reconcile decides again about failed writes.
+    /// Evicts stranded pods so that their controllers recreate them, and writes the condition of
+    /// the others. After a failed write, a later reconcile decides again.
     async fn rescue(&mut self, rescue: &Rescue) {
         for recreation in &rescue.recreate {
             if !self.context.claim.is_current() {
@@ -329,7 +330,7 @@ impl Gate {
                 return;
             }
             events.extend(self.replace_host(replacement).await);
-            // The node's shares are now withheld or no longer withheld.
+            // Reconcile again: the node's shares are now withheld, or no longer withheld.
             self.wake.notify_one();
         }
         for (regarding, event) in events {

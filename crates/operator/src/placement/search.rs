@@ -1,4 +1,4 @@
-//! Searches for places for pods at the gate, within one reconcile.
+//! Searches for placements of pods at the gate, within one reconcile.
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -70,11 +70,11 @@ impl<'a> Candidate<'a> {
         Release { pod: self.name.clone(), uid, waited, patch, reason }
     }
 
-    /// Releases the pod without a reservation, because no GPU could hold it for a long time.
+    /// Releases the pod without a reservation, because it was unplaceable for too long.
     pub(super) fn give_up(&self, impossible: Option<Impossible>, message: String, waited: Duration) -> Release {
         if self.unclear {
-            // A kubelet's report is never that old, so another plugin serves the resources on nodes
-            // where Cleave runs.
+            // A kubelet's report is never as old as the pod's waiting time. So another plugin
+            // serves the resources on nodes where Cleave runs.
             return self.release(ReleaseReason::NotServed, Destination::Anywhere, waited);
         }
         // Without a reservation, the pod would fail on any node that offers the resource, including
@@ -93,11 +93,11 @@ impl<'a> Candidate<'a> {
 /// Node selector, affinity and tolerations. They decide which nodes a pod may run on.
 type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
-/// Everything that decides whether a pod has a place.
+/// Everything that decides whether a pod is placeable.
 type SearchKey<'a> = (&'a [Ask], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
 
-/// Searches for places within one reconcile. Remembers which pods have no place, because replicas
-/// of a workload have the same answer.
+/// Searches for placements within one reconcile. Remembers which pods are not placeable, because
+/// replicas of a workload get the same answer.
 pub(super) struct PlacementSearch<'a> {
     nodes: &'a Nodes,
     free: RefCell<FreeResources<'a>>,
@@ -117,10 +117,10 @@ impl<'a> PlacementSearch<'a> {
         }
     }
 
-    /// Finds places for a pod.
+    /// Finds a placement for a pod.
     ///
     /// # Errors
-    /// Why the pod has no place.
+    /// Why the pod is not placeable.
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
         let Candidate { name, pod, plan_pod, asks, .. } = candidate;
         let constraint_key = self.constraints.key(pod);
@@ -134,7 +134,7 @@ impl<'a> PlacementSearch<'a> {
         let has_room = |node: &str| self.has_room(node, candidate);
         let allows = |node: &str| self.allows(node, judge.as_ref());
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));
-        // Most pods have a place, so the search usually ends before it has checked every node.
+        // Most pods are placeable, so the search usually ends before it has checked every node.
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
         if let Some(fits) = ledger.fit_tightest(candidate.asking(), most, may_use) {
             return Ok(fits);

@@ -1,15 +1,15 @@
 //! Handles stranded pods: released pods that are not bound and that nodes no longer accept. Pure:
 //! callers pass in the time.
 //!
-//! A scheduling gate cannot be added again. If a pod has lost its reservation, or its nodes no
-//! longer accept it, its controller must re-create it: the operator evicts it, and its replacement
-//! waits at the gate. A pod that no controller re-creates is never deleted. Instead, a condition
-//! and an Event say what to do.
+//! A scheduling gate cannot be added again. So if a pod has lost its reservation, or its nodes no
+//! longer accept it, its controller must recreate it. The operator evicts the pod, and the
+//! replacement waits at the gate. The operator never deletes a pod that no controller recreates.
+//! Instead, a condition and an Event state what to do.
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
 //! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | at once |
-//! | All its nodes are gone. | after [`GONE_AFTER`] |
+//! | All its nodes were deleted. | after [`GONE_AFTER`] |
 //! | All its nodes are cordoned, tainted or full. | after the time that also releases a pod as unschedulable |
 //! | It was released as unschedulable, and would wait or fit now. | after [`GONE_AFTER`] |
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,21 +23,21 @@ use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::{Controller, PodObject, Replacement, full_name};
 
-/// How long a pod's nodes must be gone before the operator acts. A watch may lag.
+/// Time for which a pod's nodes must be missing before the operator acts. A watch may lag.
 pub(super) const GONE_AFTER: Duration = Duration::from_secs(20);
-/// The first delay between two re-creations for one controller. Each following delay is twice as
+/// The first delay between two recreations for one controller. Each following delay is twice as
 /// long.
 const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum delay.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
-/// How long a controller must have no stranded pod before its delay is reset.
+/// Time for which a controller must have no stranded pod before its delay is reset.
 const FORGET_AFTER: Duration = Duration::from_secs(1800);
 /// From this delay on, replacements also wait at the gate. Otherwise pods that the scheduler keeps
 /// refusing would reserve GPUs all the time.
 const GATE_DELAY_FROM: Duration = Duration::from_secs(40);
-/// How long the operator waits before it retries a failed eviction.
+/// Delay before the operator retries a failed eviction.
 const EVICTION_RETRY: Duration = Duration::from_secs(30);
-/// Maximum number of pods that are evicted, and that are reported, in one reconcile.
+/// Maximum number of pods that are evicted, and of pods that are reported, in one reconcile.
 const MAX_PODS_PER_RECONCILE: usize = 32;
 
 /// Why a released pod is not bound.
@@ -45,11 +45,11 @@ const MAX_PODS_PER_RECONCILE: usize = 32;
 pub(super) enum Reason {
     /// Its reservation on these nodes ended and cannot be renewed.
     Expired(Vec<String>),
-    /// All nodes that it was released to are gone.
+    /// All nodes that it was released to were deleted.
     Gone(Vec<String>),
-    /// Every node that it was released to refuses it. Holds each node's refusal.
+    /// Every node that it was released to refuses it. Contains each node's refusal.
     Refused(String),
-    /// It was released as unschedulable, and a GPU could hold it now.
+    /// It was released as unschedulable, and may fit a GPU now.
     Possible,
 }
 
@@ -95,21 +95,21 @@ impl Reason {
     }
 }
 
-/// A pod to evict so that its controller re-creates it.
+/// A pod to evict so that its controller recreates it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recreation {
     /// `namespace/name`.
     pub pod: String,
     /// Its UID.
     pub uid: String,
-    /// The `resourceVersion` that the decision is based on. A pod that was bound since then is not
-    /// evicted.
+    /// The `resourceVersion` that the decision is based on. A pod that was bound after this version
+    /// is not evicted.
     pub version: String,
     /// The explanation for its owner.
     pub message: String,
 }
 
-/// A pod whose condition `Placed` changes: it is stranded and no controller re-creates it, or it is
+/// A pod whose condition `Placed` changes: it is stranded and no controller recreates it, or it is
 /// bound after all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advice {
@@ -128,29 +128,29 @@ pub struct Rescue {
     pub recreate: Vec<Recreation>,
     /// Pods whose condition changes.
     pub advise: Vec<Advice>,
-    /// When to reconcile again if nothing changes, from now.
+    /// Delay before the next reconcile if nothing changes.
     pub requeue: Option<Duration>,
 }
 
 /// State of stranded pods between two reconciles.
 #[derive(Debug, Default)]
 pub(super) struct Stranded {
-    /// The time since which each pod has had a reason not to be bound, by UID.
+    /// When each pod first had its reason not to be bound, by UID.
     since: BTreeMap<String, Duration>,
     /// UIDs of pods whose condition was written.
     advised: BTreeSet<String>,
-    /// Controllers whose pods were re-created, by UID.
+    /// Controllers whose pods were recreated, by UID.
     owners: BTreeMap<String, Backoff>,
     /// Pods whose eviction failed, by UID, with the time before which it is not retried.
     failed: BTreeMap<String, Duration>,
 }
 
-/// The delay after pods of a controller were re-created.
+/// The delay after pods of a controller were recreated.
 #[derive(Debug, Clone)]
 struct Backoff {
-    /// When the delay began. Pods that were due by then are still re-created.
+    /// When the delay began. Pods that were due by then are still recreated.
     began: Duration,
-    /// When the delay ends. No other pod is re-created before that.
+    /// When the delay ends. No other pod is recreated before that.
     until: Duration,
     /// The length of the delay.
     delay: Duration,
@@ -161,7 +161,8 @@ struct Backoff {
 impl Stranded {
     /// Decides about the released pods in `found`, each with the reason why it is not bound.
     ///
-    /// `patience` is how long nodes must refuse a pod for temporary reasons before it is stranded.
+    /// `patience` is the time for which nodes must refuse a pod for temporary reasons before it is
+    /// stranded.
     pub(super) fn reconcile<'a>(
         &mut self,
         found: impl IntoIterator<Item = (&'a PodObject, Reason)>,
@@ -245,7 +246,7 @@ impl Stranded {
         }
     }
 
-    /// Begins the next delay of a controller whose pods are re-created now. Pods that are stranded
+    /// Begins the next delay of a controller whose pods are recreated now. Pods that are stranded
     /// later wait for the end of the delay.
     fn begin_backoff(&mut self, owner: &Controller, up: Duration) {
         let (delay, avoid) = match self.owners.remove(&owner.uid) {
@@ -266,7 +267,8 @@ impl Stranded {
         self.advised.remove(uid);
     }
 
-    /// How long the gate delays a pod, because pods of its controller were re-created repeatedly.
+    /// Time for which the gate delays a pod because pods of its controller were recreated
+    /// repeatedly.
     pub(super) fn delay(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
         let backoff = self.owners.get(&pod.controller.as_ref()?.uid)?;
         let delayed = up < backoff.until && backoff.delay >= GATE_DELAY_FROM;
@@ -377,7 +379,7 @@ mod tests {
         let other = owned("c", "ReplicaSet", "other");
         let mut stranded = Stranded::default();
         let all = |stranded: &mut Stranded, second| {
-            // Each time, these are new pods with the same names.
+            // The pods of each round are new pods with the same names.
             stranded.since.clear();
             stranded.reconcile(pods.iter().map(|pod| (pod, expired())), REFUSAL_TIMEOUT, at(second))
         };

@@ -1,4 +1,4 @@
-//! Why a pod at the gate has no place, and whether that can change.
+//! Why a pod at the gate is not placeable, and whether that can change.
 use cleave_api::names::RESOURCE_MIG_PREFIX;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::device::sized;
@@ -9,28 +9,29 @@ use crate::policies::demand::{Reason, Waiting};
 /// Maximum number of nodes that a message names for each reason.
 const MAX_NAMED_NODES: usize = 3;
 
-/// Why a pod has no place.
+/// Why a pod is not placeable.
 #[derive(Debug, Clone)]
 pub(super) enum Verdict {
-    /// No place now, but there may be one later. Holds the explanation.
+    /// Not placeable now, but possibly later. Contains the explanation.
     Waits(String),
-    /// No place, until nodes, GPUs or policies change.
+    /// Not placeable until nodes, GPUs or policies change.
     Never { message: String, impossible: Impossible },
 }
 
-/// Why no GPU of the cluster can hold a pod.
+/// Why a pod fits no GPU of the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Impossible {
-    /// The pod may use no node with GPUs.
+    /// The pod may not use any node with GPUs.
     Excluded,
     /// The nodes that the pod may use do not offer what it requests.
     NotOffered,
-    /// These nodes offer it, but no GPU is large enough, or no node has enough GPUs.
+    /// The nodes that the pod may use offer it, but no GPU is large enough, or no node has enough
+    /// GPUs.
     TooLarge,
 }
 
 impl Verdict {
-    /// Why no GPU can hold the pod. `None` if one can.
+    /// Why the pod fits no GPU. `None` if it may fit one later.
     pub(super) fn impossible(&self) -> Option<Impossible> {
         match self {
             Self::Waits(_) => None,
@@ -38,7 +39,7 @@ impl Verdict {
         }
     }
 
-    /// The explanation for the pod's owner, and whether the pod may have a place later. `demand` is
+    /// The explanation for the pod's owner, and whether the pod may become placeable. `demand` is
     /// what the pod waits for if a GPU may be repartitioned for it.
     pub(super) fn explain(self, asks: &[Ask], demand: Option<&Waiting>) -> (String, bool) {
         let is_partitioned =
@@ -58,7 +59,7 @@ impl Verdict {
     }
 }
 
-/// Why a pod cannot use a node with GPUs, regardless of their free units.
+/// Why a pod cannot use a node with GPUs, regardless of the GPUs' free units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Exclusion {
     /// The node has no hostname label. Pods are narrowed to a node by this label.
@@ -71,7 +72,7 @@ pub(super) enum Exclusion {
     Affinity,
     /// The pod does not tolerate the node's taint with this key.
     Taint(String),
-    /// A rule between pods, or a volume, excludes the node. Holds the explanation.
+    /// A rule between pods, or a volume, excludes the node. Contains the explanation.
     Conflict(String),
     /// The node does not have enough CPU, memory, pod slots or another resource.
     Full,

@@ -5,8 +5,8 @@
 //!      [partition] ──▶ GpuNode.spec of GPUs partitioned on demand
 //! ```
 //!
-//! Other GPUs keep the partition that [`crate::policies::plan`] gives them. Their free slices
-//! count, so no GPU is repartitioned for a pod that they can serve. A plan that
+//! Other GPUs keep the partition that [`crate::policies::plan`] gives them. The planner counts
+//! their free slices, so it repartitions no GPU for a pod that they can serve. A plan that
 //! `cleave_plan::check` finds invalid is not applied: every GPU keeps its partition.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -26,7 +26,7 @@ use crate::read::Observed;
 pub struct Outcome {
     /// The plan; `None` if no GPU is partitioned on demand.
     pub planned: Option<Planned>,
-    /// Rules that the plan violates. If there are any, the plan was not applied.
+    /// Rules that the plan violates. If the list is not empty, the plan was not applied.
     pub violations: Vec<Violation>,
     /// GPUs that get a new partition.
     pub repartitioned: Vec<GpuKey>,
@@ -36,7 +36,7 @@ pub struct Outcome {
     pub changing: BTreeSet<String>,
     /// Nodes excluded from the plan, and the reason.
     pub excluded_nodes: BTreeMap<String, String>,
-    /// GPUs that are excluded from the plan or stay unchanged after a failure, and the reason.
+    /// GPUs that are excluded from the plan or remain unchanged after a failure, and the reason.
     pub excluded_gpus: BTreeMap<GpuKey, String>,
     /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
     /// thousandths.
@@ -129,8 +129,8 @@ fn apply_plan(plan: &mut Plan, observed: &Observed, input: &PlannerInput, planne
                 }
                 desired.partition = partition;
             }
-            // The GPU serves slices that its policy no longer allows. They stay until their pods
-            // free them.
+            // The GPU serves slices that its policy no longer allows. The slices are kept until
+            // their pods free them.
             Err(why) => {
                 outcome.excluded_gpus.insert(at, why);
             }

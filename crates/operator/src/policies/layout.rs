@@ -1,7 +1,7 @@
 //! Places the MIG instances of a fixed layout on one GPU. Pure.
 //!
 //! Possible placements come from NVML, never from a fixed table. Existing instances with a valid
-//! placement stay where they are.
+//! placement keep it.
 use cleave_api::gpunode::{MigInstanceStatus, MigProfileStatus};
 
 /// Why a layout is not possible on a GPU.
@@ -52,7 +52,7 @@ pub(super) fn place(
     if search(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
 }
 
-/// Places the first of `wanted`, then the others. Returns whether all of them fit.
+/// Places the first of `wanted`, then the others. Returns true if all of them fit.
 fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], taken: Mask, starts: &mut [u32]) -> bool {
     let Some(((at, profile), rest)) = wanted.split_first() else { return true };
     let mut places: Vec<(u32, Mask)> =

@@ -35,7 +35,7 @@ impl Pace {
         self.between.saturating_sub(since).max(FIRST_CHANGE_DELAY)
     }
 
-    /// Records a plan. `more` is whether further changes came during the wait before it.
+    /// Records a plan. `more` is whether further changes arrived during the wait before it.
     pub(crate) fn planned(&mut self, now: Duration, more: bool) {
         self.last = Some(now);
         self.between = if more { (self.between * 2).min(PLAN_INTERVALS.1) } else { PLAN_INTERVALS.0 };

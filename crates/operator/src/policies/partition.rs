@@ -1,9 +1,9 @@
-//! Converts between the partition of a GPU in a `GpuNode` and the slices that plans are made of.
+//! Converts between the partition of a GPU in a `GpuNode` and the slices that plans consist of.
 //! Pure.
 //!
 //! Slices in use keep their device ids and limits; otherwise the agent would have to remove and
-//! re-create them. So the limits of a slice never depend on the number of other slices, and ids in
-//! use do not change when other slices are added or removed.
+//! recreate them. Therefore the limits of a slice never depend on the number of other slices. Ids
+//! in use do not change when other slices are added or removed.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -74,7 +74,7 @@ pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Sli
     slices
 }
 
-/// The slices of a GPU once it has this partition. Slices in use now remain in use.
+/// The slices of a GPU once it has this partition. Slices that are in use remain in use.
 pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
     let mut all: Vec<Slice> = Vec::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
@@ -187,7 +187,7 @@ fn mps_partition(
     gpu: &GpuStatus,
     current: Option<&MpsPartition>,
 ) -> Result<MpsPartition, String> {
-    // While a client runs, neither its server nor its limits change.
+    // The server and the limits of a running client cannot change.
     let kept = current.filter(|_| slices.iter().any(|slice| slice.in_use));
     let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
     for slice in slices {
@@ -224,8 +224,8 @@ fn mps_partition(
 /// The memory and thread limits of k slices of a resource, for each k.
 ///
 /// The list covers as many slices as the GPU could ever have, and its last entry is the whole GPU.
-/// A list that grew with the number of slices would change the limits of slices in use, and the
-/// daemon's defaults, which are the last entries.
+/// If the list grew with the number of slices, the limits of slices in use would change. So would
+/// the daemon's defaults, which are the last entries.
 fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);

@@ -1,9 +1,9 @@
 //! Computes the desired state of each node's GPUs from the policies that they follow. Pure.
 //!
 //! A GPU that no policy matches is a whole GPU. A GPU keeps the partition in its `GpuNode.spec` if
-//! its policy is malformed or invalid, if it is partitioned on demand ([`crate::policies::demand`]
-//! plans it), or if it does not support the policy. So a mistake in a policy never repartitions a
-//! GPU.
+//! its policy is malformed or invalid, or if it does not support the policy. So a mistake in a
+//! policy never repartitions a GPU. GPUs that are partitioned on demand also keep their partition
+//! here: [`crate::policies::demand`] plans them.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -43,7 +43,7 @@ pub struct ByDemand {
     pub policy: String,
     /// The partitions that the policy allows.
     pub demand: Demand,
-    /// How long to wait for further pods, and for a change of the node.
+    /// Time to wait for further pods, and for a change of the node.
     pub gathering: Gathering,
 }
 
@@ -81,7 +81,7 @@ pub struct Report {
 /// Why a policy is ignored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Invalid {
-    /// It does not match the schema of the CRD. Holds the error.
+    /// It does not match the schema of the CRD. Contains the error.
     Malformed(String),
     /// Its fields violate a rule.
     Refused(validate::Error),
@@ -169,17 +169,18 @@ pub fn plan(observed: &Observed) -> Plan {
 fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     report_node(name, node, policies, plan);
     // A malformed GpuNode is never written: its spec is unknown, and another writer or an older
-    // version wrote it.
+    // version of the operator wrote it.
     let Ok(current) = node.spec() else { return };
     let Some(gpus) = node.reported() else {
-        // Create the object so that the agent can report in it. An existing spec stays.
+        // Create the object so that the agent can report in it. An existing spec is kept.
         if node.agent.is_some() && !node.has_object() {
             plan.nodes.insert(name.to_owned(), GpuNodeSpec::default());
         }
         return;
     };
     if gpus.is_empty() && !current.gpus.is_empty() {
-        // If all GPUs disappear at once, the driver does not answer, and the GPUs were not removed.
+        // If all GPUs disappear at once, the driver has failed and the GPUs are still installed.
+        // Keep the spec.
         return;
     }
     let mut desired: Vec<GpuSpec> = Vec::with_capacity(gpus.len());

@@ -4,14 +4,14 @@
 //! | a GPU that … | is planned with |
 //! |---|---|
 //! | is partitioned on demand and up to date | its slices. It may be repartitioned. |
-//! | is being repartitioned | its desired slices. No GPU of its node is repartitioned meanwhile. |
+//! | is being repartitioned | its desired slices. Other GPUs of its node are not repartitioned. |
 //! | waits for pods that use slices to remove | its slices. It may be repartitioned around them. |
-//! | did not reach its partition in time | its slices. It stays unchanged during a backoff. |
+//! | did not reach its partition in time | its slices. It remains unchanged during a backoff. |
 //! | is cordoned or unhealthy, or whose agent does not answer | nothing. |
 //! | follows another policy, or none | its slices. It is never repartitioned. |
 //!
 //! If the kubelet does not list the devices of a bound pod yet, it is unknown which slices are in
-//! use. Until the kubelet lists them, every GPU that could hold them keeps its slices.
+//! use. Until the kubelet lists them, every GPU on which they may be allocated keeps its slices.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,13 +29,13 @@ use crate::policies::plan::{ByDemand, Plan};
 use crate::policies::validate::{InstanceShare, ShareSize};
 use crate::read::{Node, Observed};
 
-/// How long a node may take to reach its desired state, unless its policy sets `dynamic.timeout`.
+/// Maximum time for a node to reach its desired state, unless its policy sets `dynamic.timeout`.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 /// Minimum deadline, even if `dynamic.timeout` is shorter. Creating one MIG instance takes a
 /// second.
 const MIN_DEADLINE: Duration = Duration::from_secs(5);
-/// How long a GPU stays unchanged after it failed to reach a partition: the first and the maximum
-/// backoff.
+/// Time for which a GPU remains unchanged after it failed to reach a partition: the first and the
+/// maximum backoff.
 const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
 /// Maximum time by which a watch may lag behind a write. After that, a different spec comes from
@@ -54,7 +54,7 @@ pub enum Progress {
     Changing,
     /// Pods use slices that must be removed first.
     Blocked,
-    /// It failed or was refused. Holds the agent's message.
+    /// It failed or was refused. Contains the agent's message.
     Failed(String),
 }
 
@@ -63,8 +63,8 @@ pub enum Progress {
 pub struct History {
     /// GPUs being repartitioned, with the partition and the start time.
     changing: BTreeMap<GpuKey, (Partition, Duration)>,
-    /// Nodes whose agent has not read its spec yet, with the generation and the time since which it
-    /// is unread.
+    /// Nodes whose agent has not read its spec yet, with the spec's generation and the time of the
+    /// first unread spec.
     unread: BTreeMap<String, (Option<i64>, Duration)>,
     /// GPUs that failed to reach a partition.
     failures: BTreeMap<GpuKey, Failure>,
@@ -99,7 +99,7 @@ pub struct PlannerInput {
     pub changing: BTreeSet<String>,
     /// Nodes excluded from the plan, and the reason.
     pub excluded_nodes: BTreeMap<String, String>,
-    /// GPUs that are excluded from the plan or stay unchanged after a failure, and the reason.
+    /// GPUs that are excluded from the plan or remain unchanged after a failure, and the reason.
     pub excluded_gpus: BTreeMap<GpuKey, String>,
     /// Time until the next deadline.
     pub next: Option<Duration>,
@@ -115,7 +115,7 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
-    // The agent retries. Pods need not wait for it, because they may find room elsewhere.
+    // The agent retries. Pods do not wait for the retry, because other GPUs may have room for them.
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return Progress::Failed(step.message.clone());
     }
@@ -123,13 +123,13 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     if blocked { Progress::Blocked } else { Progress::Changing }
 }
 
-/// How long a node may take to reach its desired state.
+/// Maximum time for a node to reach its desired state.
 fn deadline(plan: &Plan, node: &str) -> Duration {
     let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.gathering.timeout);
     timeout.unwrap_or(DEADLINE).max(MIN_DEADLINE)
 }
 
-/// The agent's message about what a GPU waits for, with a leading colon; empty if there is none.
+/// The agent's message about what a GPU waits for, with a leading colon; empty if it reports none.
 fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let step =
@@ -166,7 +166,7 @@ impl History {
         self.written.insert(node.to_owned(), (generation, spec.clone(), now));
     }
 
-    /// Replaces specs in `observed` by specs that were written since, if the watch lags. A plan
+    /// Replaces specs in `observed` by specs that were written later, if the watch lags. A plan
     /// from the older spec could give a node a different spec while it is changing.
     pub fn restore_writes(&mut self, observed: &mut Observed, now: Duration) {
         self.written.retain(|name, (before, spec, at)| {
@@ -220,11 +220,11 @@ impl History {
                 match &progress {
                     Progress::Changing => {}
                     // Keep the start time, so that the deadline of a late GPU does not restart
-                    // while its desired partition stays the same.
+                    // while its desired partition does not change.
                     Progress::Failed(message) => self.fail(&at, &spec.partition, message, now),
                     Progress::Reached | Progress::Blocked => {
                         self.changing.remove(&at);
-                        // The change succeeded in the end.
+                        // The GPU reached the partition after a failure.
                         if self.failures.get(&at).is_some_and(|failure| failure.partition == spec.partition) {
                             self.failures.remove(&at);
                         }
@@ -346,7 +346,7 @@ impl NodeBuilder<'_> {
                     limit_next(input, failure.until, self.now);
                     input.excluded_gpus.insert(at.clone(), format!("failed to repartition it: {}", failure.message));
                     pin(&mut planned);
-                    // The plan keeps its present slices.
+                    // The plan gives the GPU its present slices as its partition.
                     if !changing && left_out.is_none() {
                         input.repartitionable.insert(at);
                     }
@@ -501,8 +501,8 @@ fn limit_next(input: &mut PlannerInput, at: Duration, now: Duration) {
     input.next = Some(input.next.map_or(from_now, |next| next.min(from_now)));
 }
 
-/// Makes the planner keep a GPU's slices. A GPU without slices, or in use as a whole, stays a whole
-/// GPU that a pod can get.
+/// Makes the planner keep a GPU's slices. A GPU that has no slices or is used as a whole is planned
+/// as a whole GPU.
 fn pin(gpu: &mut Gpu) {
     if gpu.slices.iter().all(|slice| slice.resource == RESOURCE_GPU) {
         gpu.mode = Mode::Whole;

@@ -20,7 +20,7 @@ use serde_json::json;
 use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
 use crate::read::{Node, Observed};
 
-/// Maximum number of names that a sentence lists. It then states the number of names left out.
+/// Maximum number of names that a sentence lists. It then states the number of omitted names.
 const MAX_LISTED_NAMES: usize = 8;
 
 /// A policy's status could not be written.
@@ -66,7 +66,7 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
         let last = written.get(name);
         let (meta, old) = match observed.policies.get(name)? {
             // If the watch has not returned the last write yet, compare with what was written.
-            // Otherwise it would be written twice.
+            // Otherwise the same status would be written twice.
             Ok(policy) => match last.filter(|last| last.from == policy.metadata.resource_version) {
                 Some(last) => (&policy.metadata, Some(last.status.clone())),
                 None => (&policy.metadata, policy.status.clone()),
@@ -111,11 +111,11 @@ pub fn event(changed: &Condition) -> Option<Event> {
         CONDITION_CONFLICT => changed.status == "False",
         _ => changed.status == "True",
     };
-    // Of the changes for the better, only Ready gets an Event: users wait for it.
+    // Of the conditions that improve, only Ready gets an Event, because users wait for it.
     if good && changed.type_ != CONDITION_READY {
         return None;
     }
-    // Other conditions report these reasons too, or they last only for a moment.
+    // Other conditions report these reasons too, or the reasons last only for a moment.
     let reported_elsewhere =
         [reason::MALFORMED, reason::INVALID, reason::APPLYING, reason::OVERRIDDEN].contains(&changed.reason.as_str());
     if changed.type_ == CONDITION_READY && reported_elsewhere {
@@ -264,7 +264,7 @@ fn conflict(report: &Report) -> Verdict {
     )
 }
 
-/// Whether the GPUs are partitioned as the policy says.
+/// Whether the GPUs are partitioned as the policy specifies.
 fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     match &report.invalid {
         Some(Invalid::Malformed(_)) => return Verdict::no(reason::MALFORMED, "the policy is malformed"),
@@ -405,7 +405,8 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
         return Some((Problem::Unhealthy, format!("{} is unhealthy: {why}", name(at))));
     }
-    // A restarting daemon serves again within moments. Otherwise, the GPU's health reports it.
+    // A restarting daemon serves again within moments. If it does not, the GPU's health reports
+    // that.
     let serves = |state: &str| matches!(state, "Active" | "Starting" | "Restarting" | "");
     if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {
         let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };

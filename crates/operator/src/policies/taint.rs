@@ -1,8 +1,7 @@
 //! Taints nodes that can serve no pod: all of their GPUs are lost or need a reset, or their agent
 //! is not ready. Off by default.
 //!
-//! [`Taints`] makes the decisions and is pure. [`write`] changes only this taint of a node, by a
-//! JSON patch.
+//! [`Taints`] decides and is pure. [`write`] changes only this taint of a node, with a JSON patch.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -13,10 +12,10 @@ use serde_json::{Value, json};
 
 use crate::read::{Node, Observed};
 
-/// How long an agent may be not ready before its node is tainted. An upgrade of the agent takes a
-/// second; the start of a node takes longer.
+/// Time for which an agent may be not ready before its node is tainted. An upgrade of the agent
+/// takes a second; the start of a node takes longer.
 pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Keeps new pods away. Running pods stay.
+/// Keeps new pods away. Running pods continue.
 const EFFECT: &str = "NoSchedule";
 
 /// A change to one node's taints.
@@ -35,13 +34,13 @@ pub(crate) struct Change {
 enum Verdict {
     /// It can serve pods, or its state is unknown.
     Usable,
-    /// It cannot serve pods. Holds the reason.
+    /// It cannot serve pods. Contains the reason.
     Unusable(&'static str),
     /// Its agent has been not ready for this long.
     NotReady(Duration),
 }
 
-/// The nodes whose agent is not ready, with the time since which it is not.
+/// The nodes whose agent is not ready, with the time at which it became not ready.
 #[derive(Debug, Default)]
 pub(crate) struct Taints {
     away: BTreeMap<String, Duration>,
@@ -74,7 +73,7 @@ impl Taints {
     }
 
     fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
-        // No GPUs are expected before the agent has reported some.
+        // A node whose agent has not reported any GPU may have none, so it gets no taint.
         let Some(gpus) = node.reported().filter(|gpus| !gpus.is_empty()) else {
             self.away.remove(name);
             return Verdict::Usable;

@@ -1,4 +1,4 @@
-//! Parses a policy's fields into types that cannot hold an invalid policy. Pure.
+//! Parses a policy's fields into types that cannot represent an invalid policy. Pure.
 //!
 //! The rules are those of the CRD (`cleave_api::sharingpolicy`). They are checked again, because an
 //! object may have been stored under an older CRD, or under one whose rules were removed.
@@ -35,7 +35,7 @@ pub struct Policy {
     pub share: SharingMode,
     /// What happens to a pod that uses a GPU outside its share.
     pub enforcement: Enforcement,
-    /// How long to wait for further pods, and for a node.
+    /// Time to wait for further pods, and for a node to change.
     pub dynamic: Gathering,
 }
 
@@ -95,7 +95,7 @@ pub struct MpsRules {
 }
 
 impl Default for MpsRules {
-    /// The rules of a policy without a `mps` section.
+    /// The rules of a policy without an `mps` section.
     fn default() -> Self {
         Self {
             threads: ThreadPolicy::default().into(),
@@ -150,12 +150,12 @@ pub struct ReplicaRules {
     pub resource: Option<String>,
 }
 
-/// How long to wait for further pods before GPUs are repartitioned.
+/// Time to wait for further pods before GPUs are repartitioned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Gathering {
     /// Plan once no further pod has arrived for this long.
     pub idle: Option<Duration>,
-    /// Plan after this long in any case. Also the deadline for a node to change.
+    /// Maximum time to wait for further pods. Also the deadline for a node to change.
     pub timeout: Option<Duration>,
 }
 

@@ -1,4 +1,4 @@
-//! Decides which MPS hosts are replaced now, and on which nodes nothing may be reserved meanwhile.
+//! Decides which MPS hosts are replaced now, and on which nodes no MPS shares may be reserved.
 //! Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use super::hosts::{Host, regarding};
 use super::view::View;
 
-/// How long MPS must be unused on a closed node before its host is replaced. In that time, pods
-/// that bypass the gate become visible in the watches.
+/// Time for which MPS must be unused on a closed node before its host is replaced. In that time,
+/// pods that bypass the gate become visible in the watches.
 pub(crate) const IDLE_TIME: Duration = Duration::from_secs(2);
-/// How long a host may take from its deletion until its successor serves.
+/// Maximum time from the deletion of a host until its successor serves.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
-/// How long a host must serve before others are replaced. A crash-looping host serves only for
-/// moments.
+/// Time for which a host must serve before others are replaced. A crash-looping host serves only
+/// for moments.
 pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
 /// Minimum time between two updates. The gate reconciles more often, on each change of a pod.
 pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
-/// How long replacement is suspended after the API server refused to delete a pod.
+/// Time for which replacement is suspended after the API server refused to delete a pod.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(60);
 /// At most one in this many hosts is replaced at a time, once a host of the newest revision has
 /// served.
@@ -53,7 +53,7 @@ pub struct Step {
     pub news: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
     pub stopped: bool,
-    /// Nodes whose outdated host stays for now, and the reason.
+    /// Nodes whose outdated host is not replaced yet, and the reason.
     pub waiting: BTreeMap<String, String>,
     /// The number of outdated hosts.
     pub outdated: usize,
@@ -70,15 +70,15 @@ struct Outage {
     down: bool,
     /// Whether it has been down for longer than [`START_TIMEOUT`].
     late: bool,
-    /// The time since which it serves again. The outage ends after [`STEADY_TIME`] of service.
+    /// When it began to serve again. The outage ends after [`STEADY_TIME`] of service.
     serving: Option<Duration>,
 }
 
 /// The state of the rollout between updates. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rollout {
-    /// Closed nodes, on which nothing is reserved, with the UID of the host to replace and the time
-    /// of closing.
+    /// Closed nodes, on which no MPS shares are reserved, with the UID of the host to replace and
+    /// the time of closing.
     closed: BTreeMap<String, (String, Duration)>,
     /// The UIDs of deleted hosts, by node, until a successor serves.
     deleted: BTreeMap<String, String>,
@@ -154,7 +154,7 @@ impl Rollout {
         self.outages.insert(node.clone(), Outage { since: up, why, down: true, late: false, serving: None });
     }
 
-    /// Records that a pod is not deleted after all, or is gone.
+    /// Records that the pod of a host was not deleted, or no longer exists. Reopens the node.
     pub(crate) fn cancel(&mut self, node: &str) {
         self.closed.remove(node);
     }
@@ -208,7 +208,7 @@ impl Rollout {
         })
     }
 
-    /// Closes as many nodes as may be replaced at a time.
+    /// Closes nodes, up to the number of hosts that may be replaced at a time.
     fn choose(&mut self, nodes: &BTreeMap<String, View>, up: Duration, stopped: bool) {
         if stopped || self.suspended.is_some() {
             self.closed.clear();
@@ -219,7 +219,7 @@ impl Rollout {
         let at_once = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
-        // A host that served before may be down by now.
+        // A host may have stopped serving after nodes were closed, so too many may be closed now.
         while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > at_once {
             self.closed.pop_last();
         }
@@ -228,8 +228,8 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // Hosts that did not serve before come last. If they do not serve afterwards, that says
-            // little about the release.
+            // Hosts that do not serve come last. A failure of their successors would reveal little
+            // about the release.
             .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();

@@ -48,7 +48,7 @@ pub(crate) struct Watched {
 
 impl Watched {
     /// Returns the stored objects; `None` until both watches have listed them. The gate does not
-    /// wait for them.
+    /// wait for these lists.
     pub(crate) fn state(&self) -> Option<Hosts> {
         let listed = matches!(self.pods.wait_until_ready().now_or_never(), Some(Ok(())))
             && matches!(self.revisions.wait_until_ready().now_or_never(), Some(Ok(())));

@@ -12,7 +12,7 @@ use crate::write::WRITE_TIMEOUT;
 pub(crate) enum Deleted {
     /// The pod terminates.
     Done,
-    /// The pod is gone, a new pod has its name, or it is no longer outdated.
+    /// The pod no longer exists or is no longer outdated. A new pod may have its name.
     Gone,
     /// The request failed.
     Failed(kube::Error),
@@ -44,8 +44,8 @@ pub(crate) async fn replace(client: &Client, watched: &Watched, replacement: &Re
 
 async fn delete(client: &Client, watched: &Watched, host: &Host) -> Result<bool, kube::Error> {
     // The watch of revisions may lag behind the watch of pods. A pod of a revision that the watch
-    // has not returned yet would seem outdated. A list is at least as new as the objects that the
-    // watches returned.
+    // has not returned yet would seem outdated. So list the revisions: a list is at least as new as
+    // the objects that the watches returned.
     let revisions: Api<Revision> = Api::namespaced(client.clone(), &watched.namespace);
     let listed = revisions.list(&ListParams::default()).await?;
     if !Newest::of(&listed.items).is_outdated(&host.set.1, &host.hash) {

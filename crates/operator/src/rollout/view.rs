@@ -44,7 +44,7 @@ impl Mps {
         let allocated = || {
             status.gpus.iter().flat_map(|gpu| &gpu.allocations).find(|allocation| found.serves(&allocation.resource))
         };
-        // This includes slices whose pods are unknown. What is not known to be free counts as used.
+        // Slices whose pods are unknown also count as used, because they are not known to be free.
         let used =
             || status.gpus.iter().flat_map(|gpu| &gpu.slices).find(|s| s.in_use > 0 && found.serves(&s.resource));
         let user = if !ready {
@@ -66,7 +66,7 @@ impl Mps {
 }
 
 /// Time-sliced resources with names that MPS shares could have. Excludes names that stand for both
-/// on one node.
+/// kinds on one node.
 fn time_sliced(object: &GpuNode) -> BTreeSet<String> {
     let partitions = || object.spec.gpus.iter().map(|gpu| &gpu.partition);
     let instances = || partitions().flat_map(|partition| partition.mig.iter().flatten().map(|mig| &mig.partition));

@@ -16,7 +16,7 @@ use crate::pods::{PodCondition, PodObject, full_name};
 /// Delay before the operator retries an eviction that a disruption budget refused or that had no
 /// effect.
 pub(crate) const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
-/// How long a written condition counts even if the watch has not returned it.
+/// Time for which a written condition counts even if the watch has not returned it.
 const WATCH_LAG: Duration = Duration::from_secs(10);
 /// Maximum length of a condition's message, in characters.
 const MAX_MESSAGE: usize = 1000;
@@ -68,7 +68,7 @@ pub(crate) struct FindingTracker {
 }
 
 impl FindingTracker {
-    /// Forgets everything, because another process leads or has led.
+    /// Drops all state. Call this when another process leads or has led.
     pub(crate) fn reset(&mut self) {
         *self = Self::default();
     }
@@ -92,7 +92,7 @@ impl FindingTracker {
             let uid = pod.metadata.uid.as_deref().unwrap_or_default();
             let findings = pod.node().and_then(|node| found.get(&(node, uid))).map_or(&[][..], Vec::as_slice);
             let has = pod.status.conditions.iter().find(|condition| condition.type_ == CONDITION_WITHIN_SHARE);
-            // This is the case for most pods: no agent ever reported them.
+            // Most pods end here, because no agent ever reported them.
             if findings.is_empty() && has.is_none() && !self.written.contains_key(uid) {
                 continue;
             }

@@ -1,8 +1,8 @@
-//! Reports pods that use a GPU outside their share, and evicts them if the policy says so.
+//! Reports pods that use a GPU outside their share, and evicts them if the policy specifies that.
 //!
 //! Agents find such pods (`GpuNode.status.findings`) and have no permission to write pods. The
-//! operator believes an agent only about the pods of its own node. `GpuNode.spec`, which the
-//! operator itself writes, decides whether they are evicted.
+//! operator accepts an agent's findings only about pods of the agent's own node. `GpuNode.spec`,
+//! which the operator itself writes, decides whether the pods are evicted.
 //!
 //! | step | module | what |
 //! |---|---|---|

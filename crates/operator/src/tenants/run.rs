@@ -10,7 +10,7 @@ use crate::pod_condition::write;
 use crate::task::{Context, Controller, Trigger};
 use crate::write::publish;
 
-/// How long to gather further changes after the first.
+/// Time to gather further changes after the first.
 const GATHER_TIME: Duration = Duration::from_millis(200);
 
 /// The controller of tenants.

@@ -19,7 +19,8 @@ fn instances_of_mixed_profiles_are_created_for_pods() {
     assert_eq!(profiles, BTreeSet::from(["1g.5gb".to_owned(), "3g.20gb".to_owned()]));
     world.settle();
     assert!(world.is_bound("small") && world.is_bound("half"));
-    // Creating another instance does not move those in use. `list` panics if one of them is gone.
+    // Creating another instance does not move the instances in use. `list` panics if one of them no
+    // longer exists.
     let before = world.mig("n1", 0);
     world.pod("another", SMALL, 1);
     world.settle();

@@ -84,7 +84,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     world.now += Duration::from_secs(4);
     world.pass();
     assert_eq!(world.written(), [] as [&str; 0], "the backoff lasts");
-    // Meanwhile, a pod can use its present slices.
+    // During the backoff, a pod can use the GPU's present slices.
     world.pod("whole", WHOLE, 1);
     let (_, outcome) = world.pass();
     assert_waits(&outcome, "whole", Reason::Scheduler, "GPU");
@@ -221,7 +221,7 @@ fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     world.pod("two", TEN, 1);
     let (_, outcome) = world.pass();
     assert_ne!(outcome.waiting["team/two"].reason, Reason::Scheduler);
-    // Once it is listed, the rest of the GPU can be repartitioned around it.
+    // Once the pod's slice is listed, the rest of the GPU can be repartitioned around it.
     world.allocate("team/one", "n1", TEN);
     world.settle();
     assert!(world.is_bound("two") && !world.is_bound("whole") && !world.is_bound("mig"));

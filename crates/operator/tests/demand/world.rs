@@ -106,7 +106,7 @@ impl TestCluster {
             ..Node::default()
         };
         self.observed.nodes.insert(name.to_owned(), node);
-        // The operator has written the node's spec before there are pods.
+        // The operator has written the node's spec before any pod exists.
         self.pass();
         self.apply();
         self.changes.clear();
@@ -294,7 +294,8 @@ impl TestCluster {
         panic!("the cluster does not settle: {:?}", self.changes);
     }
 
-    /// The reason and message of the policy's condition Ready, and its wanted slices.
+    /// The reason and message of the policy's condition Ready, and the number of slices that its
+    /// GPUs lack.
     pub(crate) fn ready(&self, plan: &Plan) -> (String, String, u32) {
         let update = updates(plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH).remove(0);
         let ready = update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().clone();

@@ -171,7 +171,7 @@ impl TestCluster {
         self.update().replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Deletes the hosts that are to be deleted. The watch reports it.
+    /// Deletes the hosts that are to be deleted. The watch reports the deletions.
     fn delete(&mut self) -> Vec<String> {
         let step = self.update();
         for one in &step.replace {
@@ -258,7 +258,7 @@ fn no_host_is_deleted_twice_and_its_successor_stays() {
     world.up += IDLE_TIME;
     let step = world.update();
     world.rollout.replaced(&step.replace[0], world.up);
-    // The watch has not reported it.
+    // The watch has not reported the deletion.
     assert!(world.after(secs(10)).is_empty() && world.rollout.withholds("n00"));
     world.at("n00").host.as_mut().unwrap().terminating = true;
     assert!(world.after(secs(10)).is_empty() && world.rollout.withholds("n00"));
@@ -290,7 +290,7 @@ fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_s
     let again = world.update();
     assert!(again.stopped && again.news.is_none() && again.replace.is_empty(), "it is reported once");
     assert!(world.after(secs(3600)).is_empty() && !world.rollout.withholds("n01"));
-    // It serves in the end.
+    // The host serves in the end.
     let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
     served.at("n00").host.as_mut().unwrap().ready = true;
     assert_eq!(served.replace(), ["n01"]);
@@ -448,7 +448,7 @@ proptest! {
     }
 }
 
-/// Replaces a host. The API server gives these answers. Returns the requests and the result.
+/// Replaces a host while the API server gives these answers. Returns the requests and the result.
 async fn requests(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
     let (service, mut server) = tower_test::mock::pair::<Request<Body>, Response<Body>>();
     let client = Client::new(service, "default");
@@ -490,7 +490,7 @@ async fn a_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is
     );
     let done = requests(&[(StatusCode::OK, listed([1, 2])), (StatusCode::OK, json!({}))]).await;
     assert_eq!(done, (vec![list.to_owned(), delete.to_owned()], "replaced"));
-    // The DaemonSet was rolled back meanwhile, so the pod has the newest revision again.
+    // The DaemonSet was rolled back after the decision, so the pod has the newest revision again.
     assert_eq!(requests(&[(StatusCode::OK, listed([3, 2]))]).await, (vec![list.to_owned()], "gone"));
     for (code, end) in [(409, "gone"), (404, "gone"), (403, "failed"), (500, "failed")] {
         let status = StatusCode::from_u16(code).unwrap();

@@ -37,7 +37,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
         message.contains("6 nodes (n1, n2, n3, ...) are excluded: a pod there matches the pod's anti-affinity"),
         "{message}"
     );
-    // The watch reports the released pods, and they still count.
+    // The released pods still count after the watch has reported them.
     actions.releases.iter().for_each(|release| assert!(world.patch(release)));
     assert_eq!(released(&reconcile(&mut keeper, &world, 1)), []);
     assert_eq!(

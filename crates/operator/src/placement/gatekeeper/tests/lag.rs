@@ -1,4 +1,4 @@
-//! Properties of the gatekeeper that are independent of how far watches lag.
+//! Properties of the gatekeeper that do not depend on the lag of watches.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -49,11 +49,11 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
-    /// A released pod always finds its units on the device that its annotation names. That holds
-    /// however far watches lag, whichever writes fail, and whenever the operator restarts.
+    /// A released pod always finds its units on the device in its annotation. The lag of watches,
+    /// failed writes and restarts of the operator do not change that.
     ///
-    /// And a gatekeeper that examines only changed pods decides the same as one that examines all
-    /// pods each time.
+    /// A gatekeeper that examines only changed pods also makes the same decisions as one that
+    /// examines all pods each time.
     #[test]
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
         let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);

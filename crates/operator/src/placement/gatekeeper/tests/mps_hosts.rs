@@ -23,7 +23,7 @@ fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_hos
     keeper.rollout.replaced(&step.replace[0], at(2).up);
     world.hosts = Some(BTreeMap::new());
     assert_eq!(released(&reconcile(&mut keeper, &world, 10)), [], "the host is gone");
-    // An operator that takes over decides the same.
+    // An operator that takes over makes the same decision.
     assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 11)), []);
     world = world.host("n1", "new");
     let actions = reconcile(&mut keeper, &world, 12);
@@ -63,7 +63,7 @@ fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves
     assert_eq!(stays(&mut keeper, &world, 20), "team/a has 2 nvidia.com/gpu-mps");
     world = world.pod("b", 8);
     assert_eq!(released(&reconcile(&mut keeper, &world, 30)), [("team/b", "held")]);
-    // All pods are gone.
+    // All pods are deleted.
     world.pods.clear();
     world.change(
         |world| &mut world.gpu_nodes,

@@ -97,7 +97,7 @@ fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
     let (mut world, mut reality) = high_behind_two();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
-    // Its node has not reported that its shares are free.
+    // The node of the deleted pod has not reported that its shares are free.
     world.pods.remove(&first);
     let actions = reconcile(&mut keeper, &world, 1);
     assert_eq!((actions.evictions, actions.waiting.len()), (vec![], 1));

@@ -127,7 +127,7 @@ fn a_pod_whose_release_is_always_refused_reserves_nothing_and_reports_the_reason
     let world = TestCluster::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
     let mut keeper = Gatekeeper::default();
     let mut second = 0;
-    // The first refusals do not delay the pod: it may have changed meanwhile.
+    // The first refusals do not delay the pod: the pod may have changed after the decision.
     for _ in 0..MAX_REFUSALS {
         assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "held")]);
         keeper.release_refused("team/a", "metadata.annotations: Too long", at(second).up);

@@ -1,4 +1,4 @@
-//! How long reservations last.
+//! Duration and renewal of reservations.
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Temporary obstacles neither release nor strand a pod, and stranded pods get another chance.
+//! Temporary obstacles neither release nor strand a pod. Stranded pods are recreated or reported.
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
@@ -10,7 +10,7 @@ use crate::placement::claims::{MAX_RENEWALS, RESERVATION};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::stranded::{GONE_AFTER, Recreation, Rescue};
 
-/// Seconds after which a pod that no GPU can hold is released.
+/// Seconds after which a pod that fits no GPU is released.
 const UNSCHEDULABLE_SECONDS: u64 = UNSCHEDULABLE_AFTER.as_secs();
 
 /// A change of the cluster.
@@ -246,7 +246,8 @@ fn a_pod_that_was_released_as_unschedulable_is_recreated_once_it_could_wait_for_
         Rescue::default(),
         "nothing has changed"
     );
-    // The GPU is full. At the gate the pod waits in order of priority.
+    // The GPU is full, but the pod is evicted: its replacement waits at the gate in order of
+    // priority.
     change_node(&mut world, |node| node["metadata"]["labels"]["gen"] = json!("9"));
     reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS);
     let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + GONE_AFTER.as_secs()).rescue;

@@ -23,8 +23,8 @@ pub(super) fn of<T: serde::de::DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
-/// The true state of a simulated cluster, in objects of the API. Each change of an object raises
-/// its `resourceVersion`.
+/// The true state of a simulated cluster, as API objects. Each change of an object raises its
+/// `resourceVersion`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TestCluster {
     pub(super) version: u64,
@@ -46,8 +46,8 @@ impl TestCluster {
         object
     }
 
-    /// Adds a node whose GPUs have ten shares each. `used` is how many of each GPU are used by pods
-    /// that are not in the cluster's list.
+    /// Adds a node whose GPUs have ten shares each. `used` is the number of used shares of each
+    /// GPU. The pods that use them are not in the cluster's list.
     pub(super) fn node(mut self, name: &str, used: &[u32]) -> Self {
         let node = json!({"metadata": {"name": name, "uid": name, "labels": {HOSTNAME: name}},
             "status": {"allocatable": {"cpu": "8", "pods": "110", MPS: (used.len() * 10).to_string()}}});
@@ -167,7 +167,7 @@ impl TestCluster {
         true
     }
 
-    /// How many shares a pod requests.
+    /// The number of shares that a pod requests.
     pub(super) fn units(pod: &Value) -> u32 {
         pod["spec"]["containers"][0]["resources"]["limits"][MPS].as_str().unwrap().parse().unwrap()
     }
@@ -190,7 +190,7 @@ pub(super) fn replaced(actions: &Actions) -> Vec<&str> {
     actions.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
 }
 
-/// The time after this many seconds.
+/// The time this many seconds after the start.
 pub(super) fn at(seconds: u64) -> Now {
     Now { up: Duration::from_secs(seconds), epoch: 1_000_000 + seconds }
 }
@@ -200,7 +200,7 @@ pub(super) fn reconcile(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u
     keeper.reconcile(&world.cluster(), &BTreeMap::new(), at(seconds))
 }
 
-/// The released pods, each with the reason that metrics use.
+/// The released pods, each with its reason as in the metrics.
 pub(super) fn released(actions: &Actions) -> Vec<(&str, &'static str)> {
     actions.releases.iter().map(|release| (release.pod.as_str(), release.reason.as_str())).collect()
 }
@@ -218,7 +218,7 @@ pub(super) const NODES: [&str; 2] = ["n1", "n2"];
 /// GPUs per node.
 pub(super) const GPUS: usize = 2;
 
-/// The true allocations, as the kubelets make them. A pod that is deleted without a grace period
+/// The true allocations, as the kubelets record them. A pod that is deleted without a grace period
 /// keeps its shares for some time.
 #[derive(Debug, Default)]
 pub(super) struct ActualAllocations {
@@ -229,7 +229,7 @@ pub(super) struct ActualAllocations {
 }
 
 impl ActualAllocations {
-    /// How many shares of a device are free.
+    /// The number of free shares of a device.
     pub(super) fn free(&self, device: &str) -> u32 {
         10 - self.given.values().filter(|(of, _)| of == device).map(|(_, units)| units).sum::<u32>()
     }
