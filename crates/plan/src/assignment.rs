@@ -23,7 +23,7 @@ impl Cost {
     }
 }
 
-/// What may be done to GPUs to place a pod.
+/// Changes of GPUs that are allowed for placing a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rule {
     /// Use only existing slices.
@@ -243,7 +243,7 @@ pub(crate) fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> O
     allowed.then_some(Cost(numbers))
 }
 
-/// The cheapest GPU for one unit. If several are equal, the first of them.
+/// The cheapest GPU for one unit. If several are equal, the first one.
 fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;

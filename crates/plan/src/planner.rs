@@ -1,4 +1,4 @@
-//! Makes a plan for a snapshot.
+//! Creates a plan for a snapshot.
 //!
 //! `docs/explanation/planning.md` describes the order of all decisions. No result depends on the
 //! order of nodes, GPUs or map entries in the snapshot. Pods are placed in order of arrival.
@@ -25,9 +25,9 @@ pub struct Plan {
     pub changed: bool,
     /// All GPUs, by node and index.
     pub gpus: Vec<GpuPlan>,
-    /// Pods with a place, in order of arrival.
+    /// Pods that are placed, in order of arrival.
     pub placements: Vec<Placement>,
-    /// Pods without a place, in order of arrival.
+    /// Pods that are not placed, in order of arrival.
     pub unplaced: Vec<Unplaced>,
 }
 
@@ -279,7 +279,7 @@ fn solve(
     let Some((mut score, mut locations)) = best else { return };
     if small && score != ideal {
         for rule in [Rule::Stay, Rule::Any] {
-            // If every pod has a place, only the number of repartitioned GPUs can improve.
+            // If every pod is placed, only the number of repartitioned GPUs can improve.
             let worth = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
             let steps = worth.min(budget.steps);
             let found = search(model, states, assignment, part, rule, score.clone(), steps);

@@ -1,4 +1,4 @@
-//! Decides which nodes a pod may run on, given the pods that are already there. It applies
+//! Decides which nodes a pod may run on, given the pods that are already placed. It applies
 //! kube-scheduler's required rules between pods.
 //!
 //! A [`Judge`] reads the nodes and pods once for one pod, the [`Subject`], and then decides for
@@ -44,7 +44,8 @@ pub struct Judge<'a> {
 }
 
 impl<'a> Judge<'a> {
-    /// Counts the pods of the cluster for a subject.
+    /// Reads the nodes and pods once, and records which nodes the rules require or exclude for the
+    /// subject.
     ///
     /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
     /// - `all` are all pods on them except the subject. They are read only if the subject has

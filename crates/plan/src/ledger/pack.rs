@@ -8,8 +8,8 @@ const MAX_STATES: usize = 20_000;
 /// The index of a device for each size. `None` if the sizes do not fit at the same time.
 ///
 /// `order` returns the devices to try for a size, given the free units, best first. Devices that it
-/// leaves out are not tried. The first assignment that is found is returned, so for one size it is
-/// the best.
+/// omits are not tried. The first assignment that is found is returned, so for one size it is the
+/// best.
 pub(super) fn pack(
     sizes: &[u32],
     free: &[u32],
@@ -93,8 +93,8 @@ mod tests {
 
     #[test]
     fn the_search_backtracks_from_the_tightest_device() {
-        // The tightest device for 4 leaves 2 beside 7. Two sizes of 3 fit there, and the third does
-        // not.
+        // The tightest device for 4 has 6 free. That leaves 2 and 7, which hold only two sizes of
+        // 3.
         assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest), Some(vec![0, 0, 1, 1]));
     }
 

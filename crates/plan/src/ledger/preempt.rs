@@ -5,8 +5,8 @@
 //! place the asks on devices is considered separately, and a pod is preempted only if it frees
 //! units on a chosen device.
 //!
-//! The room is then [nominated](super::Ledger::nominate): until the pod has it, pods of the same or
-//! lower priority do not see it as free.
+//! The room is then [nominated](super::Ledger::nominate): until it is reserved for the pod, pods of
+//! the same or lower priority do not see it as free.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -194,7 +194,8 @@ impl<'a> NodeView<'a> {
     /// as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
-        // Even if there are too many ways to consider, this one is considered.
+        // The search can stop at its limit before it finds this way. At least this one is then
+        // considered.
         let Some(one) = self.packed() else { return found };
         let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
@@ -251,7 +252,7 @@ impl<'a> NodeView<'a> {
         Some(chosen)
     }
 
-    /// The victims of one way. Each candidate, in order, stays if it fits.
+    /// The victims of one way. Each candidate, in order, is kept if it fits.
     fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
         let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
         for (&slot, (_, ask)) in slots.iter().zip(&self.asks) {
