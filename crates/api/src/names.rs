@@ -93,7 +93,7 @@ pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
 pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
 /// Prefix of node labels such as `largest.cleave.dev/gpu-mps`. The value is the number of units of
 /// this resource on the node's largest GPU. A pod that fits on no GPU of the cluster is released
-/// with a requirement on this label, so that an autoscaler adds only nodes on which the pod fits.
+/// with a requirement on this label. So an autoscaler adds only nodes on which the pod fits.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
 /// Ways in which a tenant exceeds its limits: kinds of [`crate::gpunode::FindingStatus`].

@@ -143,8 +143,8 @@ pub struct ResourceState {
     pub registrations: u64,
     /// Number of failed registrations.
     pub failures: u64,
-    /// Number of registrations because the kubelet opened no stream, or ended its stream without
-    /// restarting.
+    /// Number of repeated registrations because the kubelet opened no stream, or ended its stream
+    /// without restarting.
     pub streamless: u64,
     /// The last error and its causes, until the next success.
     pub error: Option<String>,
@@ -546,9 +546,9 @@ impl Plugin {
         }
     }
 
-    /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once for
-    /// another kubelet: it can admit pods 12 ms after it listens, and it rejects pods of resources
-    /// that are not registered by then.
+    /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once if
+    /// another kubelet has started: it can admit pods 12 ms after it listens. That kubelet rejects
+    /// pods of resources that are not registered by then.
     async fn settle(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();

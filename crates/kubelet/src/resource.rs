@@ -30,7 +30,7 @@ pub trait Resource: Send + Sync + 'static {
     fn options(&self) -> Options;
 
     /// A future to await before [`preferred`](Resource::preferred) can answer this request. `None`
-    /// if no wait is needed. Keep the wait short and bounded: no pod is admitted during it.
+    /// if no wait is needed. Keep the wait short and bounded: no pod is admitted during the wait.
     fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None

@@ -1,5 +1,5 @@
-//! The nodes and GPUs that are assigned to pending pods while a plan is made. Computes the cost of
-//! placing a pod on a node, places pods, and removes them.
+//! The nodes and GPUs that are assigned to pending pods while a plan is created. Computes the cost
+//! of placing a pod on a node, places pods, and removes them.
 use std::collections::BTreeMap;
 
 use crate::model::Model;
@@ -23,7 +23,7 @@ impl Cost {
     }
 }
 
-/// Changes of GPUs that are allowed for placing a pod.
+/// How GPUs may be changed to place a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rule {
     /// Use only existing slices.

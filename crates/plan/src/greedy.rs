@@ -1,5 +1,4 @@
-//! Places any number of pods, one after the other, and moves already placed pods if that makes
-//! room.
+//! Places any number of pods, one after the other. Moves already placed pods to make room.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Cost, Costs, Location, Rule, group, step};
@@ -14,8 +13,7 @@ pub(crate) struct Greedy<'g, 'a> {
     /// Values of `states.work` at which moving pods stops: for all pods, and for the current group.
     work_limit: u64,
     group_limit: u64,
-    /// Number of changes of the assignment that were not undone. Alternatives cached in an older
-    /// epoch can be wrong.
+    /// Version of the assignment. Alternatives cached in an older epoch can be wrong.
     epoch: u64,
     /// For each group, some nodes with room for one of its pods, and the epoch and rule for which
     /// they were found.
@@ -75,8 +73,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == Style::LargeFirst { -weight } else { weight };
-                // Small pods first, because more of them fit. Of equal ones, those with the fewest
-                // nodes to choose from.
+                // Small pods first, because more of them fit, except in style `LargeFirst`. Of
+                // equal ones, those with the fewest nodes to choose from.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,

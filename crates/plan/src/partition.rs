@@ -93,7 +93,7 @@ pub(crate) struct Class {
     pub(crate) mig: Vec<(ResourceId, u8)>,
     pub(crate) mig_shared: Vec<(ResourceId, u8)>,
     pub(crate) table: Option<Shared>,
-    /// Slices in use. They are kept.
+    /// Slices in use, which are kept.
     pub(crate) in_use: Vec<Cell>,
     /// Slices not in use.
     pub(crate) free: Vec<Cell>,

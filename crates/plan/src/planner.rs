@@ -114,7 +114,7 @@ const SMALL_MOVING_WORK: u64 = 10_000;
 /// Plans the partition of each GPU and the place of each pending pod.
 ///
 /// The plan places as many pods of the highest priority as possible, then as many of the next
-/// priority. Slices in use stay. A GPU is repartitioned only if a pod needs it.
+/// priority. Slices in use are kept. A GPU is repartitioned only if a pod needs it.
 pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());
@@ -152,7 +152,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     Planned { plan, report }
 }
 
-/// Remaining steps.
+/// Remaining work of a plan: look-ups for moving pods, and steps of the exact search.
 struct Budget {
     moving: u64,
     steps: u32,
@@ -219,8 +219,8 @@ fn leader_of(leader: &mut [u32], of: u32) -> u32 {
     at
 }
 
-/// Divides the cluster into parts with their groups, such that no pod can be placed in two parts.
-/// Nodes that no pod can use are in no part.
+/// Divides the cluster into parts with their groups. No pod can be placed in two parts. Nodes that
+/// no pod can use are in no part.
 fn parts(model: &Model<'_>) -> Vec<Part> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {

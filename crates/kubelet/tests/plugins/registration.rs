@@ -171,8 +171,7 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
 #[tokio::test]
 async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with_at_once() {
     let mut bench = Bench::new();
-    // A plugin that waits for this delay fails the test: it would register after the kubelet admits
-    // pods.
+    // The plugin must register without this delay, because the kubelet admits pods before it ends.
     bench.config.timings.settle = NEVER;
     let mut kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);

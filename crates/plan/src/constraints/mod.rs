@@ -11,7 +11,7 @@
 //! [`Judge::new`] makes at most [`MOST_REQUIREMENTS`] comparisons for each node and twice as many
 //! for each neighbour. A subject with more rules is refused on every node
 //! ([`Conflict::TooManyRules`]). A neighbour's anti-affinity terms and host ports beyond the limit
-//! are ignored. Nodes and pods are read only if a rule needs them: for a pod without rules, only
+//! are ignored. Nodes and pods are read only if a rule needs them. For a pod without rules, only
 //! the neighbours with anti-affinity or host ports are read. [`Judge::refuse`] looks up each of the
 //! subject's rules once.
 mod affinity;

@@ -19,7 +19,7 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Whether there are no rules.
+    /// Whether the pod has no rules about other pods.
     pub fn is_empty(&self) -> bool {
         let Self { affinity, anti_affinity, spread, ports } = self;
         affinity.is_empty() && anti_affinity.is_empty() && spread.is_empty() && ports.is_empty()

@@ -16,7 +16,7 @@ pub type Labels = BTreeMap<String, String>;
 /// about ten.
 pub const MOST_REQUIREMENTS: usize = 256;
 
-/// A `metav1.LabelSelector`. All of its requirements must hold. A selector without requirements
+/// A `metav1.LabelSelector`. All of its requirements must match. A selector without requirements
 /// matches everything.
 ///
 /// If an object has no selector (`None`), nothing matches.

@@ -57,9 +57,10 @@ impl<'a> Spread<'a> {
         self.counts.is_empty()
     }
 
-    /// Finds the domains: the values of nodes that have every topology key and that no policy
-    /// ignores. Returns all nodes with every topology key. Each has two flags: whether the
-    /// subject's node affinity selects it, and whether the subject tolerates its taints.
+    /// Finds the domains of each constraint: the values of its topology key on nodes that count. A
+    /// node counts if it has every topology key and no policy ignores it. Returns all nodes with
+    /// every topology key. Each has two flags: whether the subject's node affinity selects it, and
+    /// whether the subject tolerates its taints.
     pub(super) fn domains(
         &mut self,
         subject: &Subject<'a>,

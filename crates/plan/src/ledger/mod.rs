@@ -73,8 +73,8 @@ impl Ledger {
     /// Builds a ledger from facts. Units of claims without an annotation are reserved too, if they
     /// fit.
     ///
-    /// The facts must be at least as new as the writes of the lost ledger: a released pod that is
-    /// not among the claims loses its reservation.
+    /// The facts must be at least as new as the writes of the lost ledger. Otherwise, a released
+    /// pod that is not among the claims loses its reservation.
     pub fn rebuild(facts: Facts) -> Self {
         let mut ledger = Self::default();
         for (pod, claim) in facts.claims {
@@ -326,9 +326,9 @@ impl Ledger {
     ///
     /// For each way to place the asks on devices, as many pods as possible are kept: protected pods
     /// first, then those of higher priority, then those that started earlier. The best way has the
-    /// fewest protected victims, then the lowest maximum priority, the lowest sum of priorities,
-    /// the fewest victims, and the latest start among the victims of the highest priority. If
-    /// several ways are equal, the first by name is chosen.
+    /// fewest protected victims, then the lowest maximum priority, then the lowest sum of
+    /// priorities, then the fewest victims. Last, it has the latest start among the victims of the
+    /// highest priority. If several ways are equal, the first by name is chosen.
     ///
     /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods on devices
     /// that cannot serve, such as unhealthy ones, from `holders`, because preempting these frees no

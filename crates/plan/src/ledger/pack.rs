@@ -93,8 +93,8 @@ mod tests {
 
     #[test]
     fn the_search_backtracks_from_the_tightest_device() {
-        // The tightest device for 4 has 6 free. That leaves 2 and 7, which hold only two sizes of
-        // 3.
+        // The tightest device for 4 has 6 free. That leaves 2 and 7: the third size of 3 does not
+        // fit.
         assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest), Some(vec![0, 0, 1, 1]));
     }
 

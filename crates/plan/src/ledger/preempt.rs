@@ -2,8 +2,8 @@
 //!
 //! Victims are chosen as in kube-scheduler, with one difference. kube-scheduler adds up a node's
 //! GPUs, so the units that it frees may be useless because they are on two GPUs. Here each way to
-//! place the asks on devices is considered separately, and a pod is preempted only if it frees
-//! units on a chosen device.
+//! place the asks on devices is considered separately. A pod is preempted only if it frees units on
+//! a chosen device.
 //!
 //! The room is then [nominated](super::Ledger::nominate): until it is reserved for the pod, pods of
 //! the same or lower priority do not see it as free.
@@ -189,13 +189,12 @@ impl<'a> NodeView<'a> {
         })
     }
 
-    /// All ways to place the asks on slots if all candidates were preempted, up to a limit: a slot
-    /// for each ask, in the order of `asks`. Ways that differ only in the order of equal asks count
-    /// as one.
+    /// All ways to place the asks on slots if all candidates were preempted, up to a limit. A way
+    /// is a slot for each ask, in the order of `asks`. Ways that differ only in the order of equal
+    /// asks count as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
-        // The search can stop at its limit before it finds this way. At least this one is then
-        // considered.
+        // The search can stop at its limit. Then include this way in any case.
         let Some(one) = self.packed() else { return found };
         let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;

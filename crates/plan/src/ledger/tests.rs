@@ -310,8 +310,8 @@ fn a_ledger_can_be_rebuilt() {
 
 #[test]
 fn typical_requests_decide_where_holes_are_left() {
-    // Pods request 6 and 4 units. The device with 6 free is kept for a pod of 6, so the pod of 4
-    // goes to the empty device. The tightest device for 4 would be the other one.
+    // Pods request 6 and 4 units. `b` has 6 free units and is kept for a pod of 6, so a pod of 4
+    // goes to `a`. The tightest device for 4 is `b`.
     let mut observed = Observed::new(None);
     for _ in 0..10 {
         for per_gpu in [600, 400] {

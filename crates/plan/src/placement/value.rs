@@ -182,8 +182,9 @@ fn shared(typical: &[Typical]) -> Vec<(usize, f64)> {
         .collect()
 }
 
-/// The value of a GPU with x hundredths free, for each x: dual prices of the cutting-stock problem
-/// "the fewest GPUs that hold all shared pods", packed into x.
+/// The value of a GPU with x hundredths free, for each x: the highest sum of prices of the sizes
+/// that fit into x. Prices are dual prices of the cutting-stock problem "the fewest GPUs that hold
+/// all shared pods".
 ///
 /// A hole that no typical pod fits has no value. A size that tiles a GPU is worth its part of the
 /// GPU. Multiplicative weights solve the linear program. Their result is as good here as exact
