@@ -100,7 +100,7 @@ pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 pub mod finding {
     /// A container's processes use more of a GPU's memory than its shares allow.
     pub const MEMORY_EXCEEDED: &str = "MemoryExceeded";
-    /// A process uses a shared GPU without being a client of its MPS daemon.
+    /// A process uses a shared GPU without being a client of the GPU's MPS daemon.
     pub const OUTSIDE_MPS: &str = "OutsideMps";
     /// A client of an MPS daemon belongs to a pod that has no share of the daemon's device.
     pub const NO_SHARE: &str = "NoShare";

@@ -60,7 +60,7 @@ pub struct Timings {
     /// listens about 100 µs after it binds, so the first delay is short.
     pub dial: Backoff,
     /// Delay after a registration that the kubelet refused, and after a failure to serve. Less than
-    /// 2 s, because pods wait.
+    /// 2 s, because pods wait for the resource.
     pub register: Backoff,
     /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
     /// connecting to the plugin.

@@ -38,7 +38,7 @@ pub(crate) enum Style {
 
 /// Number of alternative nodes that are cached for each group.
 const ALTERNATIVES_PER_GROUP: usize = 4;
-/// Each group may use this fraction of the remaining work for moving pods.
+/// Each group may use the remaining work for moving pods, divided by this number.
 const GROUP_WORK_DIVISOR: u64 = 8;
 /// Maximum number of pods moved in a chain, each to make room for the one before.
 const MAX_CHAIN: u32 = 2;

@@ -1,7 +1,8 @@
 //! MIG profiles, and the search for placements on one GPU.
 //!
 //! The memory slices of a GPU are bits of a mask, and NVML reports at which of them a profile can
-//! start. Which instances fit together is not hard-coded: it follows from the placements.
+//! start. No combination of instances is hard-coded: the placements determine which ones fit
+//! together.
 use serde::{Deserialize, Serialize};
 
 use crate::device::mig_resource;

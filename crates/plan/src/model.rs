@@ -502,7 +502,7 @@ impl<'b> ClassBuilder<'b> {
         (class, out.or(note))
     }
 
-    /// Fills in which partitions other than MIG the GPU can have.
+    /// Sets the partitions other than MIG that the GPU can have.
     fn offers(&self, gpu: &Gpu, class: &mut Class, note: &mut Option<String>) {
         let name = |default: &str| {
             let name = gpu.resource_name.as_deref().unwrap_or(default);

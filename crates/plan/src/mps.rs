@@ -97,7 +97,7 @@ pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibyt
 mod tests {
     use super::*;
 
-    /// SMs → MiB of the limit that could not be allocated, measured on an H100 and an H200.
+    /// SMs → MiB of the memory limit that could not be allocated, measured on an H100 and an H200.
     const CONTEXTS: [(u32, u64); 10] = [
         (12, 72),
         (26, 123),

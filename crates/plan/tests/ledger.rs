@@ -1,5 +1,5 @@
-//! The ledger in a simulated cluster: pods are created, bound, allocated and deleted in any order,
-//! the ledger is lost and rebuilt, devices shrink, and pods bypass the gate.
+//! The ledger in a simulated cluster. Pods are created, bound, allocated and deleted in any order.
+//! The ledger is lost and rebuilt, devices shrink, and pods bypass the gate.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{

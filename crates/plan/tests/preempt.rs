@@ -468,8 +468,9 @@ fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
-    /// For each way, the victims equal the best set of all subsets, and the chosen way has the
-    /// lowest cost. The victims make room, each of them is needed, and all have a lower priority.
+    /// For each way to place the asks, the victims equal the best set of all subsets, and the
+    /// chosen way has the lowest cost. The victims make room, each of them is needed, and all have
+    /// a lower priority.
     #[test]
     fn victims_are_needed_and_no_other_choice_is_cheaper(case in preemption_case()) {
         let ledger = case.ledger();
@@ -483,7 +484,7 @@ proptest! {
             let sets = subsets(&lower);
             for way in case.ways(node) {
                 let helps = sets.iter().filter(|gone| case.has_room(&case.rooms(&ledger, node, &gone.iter().copied().collect()), &way));
-                // Earlier pods are kept if possible, regardless of those after them.
+                // Pods that come first are kept if possible, whatever happens to later ones.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
                     let cost = case.cost(gone);

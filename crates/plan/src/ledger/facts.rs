@@ -7,7 +7,7 @@ use super::request::{Ask, Units};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(pub u64);
 
-/// The claim of a pod that was released, and that may not have been allocated all its units yet.
+/// The claim of a released pod. The kubelet may not have allocated all its units yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
     /// What the pod requests.

@@ -57,8 +57,9 @@ impl<'a> Claimed<'a> {
     }
 }
 
-/// Swaps the annotated reservations of pods that were allocated each other's units. A reservation
-/// is changed if its pod was allocated units elsewhere that no other pod's annotation names.
+/// Swaps the annotated reservations of pods that were allocated each other's units. If a pod was
+/// allocated other units, and no other pod's annotation names them, its reservation moves to these
+/// units.
 pub(super) fn follow_swaps(
     claims: &mut BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,

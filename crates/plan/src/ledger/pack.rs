@@ -101,8 +101,8 @@ mod tests {
     #[test]
     fn a_search_that_takes_too_long_ends() {
         let sizes: Vec<u32> = (100..160).collect();
-        // Three devices would need four of the sizes each, and even the twelve smallest exceed 3
-        // × 421.
+        // No assignment exists: for 60 sizes on 19 devices, three devices must have four sizes
+        // each. Even the twelve smallest sizes exceed 3 × 421.
         let free = vec![421; 19];
         assert_eq!(pack(&sizes, &free, &mut tightest), None);
     }

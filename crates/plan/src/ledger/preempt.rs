@@ -41,8 +41,8 @@ pub struct Holder {
     pub priority: i32,
     /// When it started. The operator passes the time at which the pod was created.
     pub started: Moment,
-    /// Whether a disruption budget protects it. The operator passes whether the API server refused
-    /// its eviction shortly before. Other victims are preferred.
+    /// Whether a disruption budget protects it. The operator sets this if the API server refused
+    /// the pod's eviction shortly before. Other victims are preferred.
     pub protected: bool,
     /// Whether it is terminating. Its units become free without preempting it.
     pub ending: bool,
@@ -194,7 +194,7 @@ impl<'a> NodeView<'a> {
     /// asks count as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
-        // The search can stop at its limit. Then include this way in any case.
+        // Find one way first, because the search below can stop at its limit without any.
         let Some(one) = self.packed() else { return found };
         let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;

@@ -135,7 +135,7 @@ fn terms_select_namespaces_as_kubernetes_does() {
             let selected = namespaces.contains(&namespace);
             let beside = pod(&[], &near(&[term("x", "zone", more)]));
             assert_eq!(!cluster.allowed(&beside).is_empty(), selected, "{namespace} by {more:?}");
-            // Unknown labels of a namespace exclude the pod for anti-affinity.
+            // If the labels of a namespace are unknown, anti-affinity excludes the node.
             let unsure = namespace == "unknown" && more.contains("team");
             let away = pod(&[], &apart(&[term("x", "zone", more)]));
             assert_eq!(cluster.allowed(&away).is_empty(), selected || unsure, "{namespace} by {more:?}");
