@@ -2,13 +2,13 @@
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // Each `api.proto` is its own root: both files have the same name.
+    // Compile each folder with its own root, because both files are named `api.proto`.
     for folder in ["deviceplugin/v1beta1", "podresources/v1"] {
         let root = format!("../../proto/{folder}");
         println!("cargo::rerun-if-changed={root}/api.proto");
         let files = protox::compile(["api.proto"], [&root])?;
         tonic_prost_build::configure()
-            // Ordered maps: equal messages have equal bytes.
+            // Use ordered maps, so that equal messages have equal bytes.
             .btree_map(".")
             .compile_fds(files)?;
     }

@@ -1,5 +1,5 @@
-//! Annotations of a `GpuNode` with which an administrator cordons and clears individual GPUs. The
-//! command line writes them and the operator reads them.
+//! Annotations of a `GpuNode` with which an administrator cordons individual GPUs and clears their
+//! faults. The command line writes them and the operator reads them.
 //!
 //! GPUs are named by UUID, because indices can change. Invalid entries are ignored: administrators
 //! can write annotations by hand, and one bad entry must not hide the others.
@@ -12,7 +12,7 @@ use k8s_openapi::jiff::Timestamp;
 /// Maximum length of a reason in bytes.
 const MAX_REASON: usize = 200;
 
-/// Cordoned GPUs by UUID, each with its reason or an empty text. Format: `<uuid>[=reason],…`.
+/// Cordoned GPUs by UUID, each with its reason, which can be empty. Format: `<uuid>[=reason],…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cordons(pub BTreeMap<String, String>);
 
@@ -24,10 +24,10 @@ pub struct Cleared(pub BTreeMap<String, Time>);
 /// Why a reason is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadReason {
-    /// It contains a character that ends an entry.
+    /// The reason contains a character that ends an entry.
     #[error("a reason must not contain commas or line breaks")]
     Separator,
-    /// It is longer than the maximum.
+    /// The reason is longer than the maximum.
     #[error("a reason must have at most {MAX_REASON} bytes")]
     Long,
 }
@@ -43,7 +43,7 @@ pub fn check_reason(reason: &str) -> Result<(), BadReason> {
     if reason.len() > MAX_REASON { Err(BadReason::Long) } else { Ok(()) }
 }
 
-/// The entries of an annotation. The value is `None` for an entry without `=`.
+/// Splits an annotation into its entries. The value is `None` for an entry without `=`.
 fn entries(annotation: Option<&String>) -> impl Iterator<Item = (&str, Option<&str>)> {
     let parts = annotation.map_or("", String::as_str).split(',').map(str::trim);
     parts.filter(|part| !part.is_empty()).map(|part| match part.split_once('=') {
@@ -92,7 +92,7 @@ impl fmt::Display for Cleared {
     }
 }
 
-/// Truncates a time to whole seconds, because the API server stores it so.
+/// Truncates a time to whole seconds, because the API server does not store fractions.
 pub fn whole_seconds(time: Timestamp) -> Time {
     Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
 }

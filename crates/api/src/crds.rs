@@ -33,10 +33,10 @@ fn yaml(kind: &'static str, crd: &CustomResourceDefinition) -> Result<String, Er
 
 /// Adapts the generated schema to the API server.
 ///
-/// - The API server knows no unsigned formats and warns: `unrecognized format "uint32"`.
+/// - The API server does not know unsigned formats and warns: `unrecognized format "uint32"`.
 /// - Without `nullable`, it drops nulls before it evaluates rules, so rules need not distinguish
 ///   null from absent.
-/// - A `title` that repeats the name of a Rust type is of no use to readers.
+/// - A `title` repeats the name of a Rust type, which does not help readers.
 fn adapt(value: &mut Value) {
     match value {
         Value::Object(map) => {

@@ -42,7 +42,7 @@ pub const AGENT_MANAGER: &str = "cleave-agent";
 pub const CONDITION_APPLIED: &str = "Applied";
 /// Condition of a `GpuNode` and of a `SharingPolicy`: no problem is known.
 pub const CONDITION_READY: &str = "Ready";
-/// Condition of a `GpuNode`: every GPU can serve.
+/// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
@@ -58,7 +58,7 @@ pub const HEALTH_SUSPECT: &str = "Suspect";
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
 /// Health class of a GPU for which NVML does not answer.
 pub const HEALTH_LOST: &str = "Lost";
-/// Health reason of a GPU whose MPS daemon does not serve.
+/// Health reason of a GPU whose MPS daemon does not serve clients.
 pub const HEALTH_MPS_UNAVAILABLE: &str = "MpsUnavailable";
 /// Mode of a GPU that is not shared; see [`crate::gpunode::GpuStatus::mode`].
 pub const MODE_WHOLE: &str = "Whole";
@@ -69,19 +69,19 @@ pub const MODE_TIMESLICING: &str = "TimeSlicing";
 /// Mode of a GPU that is divided into MIG instances.
 pub const MODE_MIG: &str = "Mig";
 
-/// Result of a step: the node matches it.
+/// Result of a step of the spec: the node matches the step.
 pub const STEP_DONE: &str = "Done";
-/// Result of a step: pods hold slices that it would remove.
+/// Result of a step: pods use slices that the step would remove.
 pub const STEP_WAITING: &str = "Waiting";
-/// Reason of a step with result [`STEP_WAITING`]: pods or processes use what it would remove.
+/// Reason of a step with result [`STEP_WAITING`]: pods or processes use what the step would remove.
 pub const STEP_IN_USE: &str = "InUse";
-/// Result of a step: the node cannot do it.
+/// Result of a step: the node cannot apply the step.
 pub const STEP_REFUSED: &str = "Refused";
-/// Result of a step: the agent tried it and failed.
+/// Result of a step: the agent tried to apply the step and failed.
 pub const STEP_FAILED: &str = "Failed";
 
-/// Condition of a pod, written by the operator: the pod keeps within its limits. If it is false,
-/// its reason is one of [`finding`].
+/// Condition of a pod, written by the operator: the pod is within its limits. If the condition is
+/// false, its reason is one of [`finding`].
 pub const CONDITION_WITHIN_SHARE: &str = "cleave.dev/WithinShare";
 /// Reason of [`CONDITION_WITHIN_SHARE`] when the pod is within its limits again.
 pub const WITHIN_SHARE: &str = "WithinShare";
@@ -89,20 +89,20 @@ pub const WITHIN_SHARE: &str = "WithinShare";
 /// Condition of a pod, written by the operator: `False` if the pod is stranded and has no
 /// controller that replaces it.
 pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
-/// Annotation of a pod that the operator released although no GPU of the cluster can hold it.
+/// Annotation of a pod that the operator released although the pod fits on no GPU of the cluster.
 pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
 /// Prefix of node labels such as `largest.cleave.dev/gpu-mps`. The value is the number of units of
-/// this resource on the node's largest GPU. A pod that no GPU of the cluster can hold is released
-/// with a requirement on this label. So an autoscaler adds only nodes that can hold the pod.
+/// this resource on the node's largest GPU. A pod that fits on no GPU of the cluster is released
+/// with a requirement on this label. So an autoscaler adds only nodes on which the pod fits.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
 /// Ways in which a tenant exceeds its limits: kinds of [`crate::gpunode::FindingStatus`].
 pub mod finding {
     /// A container's processes use more of a GPU's memory than its shares allow.
     pub const MEMORY_EXCEEDED: &str = "MemoryExceeded";
-    /// A process uses a shared GPU without being a client of its MPS daemon.
+    /// A process uses a shared GPU without being a client of the GPU's MPS daemon.
     pub const OUTSIDE_MPS: &str = "OutsideMps";
-    /// A client of an MPS daemon belongs to a pod that holds no share there.
+    /// A client of an MPS daemon belongs to a pod that has no share of the daemon's device.
     pub const NO_SHARE: &str = "NoShare";
 }
 
@@ -147,7 +147,7 @@ pub fn mig_resource(profile: &str) -> String {
 pub mod reason {
     /// Accepted: the fields are valid.
     pub const ACCEPTED: &str = "Accepted";
-    /// Ready: the GPUs are shared as the policy says.
+    /// Ready: the GPUs are shared as the policy specifies.
     pub const READY: &str = "Ready";
     /// Conflict is false: no other policy overrides this one.
     pub const NO_CONFLICT: &str = "NoConflict";
@@ -163,9 +163,9 @@ pub mod reason {
     pub const NO_GPU: &str = "NoGpu";
     /// The selected nodes have GPUs, but the policy selects none of them.
     pub const NO_GPU_MATCHES: &str = "NoGpuMatches";
-    /// No GPU of the selected nodes has this model.
+    /// No GPU of the selected nodes has the specified model.
     pub const UNKNOWN_MODEL: &str = "UnknownModel";
-    /// No selected node has the GPU.
+    /// No selected node has the specified GPU.
     pub const UNKNOWN_GPU: &str = "UnknownGpu";
     /// Not even one share fits on the GPU.
     pub const GPU_TOO_SMALL: &str = "GpuTooSmall";
@@ -173,19 +173,20 @@ pub mod reason {
     pub const MIG_NOT_SUPPORTED: &str = "MigNotSupported";
     /// The GPU cannot have the MIG layout.
     pub const LAYOUT_NOT_POSSIBLE: &str = "LayoutNotPossible";
-    /// A node or GPU is left out of plans: it is unreachable, or it failed to apply its partition.
+    /// A node or GPU is excluded from plans: it is unreachable, or it failed to apply its
+    /// partition.
     pub const LEFT_OUT: &str = "LeftOut";
     /// No agent reports the state of the node.
     pub const AGENT_NOT_REPORTING: &str = "AgentNotReporting";
     /// The node has not applied its spec yet.
     pub const APPLYING: &str = "Applying";
-    /// Pods hold slices that the policy would remove.
+    /// Pods use slices that the policy would remove.
     pub const WAITING_FOR_PODS: &str = "WaitingForPods";
     /// The agent refuses the spec.
     pub const APPLY_REFUSED: &str = "ApplyRefused";
     /// The agent tried to apply the spec and failed.
     pub const APPLY_FAILED: &str = "ApplyFailed";
-    /// The GPU or its MPS daemon cannot serve.
+    /// The GPU or its MPS daemon cannot serve slices.
     pub const GPU_UNHEALTHY: &str = "GpuUnhealthy";
 }
 

@@ -12,14 +12,14 @@ use serde::{Deserialize, Serialize};
 /// it.
 pub const ANNOTATION: &str = "cleave.dev/placement";
 
-/// Units that are reserved for a pod until it has been allocated units.
+/// Units that are reserved for a pod until the kubelet allocates units to the pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
     /// Time at which the reservation expires if the pod is not bound, in seconds since the Unix
     /// epoch.
     pub until: u64,
-    /// The reservation on each node that the pod may go to. It has one entry for each part of the
-    /// request that must be on one device, in the order of `cleave_plan::ledger::asks`.
+    /// The pod's reservations on each node that it may run on. A node's list has one entry for each
+    /// part of the request that must be on one device, in the order of `cleave_plan::ledger::asks`.
     pub nodes: BTreeMap<String, Vec<ReservedUnits>>,
 }
 
@@ -43,7 +43,7 @@ impl Placement {
         serde_json::from_str(text)
     }
 
-    /// The annotation's text.
+    /// Formats the annotation as text.
     ///
     /// # Errors
     /// Never for values of this type.

@@ -6,7 +6,7 @@
 /// A reason, as `kubectl describe` shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reason {
-    /// The reason.
+    /// Name of the reason.
     pub name: &'static str,
     /// What happened.
     pub meaning: &'static str,

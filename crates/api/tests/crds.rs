@@ -1,9 +1,9 @@
 //! The committed definitions match the types, and their rules accept and refuse the right objects.
 //!
-//! `fixtures/good` and `fixtures/bad` hold whole objects. The first line of each bad one quotes a
-//! part of the message that refuses it. This test evaluates the rules with an implementation of
-//! CEL. The cluster tests send the same files to a real API server. Files with `checked by: schema`
-//! break the schema itself, which only the API server checks.
+//! `fixtures/good` and `fixtures/bad` contain complete objects. The first line of each bad object
+//! quotes a part of the message that refuses it. This test evaluates the rules with an
+//! implementation of CEL. The cluster tests send the same files to a real API server. Files with
+//! `checked by: schema` break the schema itself, which only the API server checks.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::path::Path;
@@ -102,7 +102,8 @@ fn bad_policies_are_refused_with_their_message() {
     assert!(checked > 40);
 }
 
-/// Each rule of the definition must refuse at least one fixture, so that no rule is without effect.
+/// Each rule of the definitions must refuse at least one fixture, which shows that it has an
+/// effect.
 #[test]
 fn each_rule_refuses_something() {
     let all: String = fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();

@@ -2,10 +2,10 @@
 //! allocated.
 //!
 //! The kubelet drops devices of deleted pods from memory when it lists devices or is about to
-//! allocate some. It writes the file only after an allocation, and for each list of devices that a
+//! allocate some. It writes the file only after an allocation, and for each device list that a
 //! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device. So
-//! it does not allocate a device that is listed only in the file. The layout is that of
-//! `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
+//! a restarted kubelet does not allocate devices that only the file lists as allocated. The layout
+//! is that of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -18,7 +18,7 @@ use serde::Deserialize;
 /// Name of the file in the device plugin directory.
 const CHECKPOINT_FILE: &str = "kubelet_internal_checkpoint";
 
-/// Maximum size of the file in bytes. It has a few hundred bytes for each container with devices.
+/// Maximum size of the file in bytes. Each container with devices takes a few hundred bytes.
 const MAX_FILE: u64 = 16 << 20;
 
 /// Devices by extended resource and id.
@@ -66,7 +66,8 @@ pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     Ok(entries.into_iter().flat_map(of).collect())
 }
 
-/// Device, inode, modification time and size. The kubelet writes a new file and renames it.
+/// Identity of the file: device, inode, modification time and size. It changes with each write,
+/// because the kubelet writes a new file and renames it.
 type FileId = (u64, u64, i64, i64, u64);
 
 /// The checkpoint in a device plugin directory.
@@ -83,12 +84,12 @@ impl KubeletCheckpoint {
         Self { path: directory.join(CHECKPOINT_FILE), read: None, devices: None }
     }
 
-    /// The devices that a kubelet would consider allocated if it restarted now. `None` if there is
-    /// no file. The file is read only if it has changed.
+    /// The devices that a kubelet would consider allocated if it restarted now. `None` if the file
+    /// does not exist. Reads the file only if it has changed.
     ///
     /// # Errors
-    /// The file cannot be read or is not a checkpoint. This is reported once for each file; later
-    /// calls return `None`.
+    /// The file cannot be read or is not a checkpoint. Each version of the file causes at most one
+    /// error. Later calls return `None`.
     pub async fn devices(&mut self) -> io::Result<Option<Arc<AllocatedDevices>>> {
         let found = match tokio::fs::metadata(&self.path).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,

@@ -20,7 +20,7 @@ use tonic::transport::server::Connected;
 /// administrators with a gRPC client. The limit bounds the number of open files.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Delay after an error such as "too many open files".
+/// Delay before the next attempt to accept, after an error such as "too many open files".
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
 /// The connections of one server. Dropping this closes them.
@@ -49,7 +49,8 @@ impl Connections {
         (connections, ReceiverStream::new(incoming))
     }
 
-    /// Accepts connections of this listener, in addition to others, until the handle is dropped.
+    /// Accepts connections of this listener, in addition to other listeners, until the handle is
+    /// dropped.
     pub(crate) fn accept_from(&self, listener: UnixListener) -> AbortOnDropHandle<()> {
         let (accepted, slots) = (self.accepted.clone(), Arc::clone(&self.slots));
         let (tracker, cut) = (self.tracker.clone(), self.cut.clone());
@@ -76,7 +77,7 @@ impl Connections {
         }))
     }
 
-    /// Waits until the peers disconnect, and disconnects them after `grace`.
+    /// Waits up to `grace` for the peers to disconnect, then disconnects the remaining ones.
     pub(crate) async fn end(self, grace: Duration) {
         self.tracker.close();
         if tokio::time::timeout(grace, self.tracker.wait()).await.is_ok() {

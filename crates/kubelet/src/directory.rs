@@ -28,8 +28,8 @@ const SOCKET_SUFFIX: &str = ".sock";
 /// `sockaddr_un.sun_path` has 108 bytes and ends with a zero byte.
 const MAX_SOCKET_PATH: usize = 107;
 
-/// Maximum time to wait for an answer on a socket of an earlier start. A socket that does not
-/// answer by then counts as in use.
+/// Maximum time to wait for an answer on a socket of an earlier start of the program. A socket that
+/// does not answer by then counts as in use.
 const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Why a directory cannot be used.
@@ -96,7 +96,7 @@ impl Directory {
         self.path.join(KUBELET_SOCKET)
     }
 
-    /// The current `kubelet.sock`, if there is one.
+    /// The current `kubelet.sock`, if it exists.
     pub(crate) fn kubelet(&self) -> Option<SocketId> {
         SocketId::of(&self.kubelet_socket())
     }
@@ -114,8 +114,8 @@ impl Directory {
         }
     }
 
-    /// Removes sockets of earlier starts on which no process listens. The caller must have the
-    /// lock.
+    /// Removes sockets that earlier starts of the program left and on which no process listens. The
+    /// caller must have the lock.
     pub(crate) async fn remove_stale(&self) {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
@@ -131,8 +131,8 @@ impl Directory {
             }
             let path = entry.path();
             let probe = tokio::time::timeout(PROBE_TIMEOUT, tokio::net::UnixStream::connect(&path)).await;
-            // Any error except a refusal can mean that a process listens: its queue is full, or we
-            // lack the permission.
+            // Only a refused connection proves that no process listens. Any other error can mean
+            // that the queue of a listening process is full, or that we lack the permission.
             if matches!(&probe, Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused) {
                 match std::fs::remove_file(&path) {
                     Ok(()) => tracing::info!(socket = %path.display(), "removed a socket of an earlier start"),
@@ -182,13 +182,14 @@ impl SocketId {
     }
 }
 
-/// A name for a socket that no other start has used. Since Kubernetes 1.37, the kubelet
-/// distinguishes streams by the path of their socket.
+/// Creates a socket name that no other start of the program has used. Since Kubernetes 1.37, the
+/// kubelet distinguishes streams by the path of their socket.
 pub(crate) fn socket_name(resource: &ResourceName) -> String {
     let mut hasher = DefaultHasher::new();
     hasher.write(resource.as_str().as_bytes());
     let resource = hasher.finish() >> 32;
-    // The system seeds this number, so it differs between starts. Process ids repeat in containers.
+    // Do not use the process id: process ids repeat in containers. The system seeds this number, so
+    // it differs between starts.
     let nonce = RandomState::new().build_hasher().finish() >> 32;
     format!("{SOCKET_PREFIX}{resource:08x}-{nonce:08x}{SOCKET_SUFFIX}")
 }
@@ -210,7 +211,7 @@ pub(crate) enum Change {
     Gone,
 }
 
-/// Notifies of changes of the directory.
+/// Reports changes of the directory.
 ///
 /// Create it before reading the directory, so that no change is missed.
 pub(crate) struct Watch {
@@ -277,7 +278,7 @@ impl Watch {
     }
 }
 
-/// How often the directory is polled, with and without inotify.
+/// Intervals at which the directory is polled, with and without inotify.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PollIntervals {
     pub(crate) watched: Duration,

@@ -1,8 +1,8 @@
 //! A fake kubelet on real unix sockets, for tests and benchmarks.
 //!
 //! It behaves on the wire like `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36, including its
-//! race: clients are keyed by resource name alone, so the end of a stream removes the client that
-//! has the name at that time.
+//! race: clients are keyed by resource name alone. So the end of an old stream removes the
+//! resource's current client.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -42,7 +42,7 @@ pub struct FakeKubelet {
 /// A registration that the kubelet received.
 #[derive(Clone, Debug)]
 pub struct Registered {
-    /// When the request arrived.
+    /// Time at which the request arrived.
     pub at: Instant,
     /// The request.
     pub request: wire::RegisterRequest,
@@ -65,7 +65,7 @@ pub struct Endpoint {
     pub message_bytes: usize,
     /// Number of lists received since the directory was created.
     pub lists: usize,
-    /// When the first list after the last registration arrived.
+    /// Time at which the first list after the last registration arrived.
     pub listed: Option<Instant>,
     /// Number of clients that were disconnected.
     pub disconnected: usize,
@@ -127,7 +127,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl FakeKubelet {
-    /// Cleans the directory as the kubelet does at its start, and serves in it.
+    /// Cleans the directory as a starting kubelet does, and serves in it.
     pub fn start(directory: &Path) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             directory: directory.to_owned(),
@@ -159,7 +159,7 @@ impl FakeKubelet {
         self.listen(bound)
     }
 
-    /// Stops the kubelet like `SIGKILL`: its connections end and `kubelet.sock` stays.
+    /// Stops the kubelet like `SIGKILL`: its connections end, and `kubelet.sock` remains.
     pub fn stop(&mut self) {
         self.running = None;
         let mut clients = locked(&self.shared.clients);
@@ -214,12 +214,13 @@ impl FakeKubelet {
         &self.directory
     }
 
-    /// The observable state, as it changes.
+    /// Returns a receiver of the observable state.
     pub fn seen(&self) -> watch::Receiver<Seen> {
         self.shared.seen.subscribe()
     }
 
-    /// The observable state when the condition is met. `None` if it is not met within `within`.
+    /// Waits until the condition is met, and returns the observable state. `None` if the condition
+    /// is not met within `within`.
     pub async fn once(&self, within: Duration, condition: impl FnMut(&Seen) -> bool) -> Option<Seen> {
         let mut seen = self.seen();
         let found = tokio::time::timeout(within, seen.wait_for(condition)).await;
@@ -410,8 +411,8 @@ impl Shared {
         }
         let delay = locked(&self.behaviour).slow_disconnect;
         tokio::time::sleep(delay).await;
-        // Like the kubelet up to 1.36, this uses the name alone, and the same order: the client
-        // disconnects, then the endpoint is stopped.
+        // Like the kubelet up to 1.36, this identifies the client by the name alone. The order is
+        // also the same: the client disconnects, then the endpoint is stopped.
         drop(locked(&self.clients).by_name.remove(&resource));
         drop(client);
         self.disconnected(&resource);
@@ -441,7 +442,7 @@ struct PodsShared {
 }
 
 impl FakePodResources {
-    /// Serves at this path, and removes an existing socket first.
+    /// Removes an existing socket at this path, and serves there.
     pub fn start(socket: &Path) -> io::Result<Self> {
         if std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(socket)?;

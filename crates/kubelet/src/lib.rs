@@ -2,7 +2,7 @@
 //! sockets. This crate knows nothing about GPUs.
 //!
 //! An agent passes [`Plugins`] the resources to serve, as a map from names to [`Resource`]s,
-//! whenever they change. Resources that did not change are not disturbed.
+//! whenever they change. The streams of unchanged resources continue.
 //!
 //! ```text
 //!  Plugins::set ──watch──▶ manager: locks the directory, watches it with inotify

@@ -46,7 +46,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// The delay after this number of failures, counted from 0.
+    /// The delay after a failure, given the number of earlier failures.
     pub fn after(self, failures: u32) -> Duration {
         let factor = 2_u32.saturating_pow(failures);
         self.first.saturating_mul(factor).min(self.cap)
@@ -60,7 +60,7 @@ pub struct Timings {
     /// listens about 100 µs after it binds, so the first delay is short.
     pub dial: Backoff,
     /// Delay after a registration that the kubelet refused, and after a failure to serve. Less than
-    /// 2 s, because pods wait.
+    /// 2 s, because pods wait for the resource.
     pub register: Backoff,
     /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
     /// connecting to the plugin.
@@ -122,7 +122,7 @@ pub enum DirectoryState {
     /// Not known yet.
     #[default]
     Opening,
-    /// Another process. This one waits for it to end.
+    /// Another process. This process waits for the other one to end.
     HeldByAnother,
     /// This process.
     Held,
@@ -143,8 +143,8 @@ pub struct ResourceState {
     pub registrations: u64,
     /// Number of failed registrations.
     pub failures: u64,
-    /// Number of registrations made because the kubelet opened no stream, or ended it without
-    /// restarting.
+    /// Number of repeated registrations because the kubelet opened no stream, or ended its stream
+    /// without restarting.
     pub streamless: u64,
     /// The last error and its causes, until the next success.
     pub error: Option<String>,
@@ -187,8 +187,8 @@ enum Run {
 impl Plugins {
     /// Starts without resources. Must be called within a tokio runtime with I/O and time.
     ///
-    /// Temporary problems are retried and shown in the state, for example if another process serves
-    /// or the directory does not exist yet. Only an invalid path is an error.
+    /// Temporary problems are reported in the state and retried, for example if another process
+    /// serves or the directory does not exist yet. Only an invalid path is an error.
     pub fn start(config: &Config) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(Wanted::new());
@@ -204,7 +204,7 @@ impl Plugins {
         self.wanted.send_replace(resources);
     }
 
-    /// The state, as it changes.
+    /// Returns a receiver of the state.
     pub fn state(&self) -> watch::Receiver<PluginsState> {
         self.state.clone()
     }
@@ -234,7 +234,7 @@ struct Manager {
 
 /// Waits until the task must end. Cancel-safe, because `wait_for` is.
 async fn stopped(run: &mut watch::Receiver<Run>) {
-    // An error means that the sender is gone, so the task must end too.
+    // An error means that the sender was dropped, so the task must end too.
     let _ = run.wait_for(|run| *run != Run::Serve).await;
 }
 
@@ -316,8 +316,8 @@ impl Manager {
                     None => std::future::pending().await,
                 }
             };
-            // All are cancel-safe: watches and joins by their documentation, and `Watch::changed`
-            // because the directory is read afterwards in any case.
+            // All branches are cancel-safe: watches and joins by their documentation, and
+            // `Watch::changed` because the directory is read after every branch.
             let reconcile = tokio::select! {
                 () = stopped(&mut self.run) => break,
                 changed = self.wanted.changed() => {
@@ -379,8 +379,8 @@ impl Tasks {
         }
         for (name, resource) in wanted {
             if let Some(task) = self.running.get(name) {
-                // A removed resource whose task is still ending is started again after the task has
-                // ended.
+                // The task of a removed resource may still be ending. It is restarted after its
+                // end.
                 task.resource.send_if_modified(|served| {
                     let replaced = !Arc::ptr_eq(served, resource);
                     *served = Arc::clone(resource);
@@ -486,10 +486,10 @@ impl Plugin {
 
     async fn run(mut self) {
         let mut failures = 0;
-        // Number of consecutive sessions that ended because there was no stream.
+        // Number of consecutive sessions that ended because the kubelet had no open stream.
         let mut streamless = 0;
         while let Some(kubelet) = self.kubelet().await {
-            // Each session has a new name.
+            // Each session uses a new socket name.
             let path = self.directory.path().join(socket_name(&self.name));
             let started = Session::start(path, self.served.clone());
             let mut session = match started {
@@ -546,15 +546,15 @@ impl Plugin {
         }
     }
 
-    /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once for
-    /// another kubelet: it can admit pods 12 ms after it listens, and it rejects pods of resources
-    /// that are not registered by then.
+    /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once if
+    /// another kubelet has started: it can admit pods 12 ms after it listens. That kubelet rejects
+    /// pods of resources that are not registered by then.
     async fn settle(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
         while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
-            // The socket of a killed kubelet stays until the next kubelet removes it. That kubelet
-            // removes ours first.
+            // The socket of a killed kubelet remains until the next kubelet removes it. The next
+            // kubelet removes our socket first.
             tokio::select! {
                 () = stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
@@ -711,7 +711,7 @@ impl Plugin {
     }
 }
 
-/// Waits until a change of the directory makes the current attempt to register useless.
+/// Waits until a change of the directory makes the current registration attempt useless.
 async fn changed_for_us(
     changes: &mut watch::Receiver<()>,
     directory: &Directory,

@@ -102,8 +102,8 @@ impl PodResources {
     ) -> Result<T, PodResourcesError> {
         let asked = async {
             match call(self.client.clone()).await {
-                // A connection to a kubelet that restarted fails only when it is used. Calls can be
-                // repeated safely.
+                // After the kubelet restarts, the old connection fails at its next use. The calls
+                // only read, so repeating one is safe.
                 Err(status) if status.source().is_some() => call(self.client.clone()).await,
                 answer => answer,
             }

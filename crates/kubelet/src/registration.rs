@@ -1,4 +1,4 @@
-//! Registration with the kubelet: the call, and the decision when to make it.
+//! Registration with the kubelet: the call, and the decision when to register.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_client::RegistrationClient;
 use crate::resource::{Options, ResourceName};
 
-/// Deadline for the answer from our own socket. The kubelet gives a plugin 10 s.
+/// Deadline for the answer from our own socket. The kubelet allows a plugin 10 s.
 const SELF_DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Creates an endpoint for a unix socket. `None` if the path is not valid.
@@ -118,7 +118,7 @@ pub(crate) enum Step {
     Keep,
     /// Check again after this time, or when something changes.
     CheckAgain(Duration),
-    /// Bind our socket at its path again. The stream stays open.
+    /// Bind our socket at its path again. The stream is not interrupted.
     Rebind,
     /// End this session and register a new one.
     Register(Cause),
@@ -129,16 +129,16 @@ pub(crate) enum Step {
 pub(crate) enum Cause {
     /// `kubelet.sock` is not the socket that the plugin was registered with.
     KubeletRestarted,
-    /// Our own socket is gone and no stream is open.
+    /// Our own socket was deleted and no stream is open.
     SocketLost,
-    /// The kubelet opened no stream, or ended it, and did not restart.
+    /// The kubelet opened no stream or ended its stream, without restarting.
     NoStream,
     /// The resource was replaced by one with other options, which the kubelet reads only once.
     OptionsChanged,
 }
 
 /// Decides from the observed state, not from events. Events can be lost, late or repeated: the
-/// creation of `kubelet.sock` can be reported after the registration with that very socket.
+/// creation of `kubelet.sock` can be reported after the registration with that same socket.
 pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
@@ -151,7 +151,7 @@ pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
         return Step::Register(Cause::OptionsChanged);
     }
     match seen.streamless_for {
-        // Registering again would make the devices unavailable for a moment. The kubelet's
+        // Do not register again: the devices would be unavailable for a moment. The kubelet's
         // connection works without the file.
         None if !seen.reachable => Step::Rebind,
         None => Step::Keep,

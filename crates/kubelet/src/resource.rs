@@ -17,12 +17,12 @@ use crate::proto::v1beta1 as wire;
 /// must answer from memory. The kubelet blocks the admission of pods, and sometimes its device
 /// manager, while it waits.
 pub trait Resource: Send + Sync + 'static {
-    /// The devices, as they change. Each published list replaces the previous one in the open
-    /// stream, even if it is equal, because the kubelet writes its
+    /// The devices, as they change. Each published list is sent on the open stream, even if it
+    /// equals the previous one, because the kubelet writes its
     /// [checkpoint](crate::KubeletCheckpoint) for each list. A list that is the same `Arc` is not
     /// sent again.
     ///
-    /// If the sender is dropped, the last list stays valid.
+    /// If the sender is dropped, the last list remains valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
     /// The calls that the kubelet may make. The kubelet reads the options once for each
@@ -30,7 +30,7 @@ pub trait Resource: Send + Sync + 'static {
     fn options(&self) -> Options;
 
     /// A future to await before [`preferred`](Resource::preferred) can answer this request. `None`
-    /// if no wait is needed. Keep the wait short and bounded: no pod is admitted meanwhile.
+    /// if no wait is needed. Keep the wait short and bounded: no pod is admitted during the wait.
     fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None
@@ -48,7 +48,8 @@ pub trait Resource: Send + Sync + 'static {
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
 
     /// Called before each start of a container with these devices, if [`Options::pre_start`] is
-    /// set. The kubelet waits 30 s and retries with the back-off of the container's restarts.
+    /// set. The kubelet waits at most 30 s and retries with the back-off of the container's
+    /// restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))
@@ -143,11 +144,12 @@ impl Borrow<str> for ResourceName {
     }
 }
 
-/// The id of a device: 1 to 63 bytes, unique within its resource, and permanent. Cheap to clone.
+/// The id of a device: 1 to 63 bytes, unique within its resource, and never changed. Cheap to
+/// clone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceId(Arc<str>);
 
-/// The part of a text that an error quotes. The text comes from outside and can be long.
+/// Truncates a text for an error message. The text is external input and can be long.
 fn beginning(text: &str) -> String {
     text.chars().take(100).collect()
 }
@@ -225,7 +227,7 @@ pub struct PreferredRequest<'a> {
 impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredRequest<'a> {
     type Error = Refusal;
 
-    /// Refuses inconsistent numbers. The resource checks the ids.
+    /// Refuses a request with inconsistent numbers. The resource checks the ids.
     fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
         let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
         let Ok(size) = usize::try_from(wire.allocation_size) else {

@@ -217,7 +217,7 @@ impl From<Options> for wire::DevicePluginOptions {
 /// change.
 struct Feed {
     served: Served,
-    /// `None` after the sender was dropped. The last list stays valid.
+    /// `None` after the sender was dropped. The last list remains valid.
     devices: Option<watch::Receiver<Arc<DeviceList>>>,
     order: watch::Receiver<Streams>,
     sent: Option<Arc<DeviceList>>,

@@ -51,7 +51,7 @@ impl Operation {
         Self { op: "add", path, value }
     }
 
-    /// JSON pointer to the place in the pod where the operation adds.
+    /// JSON pointer to the part of the pod that the operation adds.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -125,8 +125,8 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
     Ok(terms.iter().enumerate().filter(|(_, term)| wants(term, requirement)).map(addition).collect())
 }
 
-/// The terms after [`narrow`], for callers that send the whole list. A pod without required terms
-/// gets one.
+/// The pod's required terms after [`narrow`], for callers that send the whole list. A pod without
+/// required terms gets one.
 pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNothing> {
     let Present::Required(terms) = present else { return Ok(vec![term(requirement)]) };
     if terms.iter().all(is_empty) {

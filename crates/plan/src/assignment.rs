@@ -1,5 +1,5 @@
-//! The nodes and GPUs that are assigned to pending pods while a plan is made. Computes the cost of
-//! placing a pod on a node, places pods, and removes them.
+//! The nodes and GPUs that are assigned to pending pods while a plan is created. Computes the cost
+//! of placing a pod on a node, places pods, and removes them.
 use std::collections::BTreeMap;
 
 use crate::model::Model;
@@ -23,7 +23,7 @@ impl Cost {
     }
 }
 
-/// What may be done to GPUs to place a pod.
+/// How GPUs may be changed to place a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rule {
     /// Use only existing slices.
@@ -243,7 +243,7 @@ pub(crate) fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> O
     allowed.then_some(Cost(numbers))
 }
 
-/// The cheapest GPU for one unit. If several are equal, the first of them.
+/// The cheapest GPU for one unit. If several are equal, the first one.
 fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;

@@ -36,8 +36,8 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     checker.found
 }
 
-/// Whether the bins can hold all wanted sizes at the same time, each size in one bin. Returns true
-/// if the steps run out, because the result is then unknown.
+/// Whether all requested sizes fit into the bins at the same time, each size in one bin. Returns
+/// true if the steps run out, because the result is then unknown.
 fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     for at in 0..free.len() {
@@ -59,7 +59,7 @@ fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
 
 struct Checker {
     found: Vec<Violation>,
-    /// GPUs of which one pod takes the whole.
+    /// GPUs that one pod uses whole.
     taken_whole: BTreeSet<(String, String)>,
 }
 

@@ -26,7 +26,7 @@ pub enum Mode {
     TimeSlicing,
     /// MIG instances.
     Mig,
-    /// Any mode, as pending pods request.
+    /// Any mode. Requests of pending pods determine it.
     Auto,
     /// A mode that this version does not know. The GPU is not repartitioned.
     #[serde(other)]
@@ -65,7 +65,7 @@ impl Families {
         self.0 & 1 << family as u8 != 0
     }
 
-    /// Whether the set has no other family.
+    /// Whether the set contains no family other than this one.
     pub const fn at_most(self, family: Family) -> bool {
         self.0 & !(1 << family as u8) == 0
     }
@@ -106,7 +106,7 @@ pub fn mig_resource(profile: &str) -> String {
 /// The number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. It is at least 1.
 pub fn sized(resource: &str) -> Option<u64> {
     let digits = resource.strip_prefix("nvidia.com/gpu-")?.strip_suffix("gb")?;
-    // `010` would be a second name of the same slice.
+    // Refuse leading zeros: `010` would be a second name of the same slice.
     if digits.starts_with('0') || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
     }

@@ -1,5 +1,4 @@
-//! Places any number of pods, one after the other, and moves already placed pods if that makes
-//! room.
+//! Places any number of pods, one after the other. Moves already placed pods to make room.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Cost, Costs, Location, Rule, group, step};
@@ -14,8 +13,7 @@ pub(crate) struct Greedy<'g, 'a> {
     /// Values of `states.work` at which moving pods stops: for all pods, and for the current group.
     work_limit: u64,
     group_limit: u64,
-    /// Counts lasting changes of the assignment. Cached alternatives of an older epoch can be
-    /// wrong.
+    /// Version of the assignment. Alternatives cached in an older epoch can be wrong.
     epoch: u64,
     /// For each group, some nodes with room for one of its pods, and the epoch and rule for which
     /// they were found.
@@ -40,7 +38,7 @@ pub(crate) enum Style {
 
 /// Number of alternative nodes that are cached for each group.
 const ALTERNATIVES_PER_GROUP: usize = 4;
-/// Each group may use this fraction of the remaining work for moving pods.
+/// Each group may use the remaining work for moving pods, divided by this number.
 const GROUP_WORK_DIVISOR: u64 = 8;
 /// Maximum number of pods moved in a chain, each to make room for the one before.
 const MAX_CHAIN: u32 = 2;
@@ -65,7 +63,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
     }
 
     /// Places the pods of a part, priority by priority. Pods of a higher priority can be moved for
-    /// pods of a lower one, but they keep a place.
+    /// pods of a lower one, but they remain placed.
     pub(crate) fn place(&mut self, part: &Part, style: Style, work: u64) {
         self.work_limit = self.states.work.saturating_add(work);
         let mut groups: Vec<u32> = part.groups.clone();
@@ -75,8 +73,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == Style::LargeFirst { -weight } else { weight };
-                // Small pods first, because more of them fit. Of equal ones, those with the fewest
-                // nodes to choose from.
+                // Small pods first, because more of them fit, except in style `LargeFirst`. Of
+                // equal ones, those with the fewest nodes to choose from.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -88,7 +86,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         });
         let level = |id: &u32| first(*id).map(|group| group.priority);
         for level in groups.chunk_by(|a, b| level(a) == level(b)) {
-            // Place pods without repartitioning first, so that existing slices are still there for
+            // Place pods without repartitioning first, so that existing slices are still free for
             // pods that can use them.
             if style == Style::AsPlanned {
                 for &id in level {
@@ -123,7 +121,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             offers.push(self.assignment.cost(self.model, self.states, self.costs, id, node, rule));
         }
         let mut moving = true;
-        // A group for which there is no room must not use up the work that other groups need.
+        // A group that cannot be placed must not use up the work that other groups need.
         self.group_limit = self.states.work + self.work_limit.saturating_sub(self.states.work) / GROUP_WORK_DIVISOR;
         for &pod in &of.pods {
             if self.assignment.locations.get(pod as usize).is_some_and(Option::is_some) {
@@ -158,7 +156,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         offered && self.assignment.put(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Places a pod by moving another one, which may move a third. Either all of them have a place
+    /// Places a pod by moving another one, which may move a third. Either all of them are placed
     /// afterwards, or nothing changes.
     fn make_room(&mut self, pod: u32, id: u32, rule: Rule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
@@ -203,8 +201,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Places a pod by moving two others from one GPU. Either all of them have a place afterwards,
-    /// or nothing changes.
+    /// Places a pod by moving two others from one GPU. Either all of them are placed afterwards, or
+    /// nothing changes.
     fn move_two(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -342,7 +340,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         alternatives
     }
 
-    /// Restores GPUs whose pods can be placed elsewhere without repartitioning another GPU.
+    /// Restores the partitions of GPUs whose pods can be placed elsewhere without repartitioning
+    /// another GPU.
     fn revert_changes(&mut self, part: &Part) {
         let changed = |greedy: &Self, gpu: u32| {
             greedy.assignment.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)
@@ -393,7 +392,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             location.is_some_and(|location| location.gpus.contains(&gpu))
         };
         let mut pods: Vec<u32> = on.iter().copied().filter(uses).collect();
-        // Pods that are hardest to place first.
+        // Start with the pods that are hardest to place.
         pods.sort_by_key(|&pod| {
             (std::cmp::Reverse(group(self.model, pod).map_or(0, |group| group.weight.memory)), pod)
         });

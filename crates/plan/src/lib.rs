@@ -4,7 +4,7 @@
 //! dependencies enforce that. Every result depends only on the arguments, and maps are ordered: the
 //! same input gives the same output, byte for byte.
 //!
-//! [`plan`] makes a plan and [`check`] verifies one. [`ledger`] reserves slices for pods.
+//! [`plan`] creates a plan and [`check`] verifies one. [`ledger`] reserves slices for pods.
 pub mod affinity;
 mod assignment;
 mod check;

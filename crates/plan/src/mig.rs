@@ -1,7 +1,8 @@
 //! MIG profiles, and the search for placements on one GPU.
 //!
 //! The memory slices of a GPU are bits of a mask, and NVML reports at which of them a profile can
-//! start. Which instances fit together is not hard-coded: it follows from the placements.
+//! start. No combination of instances is hard-coded: the placements determine which ones fit
+//! together.
 use serde::{Deserialize, Serialize};
 
 use crate::device::mig_resource;
@@ -61,7 +62,7 @@ pub(crate) struct Instance {
 /// The media engines of a profile, by NVIDIA's suffixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Media {
-    /// Its part of the media engines.
+    /// No suffix: the profile's own part of the media engines.
     Plain,
     /// `+me`: the one set of extra media engines.
     Extra,
@@ -79,7 +80,7 @@ struct Entry {
     starts: Vec<u8>,
     count: u32,
     media: Media,
-    /// Number of compute slices, from the name. 0 if the name does not have it.
+    /// Number of compute slices, from the name. 0 if the name does not contain it.
     compute: u32,
 }
 
@@ -93,12 +94,12 @@ pub struct Table {
     compute: u32,
 }
 
-/// Placements for wanted instances on one GPU.
+/// Placements for the requested instances on one GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Arrangement {
-    /// The wanted instances.
+    /// The requested instances.
     pub(crate) placed: Vec<Instance>,
-    /// Free instances that can stay, although they are not wanted.
+    /// Free instances that can be kept, although they are not requested.
     pub(crate) kept: Vec<Instance>,
 }
 
@@ -235,8 +236,8 @@ impl Table {
         self.allows(instances.iter().map(|instance| instance.profile)).then_some(mask)
     }
 
-    /// Finds placements for the `wanted` profiles beside the instances `in_use`, which stay where
-    /// they are.
+    /// Finds placements for the `wanted` profiles beside the instances `in_use`, which are not
+    /// moved.
     ///
     /// Prefers placements that destroy and create the fewest instances, then those that leave the
     /// most room, then those that start lowest.
@@ -499,7 +500,7 @@ mod tests {
     #[test]
     fn an_a100_has_exactly_the_layouts_of_nvidias_guide() {
         let table = a100();
-        // Leave out the variants of 1g. NVIDIA's guide lists 14 full layouts as counts of each
+        // Exclude the variants of 1g. NVIDIA's guide lists 14 full layouts as counts of each
         // profile, among them 4g + 3g and 3g + 4 × 1g.
         let plain = |name: &str| matches!(name, "1g.5gb" | "2g.10gb" | "3g.20gb" | "4g.20gb" | "7g.40gb");
         let profiles: Vec<Profile> =

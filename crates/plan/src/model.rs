@@ -1,5 +1,5 @@
 //! Prepares a snapshot for planning: names become indices, equal pods and equal GPUs are grouped,
-//! and invalid parts are left out.
+//! and invalid parts are excluded.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -436,7 +436,7 @@ impl<'b> ClassBuilder<'b> {
         Self { policy, names, tables, mig: tables.all.iter().map(of).collect() }
     }
 
-    /// The class of a GPU, and why the GPU is left out of the plan, if it is.
+    /// The class of a GPU, and why the GPU is excluded from the plan, if it is.
     fn class(
         &self,
         gpu: &Gpu,
@@ -502,7 +502,7 @@ impl<'b> ClassBuilder<'b> {
         (class, out.or(note))
     }
 
-    /// Fills in which partitions other than MIG the GPU can have.
+    /// Sets the partitions other than MIG that the GPU can have.
     fn offers(&self, gpu: &Gpu, class: &mut Class, note: &mut Option<String>) {
         let name = |default: &str| {
             let name = gpu.resource_name.as_deref().unwrap_or(default);
@@ -521,7 +521,7 @@ impl<'b> ClassBuilder<'b> {
         }
         if gpu.mode.families().has(Family::TimeSlicing) {
             let replicas = number("replicas", gpu.replicas, self.policy.replicas, MAX_EQUAL_SLICES);
-            // If shares and replicas have the same name, it means MPS shares.
+            // If shares and replicas have the same name, the name means MPS shares.
             let other = |id: &ResourceId| class.shares.is_none_or(|(shares, _)| shares != *id);
             class.replicas = name(device::REPLICAS).filter(other).zip(replicas);
         }
@@ -532,8 +532,7 @@ impl<'b> ClassBuilder<'b> {
         }
     }
 
-    /// Reads the slices of the GPU. Slices that are not valid stay, and the GPU is not
-    /// repartitioned.
+    /// Reads the slices of the GPU. Invalid slices are kept, and the GPU is not repartitioned.
     fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
         // Only one problem is reported: the first in alphabetical order, so that the report does
         // not depend on the order of slices.

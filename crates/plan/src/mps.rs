@@ -63,9 +63,9 @@ pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
 
 /// Memory that a sized slice of a GPU with `total` memory can use, in whole MiB, rounded down.
 ///
-/// Slices have the size that their names say, so two of 20 GiB fill a GPU of 40 GiB. The memory of
-/// the MPS server is deducted from each slice in proportion. A slice larger than the GPU counts as
-/// the whole GPU.
+/// Slices have the size that their names state, so two of 20 GiB fill a GPU of 40 GiB. The memory
+/// of the MPS server is deducted from each slice in proportion. A slice larger than the GPU counts
+/// as the whole GPU.
 pub fn sized(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     let whole = shareable(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
@@ -97,7 +97,7 @@ pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibyt
 mod tests {
     use super::*;
 
-    /// SMs → MiB of the limit that could not be allocated, measured on an H100 and an H200.
+    /// SMs → MiB of the memory limit that could not be allocated, measured on an H100 and an H200.
     const CONTEXTS: [(u32, u64); 10] = [
         (12, 72),
         (26, 123),

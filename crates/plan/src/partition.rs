@@ -10,7 +10,7 @@ use crate::mps::MAX_CLIENTS;
 /// A resource, as its index in the model. Indices follow the order of names.
 pub(crate) type ResourceId = u16;
 
-/// Kind of a resource, as its name says.
+/// Kind of a resource, derived from its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Whole,
@@ -78,7 +78,7 @@ impl Ord for Shared {
 /// Everything that planning needs to know about a GPU. GPUs of one class are planned alike.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class {
-    /// Families that it can be repartitioned to. Empty for a GPU that must stay as it is.
+    /// Families that it can be repartitioned to. Empty for a GPU that must not be repartitioned.
     pub(crate) families: Families,
     /// Memory in MiB.
     pub(crate) memory: u64,
@@ -93,7 +93,7 @@ pub(crate) struct Class {
     pub(crate) mig: Vec<(ResourceId, u8)>,
     pub(crate) mig_shared: Vec<(ResourceId, u8)>,
     pub(crate) table: Option<Shared>,
-    /// Slices in use. They stay.
+    /// Slices in use, which are kept.
     pub(crate) in_use: Vec<Cell>,
     /// Slices not in use.
     pub(crate) free: Vec<Cell>,
@@ -102,7 +102,7 @@ pub(crate) struct Class {
 /// Partition of a GPU that serves a set of demands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Packed {
-    /// Slices not in use yet: those that the pods will take, and those that stay free.
+    /// Slices not in use yet: those that the pods will take, and those that remain free.
     pub(crate) free: Vec<Cell>,
     pub(crate) changed: bool,
     /// Number of free slices that the partition removes.
@@ -133,7 +133,8 @@ impl Class {
         let cells = || self.in_use.iter().chain(&self.free);
         let mut families = Families::NONE;
         for cell in cells() {
-            // A slice of a mode that the policy no longer allows has no family here. It may stay.
+            // A slice of a mode that the policy no longer allows has no family here. It is kept
+            // while in use.
             families = self.family_of(cell).map_or(families, |family| families.with(family));
         }
         if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.at_most(one)) {
@@ -296,7 +297,7 @@ impl Class {
             return None;
         }
 
-        // Keep free slices where there is room: the smallest first, which keeps most of them.
+        // Keep existing free slices that still fit: the smallest first, which keeps most of them.
         let mut spare: Vec<Cell> = Vec::new();
         for cell in &self.free {
             let Kind::Sized(_) = cell.kind else { continue };

@@ -1,4 +1,4 @@
-//! Makes a plan for a snapshot.
+//! Creates a plan for a snapshot.
 //!
 //! `docs/explanation/planning.md` describes the order of all decisions. No result depends on the
 //! order of nodes, GPUs or map entries in the snapshot. Pods are placed in order of arrival.
@@ -25,9 +25,9 @@ pub struct Plan {
     pub changed: bool,
     /// All GPUs, by node and index.
     pub gpus: Vec<GpuPlan>,
-    /// Pods with a place, in order of arrival.
+    /// Pods that are placed, in order of arrival.
     pub placements: Vec<Placement>,
-    /// Pods without a place, in order of arrival.
+    /// Pods that are not placed, in order of arrival.
     pub unplaced: Vec<Unplaced>,
 }
 
@@ -114,7 +114,7 @@ const SMALL_MOVING_WORK: u64 = 10_000;
 /// Plans the partition of each GPU and the place of each pending pod.
 ///
 /// The plan places as many pods of the highest priority as possible, then as many of the next
-/// priority. Slices in use stay. A GPU is repartitioned only if a pod needs it.
+/// priority. Slices in use are kept. A GPU is repartitioned only if a pod needs it.
 pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());
@@ -152,7 +152,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     Planned { plan, report }
 }
 
-/// Remaining steps.
+/// Remaining work of a plan: look-ups for moving pods, and steps of the exact search.
 struct Budget {
     moving: u64,
     steps: u32,
@@ -219,8 +219,8 @@ fn leader_of(leader: &mut [u32], of: u32) -> u32 {
     at
 }
 
-/// Divides the cluster into parts with their groups, such that no pod can be placed in two parts.
-/// Nodes that no pod can use are in no part.
+/// Divides the cluster into parts with their groups. No pod can be placed in two parts. Nodes that
+/// no pod can use are in no part.
 fn parts(model: &Model<'_>) -> Vec<Part> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {
@@ -279,7 +279,7 @@ fn solve(
     let Some((mut score, mut locations)) = best else { return };
     if small && score != ideal {
         for rule in [Rule::Stay, Rule::Any] {
-            // If every pod has a place, only the number of repartitioned GPUs can improve.
+            // If every pod is placed, only the number of repartitioned GPUs can improve.
             let worth = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
             let steps = worth.min(budget.steps);
             let found = search(model, states, assignment, part, rule, score.clone(), steps);

@@ -1,4 +1,4 @@
-//! Explains to each pod's owner why the pod is where it is, or why it has no place.
+//! Explains to each pod's owner why the pod is placed on its node, or why it is not placed.
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
@@ -17,7 +17,7 @@ use crate::states::{StateId, States};
 pub struct Report {
     /// Pods in order of arrival.
     pub pods: Vec<PodReport>,
-    /// Nodes and GPUs that are left out of the plan or not repartitioned, although no policy
+    /// Nodes and GPUs that are excluded from the plan or not repartitioned, although no policy
     /// requires that.
     pub nodes: Vec<NodeReport>,
 }
@@ -28,22 +28,22 @@ pub struct Report {
 pub struct PodReport {
     /// Name of the pod.
     pub pod: String,
-    /// Whether the pod has a place.
+    /// Whether the pod is placed.
     pub placed: bool,
-    /// Why the pod is there, or why it has no place.
+    /// Why the pod is placed on its node, or why it is not placed.
     pub reason: String,
 }
 
-/// A node or GPU that is left out of the plan.
+/// A node or GPU that is excluded from the plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeReport {
     /// Name of the node.
     pub node: String,
-    /// UUID of the GPU. `None` if the whole node is left out.
+    /// UUID of the GPU. `None` if the whole node is excluded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
-    /// Why it is left out.
+    /// Why the node or GPU is excluded.
     pub reason: String,
 }
 
@@ -138,7 +138,7 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
         let reason = obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
-    // The reason that holds for most nodes comes first. If several are equal, that of the first
+    // The reason that applies to most nodes comes first. If several are equal, that of the first
     // node comes first.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
@@ -216,7 +216,7 @@ fn obstacle(
     competitors(cluster, group, index)
 }
 
-/// Names the pods that take the room of a node that could otherwise hold a pod of the group.
+/// Names the pods that take the node's room. Without them, a pod of the group would fit.
 fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();

@@ -49,7 +49,7 @@ const PASSING_TAINTS: [&str; 11] = [
 
 impl Refused {
     /// Whether the refusal can end without a change of the pod or a permanent change of the node.
-    /// That holds for a cordon and for taints that controllers add and remove. Labels and other
+    /// This is true for a cordon and for taints that controllers add and remove. Labels and other
     /// taints are permanent.
     pub fn may_pass(&self) -> bool {
         match self {

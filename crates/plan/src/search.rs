@@ -111,7 +111,7 @@ struct Search<'s, 'a> {
 const MAX_SPREADS: usize = 24;
 
 /// Searches for an assignment better than `best`. `assignment` must not place any of the part's
-/// pods. It places none of them afterwards either.
+/// pods. On return, it still places none of them.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,

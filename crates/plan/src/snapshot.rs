@@ -1,8 +1,8 @@
 //! The input of planning: the observed nodes, GPUs and slices, and the pending pods.
 //!
 //! The serde format is that of `cleave plan --snapshot` (`docs/explanation/planning.md`). Unknown
-//! fields are ignored. Fields that are left out have neutral defaults. An invalid part does not
-//! make the snapshot unreadable: that part alone is left out of the plan, with a reason.
+//! fields are ignored. Omitted fields have neutral defaults. An invalid part does not make the
+//! snapshot unreadable: that part alone is excluded from the plan, with a reason.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -36,13 +36,13 @@ pub struct Node {
     #[serde(skip_serializing_if = "is_false")]
     pub unschedulable: bool,
     /// Allocatable amount of each resource. CPU, memory, ephemeral storage and pods are unlimited
-    /// if they are left out. Any other resource that is left out counts as 0.
+    /// if they are omitted. Any other omitted resource counts as 0.
     pub allocatable: BTreeMap<String, Quantity>,
     /// Amounts that pods bound to the node request.
     pub requested: BTreeMap<String, Quantity>,
     /// GPUs in any order.
     pub gpus: Vec<Gpu>,
-    /// Why the node is left out of the plan, such as unreachable or terminating.
+    /// Why the node is excluded from the plan, such as unreachable or terminating.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub left_out: Option<String>,
 }
@@ -63,19 +63,19 @@ pub struct Gpu {
     pub mode: Mode,
     /// Current slices. An empty list is a whole GPU.
     pub slices: Vec<Slice>,
-    /// MIG profiles and placements as NVML reports them. If they are left out, the built-in ones
-    /// for the model are used.
+    /// MIG profiles and placements as NVML reports them. If they are omitted, the built-in ones for
+    /// the model are used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profiles: Option<Vec<Profile>>,
-    /// Number of MPS shares of the GPU, 1 to 48. If it is left out, [`Policy`](crate::Policy)
+    /// Number of MPS shares of the GPU, 1 to 48. If it is omitted, [`Policy`](crate::Policy)
     /// decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub units: Option<u32>,
     /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them. True if it
-    /// is left out.
+    /// is omitted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sizes: Option<bool>,
-    /// Number of time-sliced replicas of the GPU. If it is left out, [`Policy`](crate::Policy)
+    /// Number of time-sliced replicas of the GPU. If it is omitted, [`Policy`](crate::Policy)
     /// decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
@@ -88,7 +88,7 @@ pub struct Gpu {
     /// Whether the policy sets the slices, so that the GPU is never repartitioned.
     #[serde(skip_serializing_if = "is_false")]
     pub fixed: bool,
-    /// Why the GPU is left out of the plan, such as lost, unhealthy or changing its mode.
+    /// Why the GPU is excluded from the plan, such as lost, unhealthy or changing its mode.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub left_out: Option<String>,
 }
@@ -99,7 +99,7 @@ pub struct Gpu {
 pub struct MigSharing {
     /// Number of MPS shares or time-sliced replicas of each instance, 1 to 48.
     pub units: u32,
-    /// Resource of the shares or replicas. If it is left out, it is
+    /// Resource of the shares or replicas. If it is omitted, the resource is
     /// `nvidia.com/mig-<profile>.shared`, and instances are created as pods request them. Any other
     /// name does not identify a profile, so no instance is created for it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -163,8 +163,8 @@ pub struct Pod {
     /// Tolerations of the pod.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tolerations: Vec<Toleration>,
-    /// The pod's node in the last plan. The pod stays there unless another plan is better, so that
-    /// plans do not alternate between equally good ones.
+    /// The pod's node in the last plan. The pod is placed there again unless another plan is
+    /// better, so that plans do not alternate between equally good ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub planned_node: Option<String>,
 }

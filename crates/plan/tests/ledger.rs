@@ -1,5 +1,5 @@
-//! The ledger in a simulated cluster: pods are created, bound, allocated and deleted in any order,
-//! the ledger is lost and rebuilt, devices shrink, and pods bypass the gate.
+//! The ledger in a simulated cluster. Pods are created, bound, allocated and deleted in any order.
+//! The ledger is lost and rebuilt, devices shrink, and pods bypass the gate.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
@@ -291,7 +291,7 @@ impl Simulation {
         Ledger::rebuild(Facts { nodes: self.known.clone(), claims: claims.collect() })
     }
 
-    /// Checks what must always hold.
+    /// Checks the ledger's invariants.
     fn check(&self) {
         for node in NODES {
             let known = self.known.get(node);
@@ -319,7 +319,8 @@ impl Simulation {
         let rebuilt = self.rebuilt(known);
         for node in NODES {
             let of = |ledger: &Ledger| (ledger.reservations(node), ledger.short(node).to_vec(), ledger.devices(node));
-            // If a pod is short, a rebuild finds a place for all pods, if one exists.
+            // If a node is short of units, a rebuild may place all pods. The two ledgers then
+            // differ.
             let found = !self.ledger.short(node).is_empty() && rebuilt.short(node).is_empty();
             assert!(found || of(&rebuilt) == of(&self.ledger), "{node}: {:?}, {:?}", of(&rebuilt), of(&self.ledger));
         }
@@ -336,9 +337,11 @@ fn allocation(pod: &str, device: &str, units: Units) -> Allocation {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// After any events: no device has more units reserved than are free, no released pod loses its
-    /// claim, a fit is found exactly if one exists, and a rebuilt ledger equals the lost one unless
-    /// a pod is short.
+    /// Invariants after any events:
+    /// - No device has more units reserved than are free.
+    /// - No released pod loses its claim.
+    /// - A fit is found exactly if one exists.
+    /// - A rebuilt ledger equals the lost one unless a pod is short.
     #[test]
     fn the_ledger_never_overcommits_and_keeps_every_claim(events in prop::collection::vec(hostile(), 0..80)) {
         let mut simulation = Simulation::new();

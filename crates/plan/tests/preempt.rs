@@ -25,7 +25,7 @@ fn allocation(pod: &str, device: &str, size: u32) -> Allocation {
     Allocation { pod: pod.to_owned(), resource: R.to_owned(), device: device.to_owned(), units: units(size) }
 }
 
-/// Devices of ten units with these names, and the units that pods hold on them.
+/// Devices of ten units with these names, and the units of them that are allocated to pods.
 fn node(devices: &[&str], held: &[(&str, &str, u32)]) -> NodeFacts {
     let used = |device: &str| held.iter().filter(|held| held.1 == device).map(|held| held.2).sum();
     let device = |&device: &&str| DeviceFacts {
@@ -388,7 +388,7 @@ impl PreemptionCase {
         ledger.preempt(waiting("p", self.priority, &self.asks), NODES, &self.holders)
     }
 
-    /// Free units of a node after these pods and the terminating ones are gone.
+    /// Free units of a node after these pods and the terminating ones have ended.
     fn rooms(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> Rooms {
         let facts = &self.nodes[node];
         let leaves = |held: &&Allocation| {
@@ -406,7 +406,7 @@ impl PreemptionCase {
         facts.devices.iter().map(|facts| ((facts.resource.clone(), facts.device.clone()), room(facts))).collect()
     }
 
-    /// Possible victims on a node, in the order in which they stay.
+    /// Possible victims on a node, in the order in which they are kept.
     fn lower(&self, node: &str) -> Vec<&str> {
         let pods: BTreeSet<&str> = self.nodes[node].allocations.iter().map(|held| held.pod.as_str()).collect();
         let lower =
@@ -468,8 +468,9 @@ fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
-    /// For each way, the victims equal the best set of all subsets, and the chosen way has the
-    /// lowest cost. The victims make room, each of them is needed, and all have a lower priority.
+    /// For each way to place the asks, the victims equal the best set of all subsets, and the
+    /// chosen way has the lowest cost. The victims make room, each of them is needed, and all have
+    /// a lower priority.
     #[test]
     fn victims_are_needed_and_no_other_choice_is_cheaper(case in preemption_case()) {
         let ledger = case.ledger();
@@ -483,7 +484,7 @@ proptest! {
             let sets = subsets(&lower);
             for way in case.ways(node) {
                 let helps = sets.iter().filter(|gone| case.has_room(&case.rooms(&ledger, node, &gone.iter().copied().collect()), &way));
-                // Pods that come first stay if possible, regardless of those after them.
+                // Pods that come first are kept if possible, whatever happens to later ones.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
                     let cost = case.cost(gone);

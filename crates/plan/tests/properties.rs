@@ -10,7 +10,7 @@ use cleave_plan::snapshot::{
 use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
 use proptest::prelude::*;
 
-/// Model, memory in MiB and mode.
+/// Kinds of GPUs: model, memory in MiB and mode.
 const KINDS: [(&str, u64, Mode); 8] = [
     ("NVIDIA A100-SXM4-40GB", 40_960, Mode::Mig),
     ("NVIDIA A30", 24_576, Mode::Mig),
@@ -265,8 +265,8 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
 fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
     for waiting in &plan.unplaced {
         let pod = snapshot.pods.iter().find(|pod| pod.name == waiting.pod)?;
-        // Only pods without node constraints, with one kind of slice that is not a share, on nodes
-        // with enough other resources.
+        // Check only pods without node constraints, with one kind of slice that is not a share, on
+        // nodes with enough other resources.
         let of_gpus: Vec<_> = pod.requests.iter().filter(|(name, _)| name.starts_with("nvidia.com/")).collect();
         let [(resource, count)] = of_gpus.as_slice() else { continue };
         let plain = (resource.contains("mig-") && !resource.ends_with("shared")) || resource.ends_with("gb");

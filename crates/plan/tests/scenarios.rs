@@ -1,7 +1,7 @@
 //! Scenario files with their expectations, and the committed text of each plan.
 //!
-//! `expect` has the placed pods and the number of repartitioned GPUs. A change of a committed text
-//! shows the effect of a change of the planner. `expect` states what must not change.
+//! The `expect` of each file states the placed pods and the number of repartitioned GPUs, which
+//! must not change. A change of a committed text shows the effect of a change of the planner.
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;

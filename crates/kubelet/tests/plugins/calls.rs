@@ -139,7 +139,7 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
                 assert_eq!((kind, payload.as_slice()), (RESET, &[0, 0, 0, 1][..]), "{authority}");
             } else {
                 assert_eq!(kind, HEADERS, "{authority}");
-                // The message, with both options set, and the trailers.
+                // Expect the message, with both options set, and the trailers.
                 assert_eq!(next_of(&mut connection, stream).await, (DATA, vec![0, 0, 0, 0, 4, 8, 1, 16, 1]));
                 assert_eq!(next_of(&mut connection, stream).await.0, HEADERS);
             }
@@ -174,7 +174,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
     ];
     let mut open = Vec::new();
     for input in &inputs {
-        // One connection that closes after the input, and one that stays open.
+        // Test a connection that closes after the input, and one that remains open.
         for stays in [false, true] {
             let mut connection = UnixStream::connect(&socket).await.expect("a connection");
             // The server can close the connection before everything is written.
@@ -185,7 +185,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
         }
     }
     kubelet.allocate(MPS, &["a::0"]).await.expect("allocated");
-    // More connections than the limit. The kubelet's own is not affected.
+    // Open more connections than the limit. The kubelet's own connection is not affected.
     for _ in 0..200 {
         open.push(UnixStream::connect(&socket).await.expect("a connection"));
     }

@@ -49,7 +49,7 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
     let endpoint = wait_until_served(&kubelet, MPS, &["a::1"]).await;
     assert_eq!(endpoint.devices.len(), 2, "an unhealthy device stays in the list");
     assert_eq!(endpoint.lists, 3);
-    // An equal list that is published again, so that the kubelet writes its checkpoint.
+    // An equal list must be sent again, so that the kubelet writes its checkpoint.
     shares.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
     wait_for_kubelet(&kubelet, "an equal list", |seen| seen.endpoints[MPS].lists == 4).await;
     assert_eq!(registrations(&kubelet, MPS), 1);
@@ -128,7 +128,7 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let (socket, aside) = (bench.path().join("kubelet.sock"), bench.path().join("aside"));
     std::fs::rename(&socket, &aside).expect("rename");
     std::fs::rename(&aside, &socket).expect("rename");
-    // The next decision is based on the same state of the directory, or a later one.
+    // Cause a decision that sees the directory after both renames.
     std::fs::remove_file(bench.path().join(&endpoint.socket)).expect("our socket");
     wait_until("bound again", || bench.path().join(&endpoint.socket).exists()).await;
     assert_eq!(registrations(&kubelet, MPS), 1);
@@ -171,7 +171,7 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
 #[tokio::test]
 async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with_at_once() {
     let mut bench = Bench::new();
-    // The kubelet admits pods before this delay ends.
+    // The plugin must register without this delay, because the kubelet admits pods before it ends.
     bench.config.timings.settle = NEVER;
     let mut kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);

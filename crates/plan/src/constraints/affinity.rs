@@ -43,7 +43,7 @@ impl<'a> RequiredDomains<'a> {
         Self { affinity, anti_affinity, attracting, first, avoided, repelling }
     }
 
-    /// Counts a neighbour for the terms of the subject.
+    /// Records the domain of a neighbour that the subject's affinity or anti-affinity selects.
     pub(super) fn count(
         &mut self,
         subject: &Subject<'a>,
@@ -77,7 +77,7 @@ impl<'a> RequiredDomains<'a> {
         }
     }
 
-    /// Counts a neighbour's own anti-affinity.
+    /// Records the domain of a neighbour whose own anti-affinity selects the subject.
     pub(super) fn count_repelling(
         &mut self,
         subject: &Subject<'a>,

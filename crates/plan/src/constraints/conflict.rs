@@ -14,8 +14,8 @@ pub enum Conflict {
         /// Node label that defines the domain.
         topology_key: String,
     },
-    /// A pod in the node's domain has anti-affinity to the pod. It is not named, because it may
-    /// belong to another tenant.
+    /// A pod in the node's domain has anti-affinity to the pod. That other pod is not named,
+    /// because it may belong to another tenant.
     AntiAffinityOf {
         /// Node label that defines the domain.
         topology_key: String,

@@ -1,4 +1,4 @@
-//! Decides which nodes a pod may run on, given the pods that are already there. It applies
+//! Decides which nodes a pod may run on, given the pods that are already placed. It applies
 //! kube-scheduler's required rules between pods.
 //!
 //! A [`Judge`] reads the nodes and pods once for one pod, the [`Subject`], and then decides for
@@ -11,7 +11,7 @@
 //! [`Judge::new`] makes at most [`MOST_REQUIREMENTS`] comparisons for each node and twice as many
 //! for each neighbour. A subject with more rules is refused on every node
 //! ([`Conflict::TooManyRules`]). A neighbour's anti-affinity terms and host ports beyond the limit
-//! are ignored. Nodes and pods are read only if a rule needs them: for a pod without rules, only
+//! are ignored. Nodes and pods are read only if a rule needs them. For a pod without rules, only
 //! the neighbours with anti-affinity or host ports are read. [`Judge::refuse`] looks up each of the
 //! subject's rules once.
 mod affinity;
@@ -44,7 +44,8 @@ pub struct Judge<'a> {
 }
 
 impl<'a> Judge<'a> {
-    /// Counts the pods of the cluster for a subject.
+    /// Reads the nodes and pods once, and records which nodes the rules require or exclude for the
+    /// subject.
     ///
     /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
     /// - `all` are all pods on them except the subject. They are read only if the subject has

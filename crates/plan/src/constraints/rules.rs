@@ -19,7 +19,7 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Whether there are no rules.
+    /// Whether the pod has no rules about other pods.
     pub fn is_empty(&self) -> bool {
         let Self { affinity, anti_affinity, spread, ports } = self;
         affinity.is_empty() && anti_affinity.is_empty() && spread.is_empty() && ports.is_empty()
@@ -52,7 +52,7 @@ pub struct PodAffinityTerm {
     /// Namespaces in which pods are selected.
     pub namespaces: Vec<String>,
     /// Labels of further namespaces in which pods are selected. An empty selector selects all
-    /// namespaces. If both `namespaces` and this selector are left out, only pods of the term's own
+    /// namespaces. If both `namespaces` and this selector are omitted, only pods of the term's own
     /// namespace are selected.
     pub namespace_selector: Option<LabelSelector>,
     /// Node label that defines the topology domains: nodes with the same value are one domain.
@@ -198,8 +198,8 @@ pub struct HostPort {
 const EVERY_ADDRESS: &str = "0.0.0.0";
 
 impl HostPort {
-    /// Whether both ports are bound to the same address. Two ports conflict if this holds and their
-    /// [sockets](Self::socket) are equal.
+    /// Whether both ports are bound to the same address. Two ports conflict if this is true and
+    /// their [sockets](Self::socket) are equal.
     pub(super) fn shares_address_with(&self, other: &Self) -> bool {
         let every = self.address() == EVERY_ADDRESS || other.address() == EVERY_ADDRESS;
         every || self.address() == other.address()

@@ -12,11 +12,11 @@ pub type Labels = BTreeMap<String, String>;
 /// Maximum number of comparisons for one pod's rules: terms, requirements, their values, namespaces
 /// and ports together.
 ///
-/// A pod is an API object of up to 1.5 MiB, which has room for 50,000 requirements. Real pods have
+/// A pod is an API object of up to 1.5 MiB, so it can contain 50,000 requirements. Real pods have
 /// about ten.
 pub const MOST_REQUIREMENTS: usize = 256;
 
-/// A `metav1.LabelSelector`. All of its requirements must hold. A selector without requirements
+/// A `metav1.LabelSelector`. All of its requirements must match. A selector without requirements
 /// matches everything.
 ///
 /// If an object has no selector (`None`), nothing matches.

@@ -57,9 +57,10 @@ impl<'a> Spread<'a> {
         self.counts.is_empty()
     }
 
-    /// Finds the domains. A node counts if it has every topology key and no policy ignores it.
-    /// Returns the nodes with every topology key. For each, it returns whether the subject's node
-    /// affinity selects it, and whether the subject tolerates its taints.
+    /// Finds the domains of each constraint: the values of its topology key on nodes that count. A
+    /// node counts if it has every topology key and no policy ignores it. Returns all nodes with
+    /// every topology key. Each has two flags: whether the subject's node affinity selects it, and
+    /// whether the subject tolerates its taints.
     pub(super) fn domains(
         &mut self,
         subject: &Subject<'a>,
@@ -83,7 +84,7 @@ impl<'a> Spread<'a> {
         eligible
     }
 
-    /// Counts a neighbour.
+    /// Counts a neighbour in its domains, for each constraint that selects it.
     pub(super) fn count(
         &mut self,
         subject: &Subject<'a>,
@@ -101,7 +102,7 @@ impl<'a> Spread<'a> {
         }
     }
 
-    /// Finds the domains with the fewest pods. Call it after counting all neighbours.
+    /// Finds the lowest number of pods for each constraint. Call it after counting all neighbours.
     pub(super) fn finish(&mut self) {
         for count in &mut self.counts {
             let domains = i64::try_from(count.domains.len()).unwrap_or(i64::MAX);

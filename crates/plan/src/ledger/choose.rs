@@ -1,4 +1,4 @@
-//! Chooses the devices of a node for a pod, or says why the pod does not fit.
+//! Chooses the devices of a node for a pod, or reports why the pod does not fit.
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
@@ -31,7 +31,8 @@ pub enum NoFit {
         /// Units of the largest device.
         most: u32,
     },
-    /// Each ask fits on a device, but no node can hold all asks together, even when it is empty.
+    /// Each ask fits on a device, but no node has room for all asks together, even when it is
+    /// empty.
     #[error("the parts of the request fit devices, but no node has room for all of them, even empty")]
     TooMany,
     /// A device is large enough, but has too few free units.
@@ -177,7 +178,7 @@ fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: 
         u32::try_from(part).map_or(GPU, |part| part.min(GPU))
     };
     let gpus = stocks.values().zip(free).map(|(stock, free)| thousandths(*free, stock.capacity())).collect();
-    // The scheduler checks the node's other resources.
+    // Other resources are 0, because the scheduler checks them.
     let node = placement::Node { model: model.to_owned(), cpu_total: 0, cpu: 0, memory: 0, gpus };
     let before = score.before(&node);
     for (device, (stock, &free)) in stocks.values().zip(free).enumerate() {

@@ -44,7 +44,7 @@ pub struct Part {
     /// Index into [`asks`] of the ask that the units belong to.
     pub ask: usize,
     /// Units of the ask that this container and the ones before it need together. For the last
-    /// container it is the whole ask.
+    /// container, this is the whole ask.
     pub needed: Units,
 }
 

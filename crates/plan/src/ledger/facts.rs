@@ -3,20 +3,20 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::request::{Ask, Units};
 
-/// A time in seconds since a moment that the caller chooses and keeps, such as the Unix epoch.
+/// A time in seconds since a fixed moment that the caller chooses, such as the Unix epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(pub u64);
 
-/// The claim of a pod that was released, and that may not have been allocated all its units yet.
+/// The claim of a released pod. The kubelet may not have allocated all its units yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
     /// What the pod requests.
     pub asks: Vec<Ask>,
     /// Where the pod may go.
     pub place: Place,
-    /// The reservations in the pod's annotation, by node. Agents allocate by them. After a swap,
-    /// these are the reservations of the pod that it swapped with. Empty for a pod that bypassed
-    /// the gate.
+    /// The reservations in the pod's annotation, by node. Agents follow them when they allocate.
+    /// After a swap, these are the reservations of the pod that it swapped with. Empty for a pod
+    /// that bypassed the gate.
     pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 
@@ -32,7 +32,7 @@ pub enum Place {
         expires: Moment,
     },
     /// The pod is bound to this node. Units are reserved until they are allocated or the pod is
-    /// gone.
+    /// deleted.
     Bound(String),
 }
 

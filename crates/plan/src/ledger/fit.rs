@@ -27,7 +27,7 @@ impl Fit {
 pub struct Fits {
     pub(super) asks: Vec<Ask>,
     pub(super) places: Vec<Fit>,
-    /// Lowest priority of the nominations that were respected.
+    /// Lowest priority of the nominations whose units did not count as free.
     pub(super) priority: i32,
 }
 

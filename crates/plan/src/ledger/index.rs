@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) struct Index {
     /// Nodes by resource and number of free units on one device.
     nodes: BTreeMap<String, BTreeMap<u32, BTreeSet<String>>>,
-    /// The entries of each node.
+    /// The entries of each node in `nodes`, as resource and free units.
     noted: BTreeMap<String, BTreeSet<(String, u32)>>,
 }
 

@@ -1,4 +1,4 @@
-//! Decides which devices of a node hold the reservations of its claims.
+//! Decides on which devices of a node the units of its claims are reserved.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::facts::{Allocation, Claim, Reservation};
@@ -57,8 +57,9 @@ impl<'a> Claimed<'a> {
     }
 }
 
-/// Swaps the annotated reservations of pods that were allocated each other's units. A reservation
-/// is changed if its pod was allocated units elsewhere that no other pod's annotation names.
+/// Swaps the annotated reservations of pods that were allocated each other's units. If a pod was
+/// allocated other units, and no other pod's annotation names them, its reservation moves to these
+/// units.
 pub(super) fn follow_swaps(
     claims: &mut BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
@@ -73,7 +74,7 @@ pub(super) fn follow_swaps(
     let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(Claimed::compare_with_notes).unzip();
     for (pod, parts) in elsewhere.into_iter().enumerate() {
         for part in parts {
-            // The reservation can come from a swap with an earlier pod.
+            // A swap with an earlier pod may already have moved the reservation to this device.
             let own = left[pod].iter().position(|note| is_given(&notes[pod][*note], part));
             let own = own.or_else(|| left[pod].iter().position(|note| is_as_large(&notes[pod][*note], part)));
             let Some(own) = own.map(|own| left[pod].remove(own)) else { continue };
@@ -100,8 +101,8 @@ pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes:
     }
 }
 
-/// Reservations by which all missing units of the claims have a place, regardless of the annotated
-/// ones. `None` if there are none.
+/// Reservations for all missing units of the claims, regardless of the annotated ones. `None` if
+/// they do not all fit.
 pub(super) fn notes_for_all(
     stocks: &BTreeMap<String, Stocks>,
     claimed: &[Claimed<'_>],
@@ -178,7 +179,7 @@ pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[
 }
 
 /// Reserves these sizes, in descending order, on devices: all of them if possible, otherwise as
-/// many as fit one by one. Returns the sizes without a place.
+/// many as fit one by one. Returns the sizes that do not fit.
 fn place(stocks: &mut Stocks, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
     let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
     let mut order = |size: u32, free: &[u32]| {

@@ -2,7 +2,7 @@
 //!
 //! A scheduler that adds up the units of a node's GPUs cannot see which units are on one GPU. So a
 //! pod is released only when the ledger has reserved units of one device for each of its [`Ask`]s.
-//! A [`Claim`] says what a released pod requests. A [`Reservation`] keeps units of a device.
+//! A [`Claim`] records what a released pod requests. A [`Reservation`] keeps units of a device.
 //! Reservations are kept by node, resource and size, not by pod: two pods with equal requests can
 //! swap their units.
 //!
@@ -10,14 +10,14 @@
 //!
 //! 1. The claims on the node determine which units must be reserved: those that their pods request
 //!    and have not been allocated yet.
-//! 2. A reservation stays on the device that the pod's annotation names, while it fits there and is
-//!    needed.
-//! 3. Any other needed unit is reserved on a device with room, if there is one.
+//! 2. A reservation remains on the device that the pod's annotation names, while it fits there and
+//!    is needed.
+//! 3. Any other needed unit is reserved on a device with enough free units, if one exists.
 //!
 //! A claim has a copy of the reservations in its pod's annotation ([`Claim::noted`]). The copies
 //! follow allocations: if a pod was allocated the units that another pod's annotation names, the
-//! copies of the two pods are swapped. The annotations stay. There is no other history. It follows
-//! that
+//! copies of the two pods are swapped. The annotations do not change. The ledger has no other
+//! history. It follows that
 //!
 //! - the units reserved on a device never exceed its free units (`stock.rs` has the only
 //!   subtraction, and the only way to add a reservation),
@@ -70,11 +70,11 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Builds a ledger from facts. Claims without an annotation are reserved too, if there is
-    /// room.
+    /// Builds a ledger from facts. Units of claims without an annotation are reserved too, if they
+    /// fit.
     ///
-    /// The facts must be at least as new as the writes of the lost ledger: a released pod that is
-    /// not among the claims loses its reservation.
+    /// The facts must be at least as new as the writes of the lost ledger. Otherwise, a released
+    /// pod that is not among the claims loses its reservation.
     pub fn rebuild(facts: Facts) -> Self {
         let mut ledger = Self::default();
         for (pod, claim) in facts.claims {
@@ -93,8 +93,8 @@ impl Ledger {
         self.update_reservations(name);
     }
 
-    /// Removes a node that is gone or unknown, with its reservations. Claims on it stay, because
-    /// the node can return.
+    /// Removes a deleted or unknown node with its reservations. Claims on the node are kept,
+    /// because the node can return.
     pub fn forget(&mut self, name: &str) {
         self.nodes.remove(name);
         self.index.remove(name);
@@ -103,8 +103,8 @@ impl Ledger {
     /// Finds at most `most` places for a pod on these nodes, best first.
     ///
     /// On each node, every ask goes to the device with the best score, unless another ask would
-    /// then have no place. If a placement exists, it is found. Nothing is reserved. A pod without
-    /// asks fits on every node.
+    /// then not fit. If a placement exists, it is found. Nothing is reserved. A pod without asks
+    /// fits on every node.
     ///
     /// [Nominated](Self::nominate) room is not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
@@ -137,8 +137,8 @@ impl Ledger {
     }
 
     /// Like [`Self::fit_for`] with [`Tightest`] on all nodes that `may` accepts, without checking
-    /// every node. Returns `None` if the pod has several asks, if there are nominations, or if
-    /// there is no place: then call [`Self::fit_for`].
+    /// every node. Returns `None` if the pod has several asks, if nominations exist, or if the pod
+    /// fits nowhere: then call [`Self::fit_for`].
     pub fn fit_tightest(&self, waiting: Waiting<'_>, most: usize, mut may: impl FnMut(&str) -> bool) -> Option<Fits> {
         let Waiting { asks, priority, .. } = waiting;
         let [ask] = asks else { return None };
@@ -195,7 +195,7 @@ impl Ledger {
     /// Reserves the units of the fits for a pod, which may then be released to these nodes.
     ///
     /// # Errors
-    /// Nothing is reserved.
+    /// The pod already has a claim, or units of the fits are no longer free. Nothing is reserved.
     pub fn reserve(&mut self, pod: &str, fits: &Fits, expires: Moment) -> Result<(), Refused> {
         if self.claims.contains_key(pod) {
             return Err(Refused::Claimed);
@@ -225,8 +225,8 @@ impl Ledger {
     }
 
     /// Records that a pod was bound to a node. Its reservations on other nodes are freed, and those
-    /// on the node stay. A pod that bypassed the gate gets a claim, and a reservation if there is
-    /// room.
+    /// on the node are kept. A pod that bypassed the gate gets a claim, and a reservation if it
+    /// fits.
     pub fn bind(&mut self, pod: &str, node: &str, asks: &[Ask]) {
         let place = Place::Bound(node.to_owned());
         if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.asks == asks) {
@@ -250,8 +250,8 @@ impl Ledger {
         nodes.iter().for_each(|node| self.update_reservations(node));
     }
 
-    /// Removes the claim of a pod that is gone or will not run, and frees its reservations. Units
-    /// that are allocated to it stay used until the node is observed without it.
+    /// Removes the claim of a pod that is deleted or will not run, and frees its reservations.
+    /// Units that are allocated to the pod count as used until the node is observed without it.
     pub fn release(&mut self, pod: &str) -> Option<Claim> {
         self.nominations.remove(pod);
         let claim = self.remove(pod)?;
@@ -267,7 +267,7 @@ impl Ledger {
         self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
     }
 
-    /// Extends the claim of a pod that is not bound. Its reservations stay, so no other pod can
+    /// Extends the claim of a pod that is not bound. Its reservations are kept, so no other pod can
     /// take the units.
     pub fn extend(&mut self, pod: &str, until: Moment) {
         if let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.claims.get_mut(pod) {
@@ -318,21 +318,21 @@ impl Ledger {
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
-    /// the node. Reserved units stay reserved. Room that is nominated for other pods of the same or
-    /// higher priority stays nominated. A node that is short of a requested resource is left out.
-    /// Units of terminating pods count as free. So no pod is preempted for units that become free
-    /// anyway, and calling this again after the victims started to terminate returns no further
+    /// the node. Reserved units remain reserved. Room that is nominated for other pods of the same
+    /// or higher priority remains nominated. A node that is short of a requested resource is
+    /// excluded. Units of terminating pods count as free. So no pod is preempted for units that
+    /// become free anyway. When the victims are terminating, another call returns no further
     /// victims.
     ///
-    /// For each way to place the asks on devices, as many pods as possible stay: protected pods
+    /// For each way to place the asks on devices, as many pods as possible are kept: protected pods
     /// first, then those of higher priority, then those that started earlier. The best way has the
-    /// fewest protected victims, then the lowest maximum priority, the lowest sum of priorities,
-    /// the fewest victims, and the latest start among the victims of the highest priority. If
-    /// several ways are equal, the first by name is chosen.
+    /// fewest protected victims, then the lowest maximum priority, then the lowest sum of
+    /// priorities, then the fewest victims. Last, it has the latest start among the victims of the
+    /// highest priority. If several ways are equal, the first by name is chosen.
     ///
-    /// Callers must not pass pods with `preemptionPolicy: Never`. They must leave pods on devices
-    /// that cannot serve, such as unhealthy ones, out of `holders`, because preempting these frees
-    /// no usable units.
+    /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods on devices
+    /// that cannot serve, such as unhealthy ones, from `holders`, because preempting these frees no
+    /// usable units.
     pub fn preempt<'a>(
         &self,
         waiting: Waiting<'_>,
@@ -413,8 +413,8 @@ impl Ledger {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
-    /// Finds new reservations for the claims of a rebuilt node if those of the annotations leave a
-    /// claim without a place. That can happen if pods swapped units and then terminated.
+    /// Finds new reservations for the claims of a rebuilt node if those of the annotations do not
+    /// cover a claim. That can happen if pods swapped units and then terminated.
     fn renew_notes(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {

@@ -8,8 +8,8 @@ const MAX_STATES: usize = 20_000;
 /// The index of a device for each size. `None` if the sizes do not fit at the same time.
 ///
 /// `order` returns the devices to try for a size, given the free units, best first. Devices that it
-/// leaves out are not tried. The first assignment that is found is returned, so for one size it is
-/// the best.
+/// omits are not tried. The first assignment that is found is returned, so for one size it is the
+/// best.
 pub(super) fn pack(
     sizes: &[u32],
     free: &[u32],
@@ -93,16 +93,16 @@ mod tests {
 
     #[test]
     fn the_search_backtracks_from_the_tightest_device() {
-        // The tightest device for 4 leaves 2 beside 7. Two sizes of 3 fit there, and the third does
-        // not.
+        // The tightest device for 4 has 6 free. That leaves 2 and 7: the third size of 3 does not
+        // fit.
         assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest), Some(vec![0, 0, 1, 1]));
     }
 
     #[test]
     fn a_search_that_takes_too_long_ends() {
         let sizes: Vec<u32> = (100..160).collect();
-        // Three devices would need four of the sizes each, and even the twelve smallest exceed 3
-        // × 421.
+        // No assignment exists: for 60 sizes on 19 devices, three devices must have four sizes
+        // each. Even the twelve smallest sizes exceed 3 × 421.
         let free = vec![421; 19];
         assert_eq!(pack(&sizes, &free, &mut tightest), None);
     }

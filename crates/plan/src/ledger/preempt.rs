@@ -2,11 +2,11 @@
 //!
 //! Victims are chosen as in kube-scheduler, with one difference. kube-scheduler adds up a node's
 //! GPUs, so the units that it frees may be useless because they are on two GPUs. Here each way to
-//! place the asks on devices is considered separately, and a pod is preempted only if it frees
-//! units on a chosen device.
+//! place the asks on devices is considered separately. A pod is preempted only if it frees units on
+//! a chosen device.
 //!
-//! The room is then [nominated](super::Ledger::nominate): until the pod has it, pods of the same or
-//! lower priority do not see it as free.
+//! The room is then [nominated](super::Ledger::nominate): until it is reserved for the pod, pods of
+//! the same or lower priority do not see it as free.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -41,8 +41,8 @@ pub struct Holder {
     pub priority: i32,
     /// When it started. The operator passes the time at which the pod was created.
     pub started: Moment,
-    /// Whether a disruption budget protects it. The operator passes whether the API server refused
-    /// its eviction shortly before. Other victims are preferred.
+    /// Whether a disruption budget protects it. The operator sets this if the API server refused
+    /// the pod's eviction shortly before. Other victims are preferred.
     pub protected: bool,
     /// Whether it is terminating. Its units become free without preempting it.
     pub ending: bool,
@@ -189,12 +189,12 @@ impl<'a> NodeView<'a> {
         })
     }
 
-    /// All ways to place the asks on slots if all candidates were preempted, up to a limit: a slot
-    /// for each ask, in the order of `asks`. Ways that differ only in the order of equal asks count
-    /// as one.
+    /// All ways to place the asks on slots if all candidates were preempted, up to a limit. A way
+    /// is a slot for each ask, in the order of `asks`. Ways that differ only in the order of equal
+    /// asks count as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
-        // Even if there are too many ways to consider, this one is considered.
+        // Find one way first, because the search below can stop at its limit without any.
         let Some(one) = self.packed() else { return found };
         let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
@@ -251,7 +251,7 @@ impl<'a> NodeView<'a> {
         Some(chosen)
     }
 
-    /// The victims of one way. Each candidate, in order, stays if it fits.
+    /// The victims of one way. Each candidate, in order, is kept if it fits.
     fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
         let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
         for (&slot, (_, ask)) in slots.iter().zip(&self.asks) {

@@ -157,7 +157,7 @@ fn the_note_of_a_pod_allocated_elsewhere_blocks_no_device() {
     );
     ledger.release("swapped");
     assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 4)]);
-    // All free units but one. The first pod's old reservation on `b` must not count.
+    // Reserve all free units but one. The first pod's old reservation on `b` must not count.
     reserve(&mut ledger, "last", &[5, 4, 2], 9);
     assert_eq!(ledger.short("n"), []);
     let all = [on("a", 9), on("b", 2), on("b", 4), on("b", 4), on("c", 5)];
@@ -216,10 +216,10 @@ fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
     // has three units left.
     ledger.observe("n", node(&[0, 6], &[("x", "b", 1)]));
     assert_eq!((reserved(&ledger, "n"), ledger.short("n").to_vec()), (vec![on("a", 7)], asks(&[5])));
-    // One more device.
+    // Add a device.
     ledger.observe("n", node(&[0, 6, 4], &[("x", "b", 1)]));
     assert_eq!((reserved(&ledger, "n"), ledger.short("n").len()), (vec![on("a", 7), on("c", 5)], 0));
-    // All devices are gone.
+    // Remove all devices.
     ledger.observe("n", NodeFacts::default());
     assert_eq!(ledger.short("n"), asks(&[5, 7]).into_iter().rev().collect::<Vec<_>>());
 }
@@ -310,8 +310,8 @@ fn a_ledger_can_be_rebuilt() {
 
 #[test]
 fn typical_requests_decide_where_holes_are_left() {
-    // Pods request 6 and 4 units: a device with 6 free is kept for a 6, and a 4 goes where it
-    // leaves a 6. The tightest device would be another one.
+    // Pods request 6 and 4 units. `b` has 6 free units and is kept for a pod of 6, so a pod of 4
+    // goes to `a`. The tightest device for 4 is `b`.
     let mut observed = Observed::new(None);
     for _ in 0..10 {
         for per_gpu in [600, 400] {

@@ -89,7 +89,7 @@ impl Observed {
             *kinds.entry((*cpu, *gpus, *per_gpu, if by_model { models } else { &[] })).or_default() += weight;
         }
         let mut kinds: Vec<_> = kinds.into_iter().collect();
-        // The sort is stable: equal weights stay in the order of their kinds.
+        // The sort is stable: kinds with equal weights keep their order.
         kinds.sort_by(|(_, one), (_, other)| other.total_cmp(one));
         let mut sum = 0.0;
         let mut typical = Vec::new();

@@ -47,8 +47,8 @@ impl Node {
             && (demand.models.is_empty() || demand.models.contains(&self.model))
     }
 
-    /// The ways to place the pod on the node: one for each GPU with enough free capacity, of which
-    /// equal ones count once. A pod without GPUs or with several has at most one way.
+    /// The ways to place the pod on the node: one for each GPU with enough free capacity. GPUs with
+    /// equal free capacity count once. A pod without GPUs or with several has at most one way.
     ///
     /// A way is the GPU's index, or `None` if the pod requests no GPU or several.
     pub fn fits(&self, demand: &Demand) -> impl Iterator<Item = Option<usize>> {

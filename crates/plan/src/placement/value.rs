@@ -30,10 +30,11 @@ const FULLER_NODE_BONUS: f64 = 0.06;
 /// Penalty for nodes with much CPU for each GPU if CPU is scarce.
 const SPARE_CPU_PENALTY: f64 = 0.05;
 
-/// Requested CPU divided by available CPU from which CPU counts as scarce.
+/// CPU counts as scarce if requested CPU per GPU divided by available CPU per GPU exceeds this
+/// ratio.
 const SCARCE_CPU_RATIO: f64 = 0.93;
 
-/// Maximum CPU for each GPU that does not count as much, in thousandths of a core.
+/// CPU for each GPU above which a node has much CPU, in thousandths of a core.
 const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 
 /// The value of free capacity.
@@ -182,8 +183,9 @@ fn shared(typical: &[Typical]) -> Vec<(usize, f64)> {
         .collect()
 }
 
-/// The value of a GPU with x hundredths free, for each x: dual prices of the cutting-stock problem
-/// "the fewest GPUs that hold all shared pods", packed into x.
+/// The value of a GPU with x hundredths free, for each x: the highest sum of prices of the sizes
+/// that fit into x. Prices are dual prices of the cutting-stock problem "the fewest GPUs that hold
+/// all shared pods".
 ///
 /// A hole that no typical pod fits has no value. A size that tiles a GPU is worth its part of the
 /// GPU. Multiplicative weights solve the linear program. Their result is as good here as exact

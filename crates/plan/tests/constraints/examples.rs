@@ -135,7 +135,7 @@ fn terms_select_namespaces_as_kubernetes_does() {
             let selected = namespaces.contains(&namespace);
             let beside = pod(&[], &near(&[term("x", "zone", more)]));
             assert_eq!(!cluster.allowed(&beside).is_empty(), selected, "{namespace} by {more:?}");
-            // Unknown labels of a namespace exclude the pod for anti-affinity.
+            // If the labels of a namespace are unknown, anti-affinity excludes the node.
             let unsure = namespace == "unknown" && more.contains("team");
             let away = pod(&[], &apart(&[term("x", "zone", more)]));
             assert_eq!(cluster.allowed(&away).is_empty(), selected || unsure, "{namespace} by {more:?}");
@@ -286,7 +286,7 @@ fn a_missing_selector_and_an_unknown_operator_select_nothing() {
     ] {
         assert_eq!(cluster.allowed(&subject).len(), nodes, "{:?}", subject.rules);
     }
-    // In a node selector, the number would be less than 9.
+    // Label selectors have no `Lt`. In a node selector, 3 would be less than 9 and would match.
     cluster.pods[0].labels = labels(&[("foo", "3")]);
     assert_eq!(cluster.allowed(&with(r#"{"key": "foo", "operator": "Lt", "values": ["9"]}"#)).len(), 4);
     let none = r#"{"spread": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]}"#;
@@ -386,13 +386,13 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
     for subject in [&large, &wide] {
         assert!(subject.rules.are_too_many());
         assert!(cluster.verdicts(subject).iter().all(|verdict| *verdict == Err(Conflict::TooManyRules)));
-        // No pod is read.
+        // Too many rules are refused before any pod or node is read.
         let all = || std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("pods are read") });
         let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
         let _ = Judge::new(subject.as_subject(), nodes, all(), all(), |_| None);
     }
     assert!(!pod(FOO, &spreads(&keys[..80])).rules.are_too_many());
-    // If a running pod has the same rules, only those up to the limit count.
+    // A running pod can have too many rules too. Only those up to the limit count.
     let asked = Cell::new(0);
     let (rules, labels) = (Rules::default(), labels(&[("app", "x")]));
     let subject = Subject { namespace: "default", labels: &labels, rules: &rules, pod: &Pod::default(), volumes: &[] };
