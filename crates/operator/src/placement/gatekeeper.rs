@@ -274,8 +274,7 @@ impl Gatekeeper {
         }
         let up = input.now.up;
         self.protected.retain(|_, until| *until > up);
-        // No watch reports that a budget allows disruptions again, so reconcile when the protection
-        // ends.
+        // No watch reports that a budget allows disruptions again.
         self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
         let Self { unschedulable_after, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
         let candidates: Vec<Candidate<'_>> = queue
@@ -333,8 +332,7 @@ impl Gatekeeper {
             match preempted {
                 Some(Preemption { node, takes, victims }) => {
                     actions.evictions.extend(preemption.evictions(victims, name));
-                    // The result can be ignored: the ledger refuses only pods with a claim, and
-                    // waiting pods have none.
+                    // The ledger refuses only pods with a claim, and waiting pods have none.
                     let _ = ledger.nominate(name, Nomination { priority: candidate.plan_pod.priority, node, takes });
                 }
                 None => drop(ledger.withdraw(name)),
