@@ -26,7 +26,7 @@ fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutcome
     };
     match change {
         Change::Destroy(instance) => {
-            // Another instance may have replaced it. Do not destroy that one.
+            // Another instance may have replaced this one. Do not destroy the replacement.
             if !there.contains(instance) {
                 return Ok(ChangeOutcome::Done);
             }

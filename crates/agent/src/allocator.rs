@@ -41,9 +41,9 @@ pub struct Allocator {
     settings: ContainerSettings,
     link: HostLink,
     metrics: Metrics,
-    /// Notified when slices were allocated: files and status have to follow soon.
+    /// Notified when slices were allocated: files and status must be updated soon.
     pub allocated: Notify,
-    /// Notified when a container starts: its files have to be written now.
+    /// Notified when a container starts: its files must be written now.
     pub starting: Notify,
     /// Notified when the pending allocations change.
     pending_changes: watch::Sender<()>,
@@ -113,8 +113,8 @@ impl Allocator {
         self.allocated.notify_one();
     }
 
-    /// Returns the allocation of these slices. Creates it again if it is unknown: a reboot or a
-    /// lost checkpoint may have removed it.
+    /// Returns the allocation of these slices. Recreates an unknown allocation, because a reboot or
+    /// a lost checkpoint may have removed it.
     ///
     /// # Errors
     /// Returns [`Denied`] if no container can have these slices together.
@@ -130,7 +130,7 @@ impl Allocator {
     /// specification, and its door is open.
     ///
     /// # Errors
-    /// A sentence that says what is still missing after [`READY_TIMEOUT`].
+    /// A sentence that states what is still missing after [`READY_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
         if let Some(folder) = self.settings.specification() {
             // The specification may not list a new MIG instance yet.

@@ -75,8 +75,8 @@ fn capabilities<'a>(
     accesses.into_iter().filter_map(|file| Capability::parse(&fs::read_to_string(host_root.join(file)).ok()?))
 }
 
-/// Creates missing device nodes of MIG instances. The driver does not create them. NVIDIA's tools
-/// create them when they run.
+/// Creates missing device nodes of MIG instances. The driver does not create these nodes, and
+/// NVIDIA's tools create them only when they run.
 pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
@@ -97,7 +97,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
             let mode = Mode::from_raw_mode(capability.mode);
             match rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, mode, device) {
                 Ok(()) => rustix::fs::chmod(&path, mode)?,
-                // NVIDIA's tools created it first.
+                // NVIDIA's tools may create the node first.
                 Err(rustix::io::Errno::EXIST) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -121,7 +121,8 @@ pub fn describes(directory: &Path, devices: &[String]) -> bool {
     devices.iter().all(|device| named.contains(&device.as_str()))
 }
 
-/// Builds the specification.
+/// Builds the CDI specification. `driver` is the driver's directory on the host, and its path in
+/// containers.
 pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Path, &Path)>) -> Value {
     let devices: Vec<Value> = nodes
         .iter()

@@ -2,8 +2,8 @@
 //!
 //! A container may create cgroups with any name below its own cgroup, and move its processes there.
 //! Therefore only the component nearest the root that names a pod is trusted: only the kubelet and
-//! the container runtime create cgroups above it. Further components name pods only if a node
-//! itself runs in a pod.
+//! the container runtime create cgroups above it. Unless the node itself runs in a pod, no
+//! component below it names a real pod.
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,7 +46,7 @@ fn paths(text: &str) -> impl Iterator<Item = &str> {
 
 /// The pods in a path, outermost first, each with the container that follows it.
 fn owners(path: &str) -> Vec<Owner> {
-    // The kernel appends this to a removed cgroup that still has processes.
+    // The kernel appends this suffix to the path of a removed cgroup that still has processes.
     let path = path.strip_suffix(" (deleted)").unwrap_or(path);
     let mut components = path.split('/').filter(|component| !component.is_empty()).peekable();
     let mut below_kubepods = false;

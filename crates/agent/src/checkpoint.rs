@@ -152,7 +152,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Uses the file in this directory. The first write creates it.
+    /// Creates a store for the checkpoint in this directory. The first write creates the file.
     pub fn new(state_dir: &Path) -> Self {
         Self { path: state_dir.join(CHECKPOINT_FILE) }
     }
@@ -257,7 +257,8 @@ mod tests {
         };
         let pool = "/layouts/GPU-a/pools/0";
         for (pointer, value, part) in [
-            // The agent keeps the id of every slice in memory. This would be four billion ids.
+            // The agent keeps the id of every slice in memory. This count would mean four billion
+            // ids.
             ("count", json!(u32::MAX), "GPU GPU-a: nvidia.com/gpu-mps: 4294967295 slices"),
             ("first", json!(u32::MAX), "cannot be numbered from 4294967295"),
             ("resource", json!("x".repeat(100_000)), "is not the name of an extended resource"),
@@ -286,7 +287,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::new(directory.path());
         store.save(&checkpoint().encode()).unwrap();
-        // A directory with the name of the temporary file.
+        // A directory with the name of the temporary file makes the write fail.
         fs::create_dir(directory.path().join("agent.json.tmp")).unwrap();
         assert!(store.save(b"{}").is_err());
         assert_eq!(store.load().unwrap(), Some(checkpoint()));

@@ -1,4 +1,4 @@
-//! Time for decisions and time of day for people.
+//! Monotonic time for decisions, and the time of day for reports.
 use std::time::Instant;
 
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
@@ -13,7 +13,7 @@ pub struct Stamp {
 }
 
 /// Converts instants to the time of day, based on one instant whose time of day is known. That
-/// instant has to be recent, because the clock may be set.
+/// instant has to be recent, because the system clock may be set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Clock {
     from: Stamp,

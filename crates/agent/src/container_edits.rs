@@ -1,6 +1,6 @@
 //! Changes to a container that gets an allocation: environment, mounts, devices. Pure.
 //!
-//! They correspond to the container edits of a CDI specification
+//! The changes correspond to the container edits of a CDI specification
 //! (<https://github.com/cncf-tags/container-device-interface>). Each front end translates them into
 //! its own API.
 use std::collections::{BTreeMap, BTreeSet};
@@ -84,8 +84,8 @@ impl ContainerSettings {
         let mut edits = ContainerEdits { mounts: self.mounts.clone(), ..ContainerEdits::default() };
         let visible = match self.strategy {
             DeviceListStrategy::Envvar => allocation.devices.join(","),
-            // NVIDIA's images request all GPUs by default. If NVIDIA's runtime handles the
-            // container too, "void" keeps it from adding any.
+            // NVIDIA's images request all GPUs by default. "void" prevents NVIDIA's runtime from
+            // adding them if it handles the container too.
             DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => "void".to_owned(),
         };
         edits.env.insert("NVIDIA_VISIBLE_DEVICES".into(), visible);
@@ -109,8 +109,8 @@ impl ContainerSettings {
                 edits.env.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), threads.to_string());
             }
             if let Some(memory) = limits.memory_mib {
-                // Whole MiB of device 0, the only visible device. With a fraction, every context
-                // fails. The driver ignores a limit that it cannot parse.
+                // Use whole MiB: with a fraction, every context fails. The driver ignores a limit
+                // that it cannot parse. Device 0 is the only visible device.
                 edits.env.insert("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), format!("0={memory}M"));
             }
             edits.mounts.push(Mount {

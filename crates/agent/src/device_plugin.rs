@@ -13,8 +13,8 @@ use crate::container_edits::ContainerEdits;
 use crate::gpu::layout::{Kind, Pool, parse_id};
 use crate::metrics::{AllocateOutcome, Metrics};
 
-/// Whether the choice of slices matters: they belong to several devices, and `must_include` does
-/// not determine the device.
+/// Whether the choice of slices matters: the available slices belong to several devices, and
+/// `must_include` does not determine the device.
 fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
     let mut devices = request.available.iter().filter_map(|id| Some(parse_id(id)?.0));
     let first = devices.next();
@@ -91,8 +91,8 @@ impl Resource for Served {
     }
 
     fn options(&self) -> Options {
-        // Every resource has the same options, so that a resource that gets its first MPS shares
-        // later need not be registered again.
+        // Every resource has the same options. Otherwise a resource would have to be registered
+        // again when it gets its first MPS shares.
         Options { pre_start: true, preferred: true }
     }
 

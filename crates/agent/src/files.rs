@@ -9,7 +9,7 @@ use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use tokio::time::sleep;
 
 /// Calls `on_change` now and after every change in the directory, forever. If inotify fails, calls
-/// `on_error` with the error, and `on_change` each time that `interval` has passed.
+/// `on_error` with the error, and from then on `on_change` once per `interval`.
 pub(crate) async fn watch_directory(
     directory: &Path,
     interval: Duration,
@@ -54,7 +54,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
         file.sync_all()
     });
     written.and_then(|()| fs::rename(beside, path)).inspect_err(|_| {
-        // Remove the partial file. The first error is the one to return.
+        // Remove the partial file, but return the first error.
         let _ = fs::remove_file(beside);
     })
 }

@@ -87,7 +87,7 @@ pub enum Termination {
     Done,
     /// An attempt failed and will be repeated.
     Failed,
-    /// The client was not terminated before its pod's containers may be killed.
+    /// The client was not terminated by the time at which its pod's containers may be killed.
     Late,
 }
 
@@ -240,7 +240,7 @@ impl Metrics {
         self.changes.get_or_create(&ChangeLabels { change, result }).inc();
     }
 
-    /// Sets the memory use of tenants, and removes the series of tenants that are gone.
+    /// Sets the memory use of tenants, and removes the series of tenants that no longer exist.
     pub fn tenants(&self, usage: &[Usage]) {
         let Tenants { memory, limit, known, .. } = &self.tenants;
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);

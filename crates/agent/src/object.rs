@@ -1,7 +1,7 @@
 //! The node's own `GpuNode`, as read from the API server.
 use cleave_api::GpuNodeSpec;
 
-/// The node's `GpuNode`, as the API server has it.
+/// State of the node's `GpuNode` on the API server.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub enum Object {
     /// The API server has not answered yet.

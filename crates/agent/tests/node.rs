@@ -99,7 +99,7 @@ async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_
     );
     let four = machine.kubelet.preferred(MPS, &free, &[], 4).await.unwrap();
     assert_eq!(device(&four), first);
-    // No pod requests nine shares. The kubelet gets an answer all the same.
+    // No pod requests nine shares, but the kubelet must get an answer.
     let nine = machine.kubelet.preferred(MPS, &all, &[], 9).await.unwrap();
     assert_eq!(nine.len(), 9);
 }
@@ -122,7 +122,8 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
     let after = machine.wait_for_healthy(MPS, 10).await;
     machine.wait_for_status("applied", |status| status.plan_id == "second").await;
     assert_eq!(after.registrations.len(), before.registrations.len(), "no resource was registered again");
-    // The stream of a resource that is no longer served ends. Another resource starts.
+    // The stream of a resource that is no longer served ends, and the stream of another resource
+    // starts.
     machine.set_spec("third", vec![]);
     machine.wait_for_healthy(WHOLE, 2).await;
     machine

@@ -1,8 +1,8 @@
 //! Decides which slices a request gets, and with which limits. Pure.
 //!
-//! All MPS shares of one request are on one GPU; replicas are if possible. `Allocate` needs only
-//! the pools. It does not refuse a request because a daemon is briefly unavailable: the container's
-//! start waits for the daemon.
+//! All MPS shares of one request are on one GPU, and so are its replicas if possible. `Allocate`
+//! depends only on the pools. A daemon that is briefly unavailable is not a reason to refuse a
+//! request: the container's start waits for the daemon.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::pending::Reserved;
@@ -41,13 +41,17 @@ pub struct Choice<'a> {
     pub size: usize,
 }
 
-/// Chooses the slices for a request, lowest numbers first.
+/// Chooses the slices for a request, lowest numbers first. The answer always contains
+/// `must_include`.
 ///
-/// If a GPU has enough free slices, all slices come from one GPU, preferably in this order: one
-/// with a reservation for a request of this size, earliest reservation first; one whose other free
-/// slices still cover its reservations; the one with the fewest free slices; the first by UUID. If
-/// no GPU has enough, the GPUs with the most free slices come first, so that the request uses as
-/// few GPUs as possible. `must_include` is always part of the answer.
+/// If a GPU has enough free slices, all slices come from one GPU. Preferred are, in this order:
+/// - a GPU with a reservation for a request of this size, earliest reservation first
+/// - a GPU whose other free slices still cover its reservations
+/// - the GPU with the fewest free slices
+/// - the first GPU by UUID
+///
+/// If no GPU has enough, the GPUs with the most free slices come first, so that the request uses as
+/// few GPUs as possible.
 pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
@@ -67,8 +71,8 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
         let fits = free >= missing && (started.is_empty() || started.len() == 1 && started.contains(device));
         let reserved = || view.reserved.iter().filter(|reserved| reserved.device == device);
         let is_for_this = |reserved: &Reserved<'_>| reserved.sizes.iter().any(|size| *size as usize == request.size);
-        // The first reservation with a matching size counts: an init container's request uses only
-        // a part of its reservation.
+        // The size must match an expected call, not the reservation: an init container's request
+        // uses only a part of its reservation.
         let rank = view.reserved.iter().position(|reserved| reserved.device == device && is_for_this(reserved));
         let for_this = rank.is_some();
         let for_all = reserved().fold(0_usize, |sum, reserved| sum.saturating_add(reserved.units as usize));

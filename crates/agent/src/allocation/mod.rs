@@ -1,7 +1,8 @@
 //! Allocations: which slices of which devices containers use, or will use. Pure.
 //!
-//! No code here depends on the device plugin. But [`pending`] assumes requests that name a size and
-//! no pod, and [`usage`] that PodResources lists the slices of each allocation among its devices.
+//! No code here depends on the device plugin. However, [`pending`] assumes that requests name a
+//! size but no pod. [`usage`] assumes that PodResources lists the slices of each allocation among
+//! its devices.
 pub mod allocate;
 pub mod pending;
 pub mod table;
@@ -22,7 +23,7 @@ pub struct Allocation {
     pub ids: Vec<String>,
     /// UUIDs of the devices; exactly one under MPS.
     pub devices: Vec<String>,
-    /// Its limits, if it is under MPS.
+    /// Limits of an allocation under MPS; `None` for other allocations.
     pub mps: Option<MpsLimits>,
 }
 
@@ -43,7 +44,8 @@ impl Allocation {
         allocation_id(&self.resource, &self.ids)
     }
 
-    /// The id and settings of its door, for the MPS host. `None` if it is not under MPS.
+    /// The id and settings of the allocation's door, for the MPS host. `None` if the allocation is
+    /// not under MPS.
     pub fn door(&self) -> Option<(String, wire::Allocation)> {
         let MpsLimits { threads, memory_mib, max_clients } = self.mps?;
         let device = self.devices.first()?.clone();

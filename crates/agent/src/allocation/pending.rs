@@ -2,11 +2,11 @@
 //! reservation. Pure: the time is an argument.
 //!
 //! Three sources are combined, because none of them is complete. The API server lists the pods that
-//! are bound to the node, with the reservations in their annotations. `Allocate` calls name a
-//! size but no pod. The kubelet's list names the container of each slice, but later, and it omits
+//! are bound to the node, with the reservations in their annotations. `Allocate` calls name a size
+//! but no pod. The kubelet's list names the container of each slice, but appears later and omits
 //! init containers. A call is attributed to a pending container of the same size, preferably one
-//! with a reservation on the device that was allocated. If the kubelet then lists the slices for
-//! another container, the two containers have swapped reservations.
+//! with a reservation on the allocated device. If the kubelet then lists the slices for another
+//! container, the two containers have swapped reservations.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,7 @@ pub struct ContainerRequest {
     pub units: u32,
     /// Index of the pod's placement group. All slices of one group must be on one device.
     pub group: usize,
-    /// Slices of the group that this container and the containers before it need together.
+    /// Number of the group's slices that this container and the containers before it need together.
     pub needed: u32,
     /// The device on which the group has a reservation.
     pub reserved_on: Option<String>,
@@ -80,10 +80,10 @@ enum RequestState {
 struct PendingRequest {
     wanted: ContainerRequest,
     /// The device of the reservation that this request will use. After a swap, the reservation was
-    /// made for another request.
+    /// created for another request.
     reservation: Option<String>,
     state: RequestState,
-    /// The device of its allocation, if known.
+    /// The device on which its slices are allocated, if known.
     allocated_on: Option<String>,
 }
 
@@ -124,7 +124,7 @@ enum PodWatch {
     Unreliable,
 }
 
-/// The known requests that the kubelet has yet to make.
+/// Known containers for which the kubelet has yet to call `Allocate`.
 #[derive(Debug, Clone, Default)]
 pub struct PendingAllocations {
     watch: PodWatch,
@@ -137,7 +137,7 @@ pub struct PendingAllocations {
 type RequestKey = (String, usize);
 
 impl PendingAllocations {
-    /// Starts without pods, and expects a watch to report them.
+    /// Creates an empty value, to which a watch on the API server adds pods.
     pub fn with_watch() -> Self {
         Self { watch: PodWatch::Working, ..Self::default() }
     }
@@ -159,8 +159,8 @@ impl PendingAllocations {
         }
     }
 
-    /// Whether a known pod has a pending request of this size. Also true if waiting for one is
-    /// pointless.
+    /// Whether a known pod has a pending request of this size. Also true if no watch is expected to
+    /// report such a pod.
     pub fn expects(&self, resource: &str, units: u32) -> bool {
         let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
         matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
@@ -275,7 +275,8 @@ impl PendingAllocations {
             if pod.requests.iter().any(|request| request.state == RequestState::Listed) {
                 continue;
             }
-            // The call was for another container, whose pod no longer exists.
+            // The kubelet does not list this pod, so the call was for another container, whose pod
+            // no longer exists.
             for request in &mut pod.requests {
                 if matches!(request.state, RequestState::Answered(at) if at + LIST_DELAY < asked) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);
@@ -400,7 +401,7 @@ impl PendingAllocations {
                 }
             }
         }
-        // A listed request no longer uses a reservation. Later pods have their own.
+        // A listed request no longer uses a reservation. Later pods have reservations of their own.
         for request in self.pods.values_mut().flat_map(|pod| &mut pod.requests) {
             if request.state == RequestState::Listed && request.allocated_on.is_some() {
                 request.reservation.clone_from(&request.allocated_on);
@@ -569,7 +570,7 @@ mod tests {
         assert!(!pending.expects(MPS, 3), "its call was answered already");
         pending.update_pod(bound("b", &[(3, "B")]), now);
         assert!(pending.expects(MPS, 3));
-        // The reservation on A is left, whichever pod the call was for.
+        // Only the reservation on A remains, whichever pod the call was for.
         assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
         late.record_answer(MPS, 3, "A", now);

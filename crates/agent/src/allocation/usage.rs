@@ -8,7 +8,7 @@ use cleave_kubelet::{AllocatedDevices, HeldDevices};
 use crate::allocation::Allocation;
 use crate::gpu::layout::parse_id;
 
-/// Name of the user of an allocation that PodResources does not list.
+/// User name of an allocation that PodResources does not list.
 const BEING_ADMITTED: &str = "a pod that is being admitted";
 
 /// Allocations by id. The kubelet does not announce that an allocation has ended. The agent infers
@@ -19,15 +19,15 @@ pub struct Allocations(BTreeMap<String, Entry>);
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Entry {
     allocation: Allocation,
-    /// When it was last allocated.
+    /// When the slices were last allocated.
     at: Instant,
     /// The kubelet has listed it. The allocation ends when the kubelet no longer lists it.
     seen: bool,
 }
 
 impl Allocations {
-    /// Restores the allocations of a checkpoint. Their grace period starts again, because the agent
-    /// does not know how long it was down.
+    /// Restores the allocations of a checkpoint. Their grace period starts again, because the
+    /// agent's downtime is unknown.
     pub fn restore(allocations: impl IntoIterator<Item = Allocation>, now: Instant) -> Self {
         Self(
             allocations
@@ -53,13 +53,15 @@ impl Allocations {
     }
 
     /// Removes the allocations that have ended according to a PodResources list requested at
-    /// `asked`: those listed before but not now, and those not listed within `grace`.
+    /// `asked`. An allocation has ended if it was listed before but not now, or was not listed
+    /// within `grace`.
     ///
-    /// An allocation stays while `busy` reports clients for it, and while the kubelet's checkpoint
-    /// has one of its slices: a kubelet that restarted now would count those slices as allocated.
+    /// An allocation is kept while `busy` reports clients for it. It is also kept while the
+    /// kubelet's checkpoint contains one of its slices: a kubelet that restarted now would count
+    /// those slices as allocated.
     ///
-    /// An allocation also stays while any container has one of its slices. PodResources omits init
-    /// containers, whose slices pass to the other containers of their pod.
+    /// Finally, an allocation is kept while any of its slices is allocated to a container.
+    /// PodResources omits init containers, whose slices pass to the other containers of their pod.
     pub fn collect(
         &mut self,
         listed: &[HeldDevices],
@@ -97,7 +99,7 @@ impl Allocations {
     }
 }
 
-/// The allocations that the kubelet does not list.
+/// Result of [`Allocations::collect`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Collected {
     /// Allocations that have ended and were removed.

@@ -3,7 +3,7 @@
 //!
 //! GPUs answer one by one ([`crate::run::hardware`]), and [`HardwareTracker`] merges the answers. A
 //! GPU is unreachable when its own call fails or misses its deadline. If a call to the driver
-//! fails, all GPUs are unavailable; once the driver answers, each GPU's own last answer counts
+//! fails, all GPUs are unavailable. Once the driver answers, each GPU's own last answer counts
 //! again. The tracker maps NVML's indices to GPUs, based only on answers since NVML's list last
 //! changed. No GPU counts as missing before every index has answered or failed.
 use std::collections::BTreeMap;
@@ -133,8 +133,8 @@ struct Lost {
     reason: &'static str,
     message: String,
     since: Time,
-    /// Only a reset restores it: the GPU fell off the bus, or its driver was unloaded. A driver
-    /// that hangs does not prove that.
+    /// Only a reset restores the GPU, because it fell off the bus or its driver was unloaded. A
+    /// driver that hangs is not proof of this.
     for_good: bool,
 }
 
@@ -288,7 +288,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Marks the GPUs that are at no index as missing, once every index has answered or failed.
+    /// Once every index has answered or failed, marks the GPUs without an index as missing.
     fn mark_missing(&mut self, since: &Time) {
         if !matches!(self.driver, Driver::Present(_)) || !self.is_complete() {
             return;
@@ -577,7 +577,8 @@ pub(crate) mod tests {
         assert_eq!(unhealthy(&tracker), ["GPU-a"]);
         tracker.record_answer(1, seen("GPU-a", 1), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
-        // A shorter list shows which GPU is gone once all remaining indices have answered.
+        // The driver now lists one GPU fewer. Which GPU it removed is known once all remaining
+        // indices have answered or failed.
         census(&mut tracker, 1, now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
         tracker.record_answer(1, hung(), now);
@@ -622,7 +623,7 @@ pub(crate) mod tests {
             let mut tracker = two();
             tracker.xid("GPU-b", 119, None, &[], now);
             tracker.observe(answer, now);
-            // A later error that proves nothing does not cancel earlier proof.
+            // A driver that hangs is not proof of a loss, but does not cancel earlier proof either.
             tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
             tracker.observe(both(), now);
             assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");

@@ -7,15 +7,18 @@
 //!  other or unknown XID, ───────▶ Suspect ─────▶ a quiet period, then a full answer of NVML;
 //!  uncorrected ECC errors                        or proof of a reset; or an administrator
 //!  XID that needs a reset ──────▶ NeedsReset ──▶ proof of a reset; or an administrator
-//!  NVML does not answer ────────▶ Lost ────────▶ NVML answers: the earlier class is back;
-//!                                                if only a reset brings it back, that is proof
+//!  NVML does not answer ────────▶ Lost ────────▶ NVML answers: the earlier class applies; if
+//!                                                only a reset restores the GPU, this is proof
 //! ```
 //!
 //! Neither time alone nor a restart of the agent ends a fault: the checkpoint keeps the recorded
-//! faults. Proof of a reset is one of these: the node was rebooted; a GPU that fell off the bus, or
-//! whose driver was unloaded, is back; error counters start at 0 again; the driver requested a
-//! reset and no longer does. Other faults last exactly as long as NVML reports them, and are not
-//! recorded.
+//! faults. Other faults last exactly as long as NVML reports them, and are not recorded.
+//!
+//! Each of these is proof of a reset:
+//! - The node was rebooted.
+//! - A GPU that fell off the bus, or whose driver was unloaded, answers again.
+//! - Error counters start at 0 again.
+//! - The driver requested a reset and no longer does.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -28,11 +31,11 @@ use serde::{Deserialize, Serialize};
 use crate::clock::Stamp;
 use crate::gpu::xid::{Class, classify, describe};
 
-/// Default quiet period: how long a suspect GPU must show no further error before it can be healthy
+/// Default quiet period: time without a further error after which a suspect GPU can be healthy
 /// again. `--suspect-quiet` overrides it.
 ///
-/// Within this time, a GPU that fails under every load fails again. A single error does not cost an
-/// hour of capacity.
+/// A GPU that fails under every load fails again within this time. A longer period would remove the
+/// GPU's capacity for longer after a single error.
 pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
 /// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
@@ -83,7 +86,7 @@ pub struct RecordedFault {
     pub class: Class,
     /// Its kind. After several errors, the kind of the last one.
     pub cause: Cause,
-    /// The MIG device that it is limited to, if any.
+    /// The MIG device that the fault is limited to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<String>,
     /// Time of the first error.
@@ -105,13 +108,13 @@ pub struct Record {
     /// When the driver first requested a reset; `None` if it requests none now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_wanted: Option<Time>,
-    /// The GPU was lost, and only a reset brings it back.
+    /// The GPU was lost, and only a reset restores it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
 }
 
 impl Record {
-    /// Whether there is nothing to keep.
+    /// Whether the record contains nothing that the checkpoint must keep.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
@@ -127,7 +130,7 @@ pub struct History {
     reset_wanted: Option<Time>,
     remap_failed: Option<Time>,
     vitals: Vitals,
-    /// It was lost before this process started, and has not answered yet.
+    /// The GPU was lost before this process started, and has not answered yet.
     was_lost: bool,
 }
 
@@ -156,14 +159,14 @@ struct TrackedFault {
 
 impl History {
     /// Restores the record of an earlier agent in the same boot. Quiet periods start again, because
-    /// no agent was listening.
+    /// no agent observed errors until now.
     pub fn restore(record: Record, now: Instant) -> Self {
         let Record { faults, uncorrected, reset_wanted, lost } = record;
         let faults = faults.into_iter().map(|recorded| TrackedFault { recorded, quiet: now }).collect();
         Self { faults, uncorrected, reset_wanted, was_lost: lost, ..Self::default() }
     }
 
-    /// The record for the checkpoint. `lost`: the GPU is lost, and only a reset brings it back.
+    /// The record for the checkpoint. `lost`: the GPU is lost, and only a reset restores it.
     pub fn record(&self, lost: bool) -> Record {
         Record {
             faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),
@@ -173,7 +176,7 @@ impl History {
         }
     }
 
-    /// Records an XID. `instance` is the MIG device that it is limited to, if any. Returns its
+    /// Records an XID. `instance` is the MIG device that the XID is limited to, if any. Returns its
     /// class.
     pub fn xid(&mut self, xid: u64, instance: Option<&str>, ignored: &[u64], at: Stamp) -> Class {
         let class = classify(xid, ignored);
@@ -236,14 +239,15 @@ impl History {
     }
 
     fn record_fault(&mut self, class: Class, cause: Cause, instance: Option<&str>, at: Stamp) {
-        // Only a reset of the whole GPU is possible.
+        // A fault that needs a reset is not limited to an instance: only the whole GPU can be
+        // reset.
         let instance = instance.filter(|_| class == Class::Suspect);
         let time = whole_seconds(at.wall);
         let same =
             |fault: &&mut TrackedFault| (fault.recorded.class, fault.recorded.instance.as_deref()) == (class, instance);
         match self.faults.iter_mut().find(same) {
             Some(fault) => {
-                // The clock may have been set back. The last error is never before the first.
+                // The clock may have been set back, but the last error must not precede the first.
                 let last = time.max(fault.recorded.last.clone());
                 (fault.recorded.cause, fault.recorded.last, fault.quiet) = (cause, last, at.now);
             }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::gpu::mig::{Change, Target, changes};
 
-/// Maximum number of slices in a pool. More is a mistake in the spec.
+/// Maximum number of slices in a pool. A larger number is a mistake in the spec.
 const MAX_SLICES: u32 = 1024;
 
 /// The sharing mode of a GPU.
@@ -105,7 +105,7 @@ impl Layout {
     /// creates an id for every slice, so a wrong count could exhaust the memory.
     ///
     /// # Errors
-    /// A sentence that says what is wrong.
+    /// A sentence that states what is wrong.
     pub fn check(&self) -> Result<(), String> {
         for Pool { resource, first, count, kind, .. } in &self.pools {
             resource_name(resource)?;
@@ -154,7 +154,8 @@ pub struct TargetLayout {
     pub layout: Layout,
     /// The changes to make first, in order.
     pub changes: Vec<Change>,
-    /// The part of the spec that is ignored because it is impossible. Empty if there is none.
+    /// The part of the spec that is ignored because it is impossible. Empty if the whole spec is
+    /// possible.
     pub note: String,
 }
 

@@ -1,8 +1,8 @@
-//! MIG: leads a GPU from its current instances to the wanted ones, one change at a time. Pure.
+//! MIG: replaces a GPU's current instances with the desired ones, one change at a time. Pure.
 //!
 //! The remaining changes are computed each time from what NVML reports, so an agent that was killed
-//! between two changes continues with the next. Only [`MigProgress`] is lost with the agent: which
-//! changes failed, and how often.
+//! between two changes continues with the next. Only [`MigProgress`] is lost when an agent exits:
+//! it records which changes failed, and how often.
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -46,10 +46,10 @@ impl fmt::Display for Change {
     }
 }
 
-/// The wanted MIG state of a GPU.
+/// The desired MIG state of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target<'a> {
-    /// Leave it as it is: no spec names this GPU.
+    /// Keep the current state: no spec names this GPU.
     Keep,
     /// MIG mode off.
     Off,
@@ -61,7 +61,7 @@ pub enum Target<'a> {
 /// even if another program created them.
 ///
 /// # Errors
-/// A sentence that says why this GPU can never reach the target.
+/// A sentence that states why this GPU can never reach the target.
 pub fn changes(gpu: &Gpu, target: Target<'_>) -> Result<Vec<Change>, String> {
     let Some(mig) = &gpu.mig else {
         return match target {
@@ -94,7 +94,7 @@ pub fn changes(gpu: &Gpu, target: Target<'_>) -> Result<Vec<Change>, String> {
     }
 }
 
-/// Checks that NVML offers these profiles at these places, and that no two overlap.
+/// Checks that NVML offers these profiles at these placements, and that no two placements overlap.
 fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String> {
     // Some drivers list profiles only while MIG mode is on.
     if mig.profiles.is_empty() && !mig.enabled {
@@ -129,7 +129,7 @@ fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
 pub enum NextStep {
     /// Nothing, or nothing yet because slices are still being withdrawn.
     Nothing,
-    /// Make this change. Nothing known is in its way.
+    /// Make this change: nothing known prevents it.
     Do(Change),
     /// This change has to wait, for the reason given.
     Wait(Change, String),
@@ -185,7 +185,7 @@ fn size(gpu: &Gpu, profile: &str) -> u32 {
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
 }
 
-/// `in use by processes outside of Kubernetes (pid 12, 13)`.
+/// Text like `in use by processes outside of Kubernetes (pid 12, 13)`.
 pub fn in_use_by(processes: &[&Process]) -> String {
     let pids: Vec<String> = processes.iter().take(MAX_NAMED_PROCESSES).map(|process| process.pid.to_string()).collect();
     let more = if processes.len() > MAX_NAMED_PROCESSES {
@@ -205,7 +205,7 @@ pub enum ChangeOutcome {
     Busy(String),
     /// MIG mode changes with the next reset of the GPU, which an administrator must do.
     AfterReset,
-    /// The driver has not answered for this long. It may still answer.
+    /// The driver has not answered for this time. It may still answer.
     Slow(Duration),
     /// NVML failed with this error. Partial changes were undone.
     Failed(String),
@@ -219,7 +219,7 @@ pub struct MigProgress {
     /// State of the GPU after the last change, if known. If the GPU now has another state,
     /// something else has changed it.
     last_state: Option<GpuState>,
-    /// The change that is being made now.
+    /// The change in progress.
     in_progress: Option<Change>,
     done: Vec<StepStatus>,
     /// Number of entries at the end of `done` that no Event has reported yet.
@@ -234,7 +234,7 @@ struct Attempt {
     change: Change,
     failures: u32,
     busy_checks: u32,
-    /// The time of the next attempt; `None` if there will be none.
+    /// The time of the next attempt; `None` if the change is not retried.
     not_before: Option<Instant>,
     step: StepStatus,
 }
@@ -248,7 +248,7 @@ fn gpu_state(gpu: &Gpu, healthy: bool) -> GpuState {
 }
 
 impl MigProgress {
-    /// Progress towards a target for which nothing has been done yet.
+    /// Creates the progress towards a target for which no change has been made yet.
     pub fn new(wanted: Option<&Partition>) -> Self {
         Self {
             wanted: wanted.cloned(),
@@ -277,13 +277,13 @@ impl MigProgress {
         self.last_state = Some(now);
     }
 
-    /// Whether a change may start now: no other change is being made, and its retry delay is over.
+    /// Whether a change may start now: no other change is in progress, and its retry delay is over.
     pub fn may_start(&self, change: &Change, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
         self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
     }
 
-    /// Time until the next attempt, if one is due.
+    /// Time until the next retry, if one is scheduled.
     pub fn next_retry(&self, now: Instant) -> Option<Duration> {
         if self.in_progress.is_some() {
             return None;
@@ -313,7 +313,7 @@ impl MigProgress {
         }
     }
 
-    /// Whether a change is being made.
+    /// Whether a change is in progress.
     pub fn is_in_progress(&self) -> bool {
         self.in_progress.is_some()
     }
@@ -336,7 +336,7 @@ impl MigProgress {
         let (result, why, pause, is_news) = match outcome {
             ChangeOutcome::Done => {
                 // Other changes may have failed because they needed the slices that are free now.
-                // An interrupted instance had no slices to free.
+                // An instance whose creation was interrupted had no slices to free.
                 if matches!(change, Change::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
@@ -383,7 +383,7 @@ impl MigProgress {
         warning
     }
 
-    /// The changes that no Event has reported, once no change is left.
+    /// Returns the changes that no Event has reported, once `left` is empty.
     pub fn take_completed(&mut self, left: &[Change]) -> Option<String> {
         if !left.is_empty() || self.unreported == 0 {
             return None;
@@ -393,7 +393,7 @@ impl MigProgress {
         Some(actions.collect::<Vec<_>>().join(", "))
     }
 
-    /// Steps for the status: changes that were made, and those that failed or wait.
+    /// Steps for the status: completed changes, and changes that failed or wait.
     pub fn steps(&self) -> impl Iterator<Item = &StepStatus> {
         self.done.iter().chain(self.attempts.iter().map(|attempt| &attempt.step)).chain(&self.waits)
     }
@@ -404,7 +404,7 @@ fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus
     StepStatus { gpu, action, result, message, ..StepStatus::default() }
 }
 
-/// A change that is to be made now.
+/// An order to make a change now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MigOrder {
     /// UUID of the GPU.
@@ -422,6 +422,6 @@ pub struct OrderResult {
     pub outcome: ChangeOutcome,
     /// The GPU and its processes afterwards, if NVML reported them.
     pub after: Option<(Gpu, Vec<Process>)>,
-    /// A time at which NVML had reported them.
+    /// A time after NVML reported them.
     pub at: Instant,
 }

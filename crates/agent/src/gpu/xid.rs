@@ -1,6 +1,6 @@
 //! Classification of XIDs: a table with a source for each line.
 //!
-//! Sources, all NVIDIA's unless said otherwise:
+//! Sources, all NVIDIA's unless stated otherwise:
 //! - [`CATALOG`]: "Xid Catalog",
 //!   <https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>, the column of
 //!   immediate actions
@@ -33,7 +33,8 @@ pub enum Class {
     Application,
     /// A quiet period, and a full answer of NVML after it.
     Suspect,
-    /// A reset, shown by NVML or by a reboot of the node, or an administrator who clears the fault.
+    /// A reset, proven by NVML or by a reboot of the node. Alternatively, an administrator clears
+    /// the fault.
     NeedsReset,
     /// An answer of NVML.
     Lost,
@@ -84,7 +85,8 @@ pub const TABLE: &[Line] = {
         line(48, NeedsReset, "double-bit ECC error", CHECKS),
         line(61, NeedsReset, "internal micro-controller breakpoint or warning", REPAIR),
         line(62, NeedsReset, "internal micro-controller halt", CATALOG),
-        // Only the next reset remaps the row. NVML reports that too, and the GPU works until then.
+        // Only the next reset remaps the row, and the GPU works until then. NVML reports the
+        // pending remapping too.
         line(63, Application, "ECC page retirement or row remapping recorded", MEMORY),
         line(64, NeedsReset, "ECC page retirement or row remapping failed", MEMORY),
         line(68, Application, "video processor exception", PLUGIN),
@@ -102,7 +104,7 @@ pub const TABLE: &[Line] = {
         line(137, Application, "NVLink privilege error: an illegal access to a peer", CATALOG),
         line(140, NeedsReset, "unrecovered ECC error", REPAIR),
         line(143, NeedsReset, "GPU initialization failure", CATALOG),
-        // The recovery action is read from NVML and handled there.
+        // The agent reads the recovery action from NVML and derives the GPU's health from that.
         line(154, Application, "GPU recovery action changed", CATALOG),
     ]
 };

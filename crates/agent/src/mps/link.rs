@@ -57,8 +57,8 @@ impl HostLink {
         write_atomically(&self.paths.desired(), &serde_json::to_vec(desired)?)
     }
 
-    /// Creates the directory of an allocation. It exists already if the same slices were allocated
-    /// before.
+    /// Creates the directory of an allocation. The directory already exists if the same slices were
+    /// allocated before.
     pub fn create_directory(&self, id: &str) -> io::Result<()> {
         let directory = self.paths.allocation(id);
         match fs::create_dir(&directory) {

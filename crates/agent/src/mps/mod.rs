@@ -1,10 +1,10 @@
-//! The agent's side of its exchange with the MPS host.
+//! The agent's side of the communication with the MPS host.
 pub mod link;
 
 use cleave_gpu::mps::wire::{Status, VERSION};
 
-/// Maximum characters of a parse error. It quotes the status file, and the agent writes it to the
-/// status of the `GpuNode`.
+/// Maximum characters of a parse error. The error quotes the status file, and the agent writes the
+/// error to the status of the `GpuNode`.
 const MAX_ERROR_CHARS: usize = 300;
 
 /// What the agent knows about the MPS host.
@@ -14,7 +14,7 @@ pub struct HostView {
     pub alive: bool,
     /// The last status that the MPS host wrote; empty if it cannot be read.
     pub status: Status,
-    /// Why the status is not usable, if it is not.
+    /// Why the status is unusable; `None` if it is usable.
     pub error: Option<String>,
 }
 

@@ -1,8 +1,8 @@
-//! Short absences of MPS daemons, during which their shares stay Healthy. Pure.
+//! Short absences of MPS daemons, during which their shares remain Healthy. Pure.
 //!
 //! The kubelet permanently refuses a pod that arrives while its shares are Unhealthy. An admitted
 //! pod only waits: `PreStartContainer` waits until the daemon is Active, and the pod's programs
-//! wait at their door. So shares that were served stay Healthy while their daemon or the MPS host
+//! wait at their door. So shares that were served remain Healthy while their daemon or the MPS host
 //! restarts. Other failures make them Unhealthy at once: a server in state FAULT, a daemon that
 //! fails repeatedly, and a daemon that has not yet served with its current layout.
 use std::collections::BTreeMap;
@@ -13,12 +13,13 @@ use cleave_gpu::mps::wire::{DaemonState, DaemonStatus};
 use crate::gpu::layout::{Layout, Pool};
 use crate::mps::HostView;
 
-/// Maximum time that a daemon may be unavailable while its shares stay Healthy.
+/// Maximum time that a daemon may be unavailable while its shares remain Healthy.
 ///
-/// It is more than twice the usual absence: half a second for a restarted daemon or server, 2 to 4
-/// s for a replaced MPS host. It is well below the 25 s that a container's start waits before the
-/// kubelet retries, so a pod that arrived earlier is still waiting when the shares become
-/// Unhealthy. A longer time would only send more pods to a daemon that does not come back.
+/// This is more than twice the usual absence: half a second for a restarted daemon or server, and
+/// up to 4 s for a replaced MPS host. It is well below the 25 s that a container's start waits
+/// before the kubelet retries. A pod that arrived earlier is therefore still waiting when the
+/// shares become Unhealthy. A longer time would only send more pods to a daemon that does not
+/// recover.
 pub const MAX_ABSENCE: Duration = Duration::from_secs(10);
 
 /// Daemons whose shares count as Healthy.
@@ -70,12 +71,12 @@ impl Absences {
         }
     }
 
-    /// Whether a device's daemon is away, and its shares still count as Healthy.
+    /// Whether a device's daemon is unavailable, but its shares still count as Healthy.
     pub fn is_tolerated(&self, device: &str) -> bool {
         self.since.get(device).is_some_and(Option::is_some)
     }
 
-    /// Time until the first tolerated absence expires, if there is one.
+    /// Time until the first tolerated absence expires; `None` if no daemon is absent.
     pub fn next_expiry(&self, now: Instant) -> Option<Duration> {
         let left = |since: &Instant| MAX_ABSENCE.saturating_sub(now.saturating_duration_since(*since));
         self.since.values().flatten().map(left).min()

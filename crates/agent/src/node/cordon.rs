@@ -1,8 +1,8 @@
 //! Selects the free slices of a cordoned GPU that are withheld. Pure.
 //!
-//! Slices in use stay listed as Healthy, so that a node never offers fewer than are in use. Slices
-//! with a reservation for a pod that is bound to this node, and for which the kubelet has not
-//! called `Allocate` yet, stay Healthy too: otherwise the kubelet would refuse the pod for good.
+//! Slices in use remain listed as Healthy, so that a node never offers fewer than are in use.
+//! Slices that are reserved for a pod on this node remain Healthy until the kubelet calls
+//! `Allocate` for the pod. Otherwise the kubelet would refuse the pod permanently.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;

@@ -95,7 +95,7 @@ impl ReportedDaemons {
             let reported = self.0.get(&device).copied().unwrap_or_default();
             let next = match (reported, check_daemon(view, &device)) {
                 (Reported::Serving(before), Ok(())) if restarts > before => {
-                    // It exited and recovered between two updates.
+                    // The daemon exited and recovered between two updates.
                     events.extend([unavailable("the MPS daemon exited"), recovery()]);
                     Reported::Serving(restarts)
                 }

@@ -40,7 +40,7 @@ pub struct Rules {
     pub processes: BTreeMap<String, Vec<Process>>,
 }
 
-/// Decides for each GPU separately. GPUs of the spec that the node does not have are ignored. While
+/// Decides for each GPU separately. Ignores GPUs in the spec that the node does not have. While
 /// `usage` is unknown, no served slice is removed.
 pub fn decide(
     hardware: &Hardware,
@@ -59,7 +59,7 @@ pub fn decide(
         let before = current.get(&gpu.uuid);
         let was_mig = !rules.keep_mig_mode && rules.mig_partitioned.contains(&gpu.uuid);
         let target = match specs.remove(gpu.uuid.as_str()).as_deref() {
-            // Without a spec, the current layouts stay.
+            // Without a spec, the current layouts are kept.
             None | Some([]) if spec.is_none() => match before {
                 Some(layout) => Ok(layout.clone().into()),
                 None => continue,
@@ -96,7 +96,7 @@ impl Decision {
             let on = changes.remove(at) == Change::Mode(true);
             self.unfinished_step(describe(&layout), gpu, STEP_WAITING, manual_instruction(gpu, on));
             if on {
-                // MIG mode stays off, so the layout cannot change.
+                // MIG mode remains off, so the layout cannot change.
                 self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
                 return;
             }
@@ -129,7 +129,7 @@ impl Decision {
             self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
             return;
         }
-        // Only the blocked MIG instances stay as they are. The others change.
+        // Only the blocked MIG instances remain unchanged. The others change.
         for device in blocked.keys() {
             layout.keep(device, before);
             changes.retain(|change| !matches!(change, Change::Destroy(instance) if instance.uuid == *device));
@@ -178,7 +178,7 @@ fn describe(layout: &Layout) -> String {
     }
 }
 
-/// The devices with slices in use that would change, and the pods that use them.
+/// The devices on which slices in use would change, and the pods that use these slices.
 fn blocked_by_pods(
     gpu: &Gpu,
     before: Option<&Layout>,
@@ -247,8 +247,8 @@ fn blocked_by_processes(
     found
 }
 
-/// Whether a slice stays the same: it exists in both layouts with the same limits, and its daemon
-/// need not restart.
+/// Whether a slice remains unchanged: it exists in both layouts with the same limits, and its
+/// daemon need not restart.
 pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
     let Some((device, number)) = parse_id(id) else { return true };
     let find = |layout: &Layout| {
@@ -257,8 +257,8 @@ pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) 
     };
     match (before.and_then(find), find(after)) {
         (Some(before), Some(after)) => before == after,
-        // An earlier agent served the slice, and the checkpoint is lost. It can only be the same
-        // slice.
+        // The checkpoint is lost, but an earlier agent served the slice. Only an unchanged slice
+        // can have the same id.
         (None, Some(_)) => true,
         (_, None) => false,
     }
@@ -421,7 +421,7 @@ mod tests {
     }
 
     proptest! {
-        /// With any spec, a slice in use stays the same, and deciding again changes nothing.
+        /// With any spec, a slice in use remains unchanged, and deciding again changes nothing.
         #[test]
         fn a_slice_in_use_is_never_removed(
             units in 1_u32..48, next in 0_u32..50, used in prop::collection::btree_set(0_u32..48, 0..4), sliced: bool,

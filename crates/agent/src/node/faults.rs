@@ -1,12 +1,12 @@
 //! Events for fatal GPU errors: one for the node, and one for each affected pod. Pure: the time is
 //! an argument.
 //!
-//! A fatal error breaks all MPS clients of a GPU, and MPS does not say which client caused it. Only
-//! the node's own Event names pods of several namespaces. A pod's Event names another pod only if
-//! both are in the same namespace.
+//! A fatal error breaks all MPS clients of a GPU, and MPS does not report which client caused it.
+//! Only the node's own Event names pods of several namespaces. A pod's Event names another pod only
+//! if both are in the same namespace.
 //!
 //! The MPS server's log may name a client, but that is not proof: on an H200 (driver 580) it named
-//! a neighbour in six of eight illegal accesses. Every Event says so.
+//! a neighbour in six of eight illegal accesses. Every Event states this.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,8 @@ use crate::allocation::usage::Allocations;
 use crate::event::{NodeEvent, PodRef};
 use crate::mps::HostView;
 
-/// Maximum time until the MPS server's log names clients. If it names several, none is blamed.
+/// Maximum time until the MPS server's log names clients. If the log names several clients, no
+/// Event names one of them as the cause.
 const LOG_DELAY: Duration = Duration::from_millis(500);
 /// Maximum time until the kubelet and the API server report which pod has an allocation.
 const OWNER_DELAY: Duration = Duration::from_secs(2);
@@ -41,7 +42,8 @@ impl Pods<'_> {
     fn of(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
         let is = |row: &&HeldDevices| {
-            // The slices of an init container are listed for the container that they pass to.
+            // The kubelet lists the slices of an init container for the container that they pass
+            // to.
             let shares = |slice: &String| {
                 allocation
                     .is_some_and(|allocation| allocation.resource == row.resource && allocation.ids.contains(slice))
@@ -81,7 +83,8 @@ struct ReportedFault {
     reported: bool,
     /// Number of terminated clients that were reported.
     reported_terminations: usize,
-    /// Pods by allocation id. They are kept, because a pod may be gone when the fault is reported.
+    /// Pods by allocation id. They are kept, because a pod may have been deleted when the fault is
+    /// reported.
     pods: BTreeMap<String, PodRef>,
 }
 
@@ -134,7 +137,7 @@ impl Faults {
 }
 
 impl ReportedFault {
-    /// How long to wait for more information; `None` to report now.
+    /// Time to wait for more information; `None` to report now.
     fn wait(&mut self, pods: &Pods<'_>, now: Instant) -> Option<Duration> {
         if self.reported {
             return None;
@@ -333,7 +336,7 @@ mod tests {
     }
 
     impl FaultTest {
-        /// A node with these pods, with one slice each. The API server knows all pods but
+        /// A node with these pods, each with one slice. The API server reports all pods except
         /// `unknown`. The MPS host was healthy before the test.
         fn new(pods: &[(&str, &str)], unknown: &[&str]) -> Self {
             let now = Instant::now();
@@ -454,7 +457,7 @@ mod tests {
             (0, Some(LOG_DELAY / 2)),
             "the log may still name a client"
         );
-        // The pod is no longer on any list. What was known about it is kept.
+        // The pod is no longer on any list, but the fault keeps what it recorded about the pod.
         test.listed.clear();
         test.now += LOG_DELAY / 2;
         let report = test.update(&view(7, Some(fault(1, None, 2))));

@@ -24,7 +24,8 @@ enum Severity {
 }
 
 impl ReportedHealth {
-    /// Starts with what an earlier agent has reported.
+    /// Creates the state of an agent that restarted: an earlier agent has reported all current
+    /// problems.
     pub fn reported_earlier(hardware: &Hardware) -> Self {
         Self(severities(hardware).map(|(device, severity, _)| (device, severity)).collect())
     }

@@ -40,8 +40,9 @@ use crate::mps;
 use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// How long slices are listed as Unhealthy before they are removed. The kubelet may be allocating
-/// one at this moment, and a pod that starts with a removed slice would fail permanently.
+/// Time for which slices are listed as Unhealthy before they are removed. The kubelet may be
+/// allocating one at this moment, and a pod that starts with a removed slice would fail
+/// permanently.
 pub const WITHDRAWAL_TIME: Duration = Duration::from_millis(300);
 
 /// The result of a reconciliation: what the tasks have to do.
@@ -62,11 +63,11 @@ pub struct Actions {
     pub events: Vec<NodeEvent>,
     /// Fatal GPU errors since the last reconciliation, by device.
     pub faults: BTreeMap<String, u64>,
-    /// Why the agent is not ready, if it is not.
+    /// Why the agent is not ready; `None` if it is ready.
     pub not_ready: Option<String>,
-    /// How often to request the kubelet's PodResources list.
+    /// Interval between requests for the kubelet's PodResources list.
     pub list_interval: Duration,
-    /// Directories of allocations that no longer exist may be removed.
+    /// Whether directories of allocations that no longer exist may be removed.
     pub sweep_directories: bool,
     /// MIG changes to start now. Their results go to [`Node::order_ended`].
     pub orders: Vec<MigOrder>,
@@ -82,12 +83,12 @@ pub struct Actions {
 #[derive(Debug)]
 pub struct Node {
     boot_id: String,
-    /// How long to keep an allocation that the kubelet has not listed.
+    /// Time for which an allocation is kept before the kubelet lists it.
     grace: Duration,
     tracker: HardwareTracker,
     inventoried: bool,
     object: Object,
-    /// The last valid spec and its generation. It stays in force while the API server does not
+    /// The last valid spec and its generation. It remains in force while the API server does not
     /// answer, and when the object is deleted or malformed.
     spec: Option<(i64, GpuNodeSpec)>,
     pod_resources: Option<Vec<HeldDevices>>,
@@ -272,7 +273,7 @@ impl Node {
         self.findings = findings;
     }
 
-    /// Records the `GpuNode` as the API server has it.
+    /// Records the `GpuNode` as read from the API server.
     pub fn object(&mut self, object: Object) {
         match &object {
             // The spec is empty because the operator has not seen the GPUs yet. Keep the current
@@ -299,7 +300,7 @@ impl Node {
         self.kubelet_since = now;
     }
 
-    /// Records the kubelet's checkpoint. Read it after the list that the next call of
+    /// Records the kubelet's checkpoint. It must be newer than the list that the next call of
     /// [`pod_resources`](Self::pod_resources) records.
     pub fn kubelet_checkpoint(&mut self, devices: Option<Arc<AllocatedDevices>>) {
         self.kubelet_checkpoint = devices;

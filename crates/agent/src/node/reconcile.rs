@@ -1,4 +1,4 @@
-//! [`Node::reconcile`] decides what to do, given all that is known.
+//! [`Node::reconcile`] decides what to do next, from the state that [`Node`] has recorded.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -156,7 +156,7 @@ impl Node {
         }
     }
 
-    /// When to reconcile again even without new input, if at all.
+    /// Time after which to reconcile again even without new input, if any.
     fn next_wakeup(&self, foreign: bool, faults: Option<Duration>, now: Instant) -> Option<Duration> {
         let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAWAL_TIME);
         let tried = self.mig_progress.values().filter_map(|progress| progress.next_retry(now)).min();
@@ -183,7 +183,7 @@ impl Node {
         otherwise
     }
 
-    /// Updates which daemons run with their current settings, and which are briefly away.
+    /// Updates which daemons run with their current settings, and which are briefly unavailable.
     fn update_daemons(&mut self, desired: &Desired, now: Instant) {
         self.acknowledged.record_desired(desired);
         self.acknowledged.record_applied(&self.view.status.desired);
@@ -191,7 +191,7 @@ impl Node {
         self.absences.update(daemons, &self.view, |device| self.acknowledged.has_current(device), now);
     }
 
-    /// For each GPU, its next change if that can be made now.
+    /// Orders the next change of each GPU that can be made now.
     fn orders(
         &mut self,
         hardware: &Hardware,
@@ -240,7 +240,8 @@ impl Node {
         orders
     }
 
-    /// Checks that the MPS daemon of a device has exited and will not be started, or says why not.
+    /// Checks that the MPS daemon of a device has exited and will not be started. The error states
+    /// why not.
     fn daemon_gone(&self, device: &str) -> Result<(), String> {
         if self.adopted.contains_key(device) {
             return Err("the MPS daemon of an earlier agent serves it".into());
@@ -271,8 +272,8 @@ impl Node {
         decided
     }
 
-    /// Delays the removal of slices until the kubelet has learned of it. If the kubelet allocates
-    /// one meanwhile, the change waits.
+    /// Delays the removal of slices until the kubelet has learned of it. If the kubelet allocates a
+    /// slice during the delay, the change waits.
     fn withdraw(&mut self, mut decided: Decision, now: Instant) -> Decision {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
@@ -290,7 +291,7 @@ impl Node {
         decided
     }
 
-    /// Updates the steps: completed steps stay until the next change, other steps are replaced.
+    /// Updates the steps: completed steps remain until the next change, other steps are replaced.
     fn record_steps(&mut self, steps: Vec<StepStatus>, changed: bool) {
         if changed && steps.iter().any(|step| step.result == STEP_DONE) {
             self.steps = steps;
@@ -322,8 +323,8 @@ impl Node {
         Desired { version: wire::VERSION, daemons, allocations: doors }
     }
 
-    /// The slices in use, which must not be allocated to others. Until the kubelet has listed its
-    /// pods, the checkpoint's allocations count as in use.
+    /// The slices in use, which must not be allocated to other containers. Until the kubelet has
+    /// listed its pods, the checkpoint's allocations count as in use.
     fn in_use(&self, allocations: &Allocations) -> Option<Usage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
         known.then(|| Usage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
@@ -354,7 +355,7 @@ impl Node {
         lists
     }
 
-    /// Checks that slices of this pool can be allocated now, or says why not.
+    /// Checks that slices of this pool can be allocated now. The error states why not.
     fn can_serve(&self, known: &KnownGpu, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());
@@ -400,8 +401,8 @@ fn removed_or_changed(before: &Layout, after: &Layout) -> Vec<(String, String)> 
     slices.filter(|(resource, id)| !keeps(Some(before), after, resource, id)).collect()
 }
 
-/// The GPUs that a spec has partitioned by MIG and that are not whole again. A GPU stays in the set
-/// while a change is in progress.
+/// The GPUs that a spec has partitioned by MIG and that are not whole again yet. A GPU remains in
+/// the set while a change is in progress.
 fn mig_partitioned(
     hardware: &Hardware,
     partitions: &BTreeMap<String, Partition>,

@@ -87,7 +87,7 @@ pub struct StatusInput<'a> {
     pub boot_id: &'a str,
 }
 
-/// Checks that the daemon of a device serves, or says why it does not.
+/// Checks that the daemon of a device serves. The error states why it does not.
 pub fn check_daemon(view: &HostView, device: &str) -> Result<(), String> {
     if !view.alive {
         return Err("the MPS host does not answer".into());
@@ -240,7 +240,7 @@ fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> 
             ids.sort_by_key(|id| parse_id(id).map(|(_, number)| number));
             let limits = allocation.and_then(|allocation| allocation.mps);
             let whole = gpu.uuid == device;
-            // NVML reports the SMs of a MIG instance by its profile.
+            // For a MIG instance, NVML reports the number of SMs with the instance's profile.
             let total = if whole { Some(gpu.sms) } else { instance_sms(gpu, device) };
             let sms = limits.and_then(|limits| limited(limits, total));
             let memory_mib = limits.and_then(|limits| limits.memory_mib);
@@ -351,7 +351,7 @@ fn unnamed(hardware: &Hardware) -> impl Iterator<Item = String> {
 }
 
 /// The condition of the GPUs only: MPS has a condition of its own. A GPU that serves but should be
-/// reset is healthy, and the message says that it should be reset.
+/// reset is healthy, and the message mentions the reset.
 fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
     if !input.inventoried {
         return verdict(false, reason::STARTING, "NVML has not answered yet");

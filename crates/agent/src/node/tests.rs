@@ -161,7 +161,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     next.mps(view(DaemonState::Restarting, 0, &desired));
     assert_eq!(healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
-    // The new layout has other limits. The defaults of the daemon stay the same, or change too.
+    // The new layout has other limits. The defaults of the daemon are unchanged, or change too.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving(start);
         node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);

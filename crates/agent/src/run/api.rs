@@ -1,5 +1,5 @@
 //! The API server: reads the node's own `GpuNode`, and writes its status and Events. The kubelet's
-//! requests never wait for it.
+//! requests never wait for the API server.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,8 +33,8 @@ use crate::termination::shutdown::Periods;
 
 /// Minimum interval between status writes, so that a burst of changes causes one write.
 const MIN_WRITE_INTERVAL: Duration = Duration::from_millis(200);
-/// How long a status with only minor changes is delayed. Pods often start in bursts, and the
-/// operator keeps their reservations until the status shows their allocations.
+/// Delay of a status with only minor changes. Pods often start in bursts, and the operator keeps
+/// their reservations until the status shows their allocations.
 const MINOR_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed write.
 const WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
@@ -208,7 +208,8 @@ async fn write(
     status: &GpuNodeStatus,
 ) -> kube::Result<Option<String>> {
     if version.is_some() {
-        // The API server ignores everything but the status.
+        // The empty spec is harmless: in this request, the API server ignores everything except the
+        // status.
         let mut object = GpuNode::new(name, GpuNodeSpec::default());
         object.metadata.resource_version = version;
         object.status = Some(status.clone());
@@ -250,8 +251,8 @@ async fn write_events(
             secondary: related,
         };
         let uid = server.borrow().uid.clone();
-        // `kubectl describe node` looks for Events whose UID is the name of the Node, as the
-        // kubelet's own Events have it.
+        // `kubectl describe node` searches for Events whose UID is the name of the Node, as in the
+        // kubelet's own Events.
         let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let on_pod = pod.iter().map(|pod| (None, pod));
@@ -453,7 +454,7 @@ mod tests {
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
 
-        // All minor changes are delayed until the same time after the first.
+        // Later minor changes do not extend the delay of the first.
         let began = Instant::now();
         let mut pods_so_far: Vec<&str> = Vec::new();
         for pod in ["a", "b", "c", "d"] {
@@ -506,7 +507,7 @@ mod tests {
                 ]
             );
         }
-        // Events on the node alone are separate too if they are related to different pods.
+        // Events on the node alone are also kept apart if they are related to different pods.
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("from {name}");

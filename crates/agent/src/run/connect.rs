@@ -108,7 +108,7 @@ impl Token {
     }
 
     /// The token, read again if it is older than a minute. If the file cannot be read, the last
-    /// token stays in use.
+    /// token remains in use.
     fn now(&self) -> Option<HeaderValue> {
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         if read.1.elapsed() >= MAX_TOKEN_AGE {

@@ -96,7 +96,7 @@ mod tests {
             checkpoint: b"{}".to_vec(),
             ..Written::default()
         };
-        // A file with the name of the directory.
+        // A file with the name of the directory makes writes to the directory fail.
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (Store::new(&path(state)), HostLink::new(Paths::new(path(run))));

@@ -27,7 +27,7 @@ const MIN_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Deadline of NVML calls for a GPU. Usually NVML answers within a second, even if it initializes
 /// the GPU. A driver that hangs takes minutes, or never answers.
 const GPU_DEADLINE: Duration = Duration::from_secs(20);
-/// How long answers are gathered, so that a poll of eight GPUs causes one reconciliation, not
+/// Time for which answers are gathered, so that a poll of eight GPUs causes one reconciliation, not
 /// eight.
 const GATHER_TIME: Duration = Duration::from_millis(50);
 /// Maximum time to wait for the first answers of all GPUs, so that a node does not appear to have
@@ -96,7 +96,7 @@ async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>
     loop {
         let next = match until {
             None => Ok(answers.recv().await),
-            // Cancel-safe: an unreceived message stays in the channel.
+            // Cancel-safe: an unreceived message remains in the channel.
             Some(until) => tokio::time::timeout_at(until, answers.recv()).await,
         };
         let now = tokio::time::Instant::now();
@@ -126,7 +126,8 @@ async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>
     }
 }
 
-/// Polls one GPU forever, even while the driver lists none at its index, because it may come back.
+/// Polls one GPU forever, even while the driver lists none at its index, because the GPU may
+/// reappear.
 async fn watch_gpu(
     index: u32,
     worker: Worker,

@@ -25,7 +25,7 @@ const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 pub(super) struct Heartbeat {
     /// When it last reconciled.
     pub(super) reconciled: Instant,
-    /// Why the agent is not ready, if it is not.
+    /// Why the agent is not ready; `None` if it is ready.
     pub(super) not_ready: Option<String>,
 }
 

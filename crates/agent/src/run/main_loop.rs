@@ -51,7 +51,7 @@ pub(super) struct Main {
     /// Steps that were already logged.
     pub(super) steps: Vec<cleave_api::gpunode::StepStatus>,
     pub(super) kubelet_answers: bool,
-    /// Cancelled on SIGTERM, so that other tasks know why their counterparts end.
+    /// Cancelled on SIGTERM, so that other tasks can distinguish a shutdown from a failure.
     pub(super) stopping: CancellationToken,
 }
 
@@ -62,15 +62,15 @@ impl Main {
         loop {
             let pause = self.reconcile().unwrap_or(MAX_RECONCILE_INTERVAL);
             tokio::select! {
-                // Cancel-safe: an unreceived message stays in the channel.
+                // Cancel-safe: an unreceived message remains in the channel.
                 input = inputs.recv() => match input {
                     Some(input) => self.handle(input),
                     None => anyhow::bail!("all inputs of the main loop are closed"),
                 },
-                // Cancel-safe: an unreceived notification stays pending.
+                // Cancel-safe: an unreceived notification remains pending.
                 () = allocator.allocated.notified() => {
-                    // The kubelet gets its response first, and a burst of allocations is handled at
-                    // once. The start of a container ends the delay.
+                    // Let the kubelet get its response first, and handle a burst of allocations
+                    // together. The start of a container ends the delay.
                     let _ = tokio::time::timeout(MAX_ALLOCATION_DELAY, allocator.starting.notified()).await;
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }
@@ -83,7 +83,7 @@ impl Main {
                 }
                 () = tokio::time::sleep(pause) => {}
             }
-            // Handle everything that arrived in the meantime before reconciling.
+            // Handle all queued inputs before reconciling.
             while let Ok(input) = inputs.try_recv() {
                 self.handle(input);
             }
@@ -171,7 +171,8 @@ impl Main {
         let table_events = std::mem::take(&mut table.events);
         drop(table);
         let Actions { lists, resend, desired, checkpoint, status, events, faults, .. } = actions;
-        // The kubelet has to learn first which slices are removed.
+        // Send the lists before any other action: the kubelet has to learn first which slices are
+        // removed.
         self.serve(lists);
         let resent = resend.iter().filter_map(|name| self.served.get(name.as_str()));
         if resent.map(|served| served.resend()).count() > 0 {
@@ -250,8 +251,8 @@ impl Main {
         tokio::spawn(mig::carry_out(self.library.clone(), order, send_result));
     }
 
-    /// Sends the lists to the open streams. The set of resources changes only if a name is added or
-    /// removed.
+    /// Sends the lists to the open streams. Replaces the set of resources only if a name was added
+    /// or removed.
     fn serve(&mut self, lists: BTreeMap<ResourceName, cleave_kubelet::DeviceList>) {
         let before: Vec<ResourceName> = self.served.keys().cloned().collect();
         self.served.retain(|name, _| lists.contains_key(name));

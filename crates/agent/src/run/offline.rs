@@ -25,12 +25,12 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 pub(super) struct OfflineDirectory(PathBuf);
 
 impl OfflineDirectory {
-    /// Uses this directory, which must exist.
+    /// Creates a handle for this directory, which must exist.
     pub(super) fn new(path: PathBuf) -> Self {
         Self(path)
     }
 
-    /// Reads the spec. Its generation counts changes.
+    /// Reads the spec and returns it with this generation.
     pub(super) fn read(&self, generation: i64) -> Object {
         match fs::read(self.0.join("spec.json")) {
             Err(_) => Object::Missing,
@@ -41,7 +41,8 @@ impl OfflineDirectory {
         }
     }
 
-    /// Whether the directory lists pods. If it does not at the start, it never will.
+    /// Whether the directory contains a list of pods. The agent checks this only once, at its
+    /// start.
     pub(super) fn has_pods(&self) -> bool {
         self.pods().exists()
     }
@@ -137,7 +138,7 @@ impl OfflineDirectory {
                     let text = serde_json::to_vec_pretty(&*statuses.borrow_and_update()).unwrap_or_default();
                     write_atomically(&self.0.join("status.json"), &text)
                 }
-                // Cancel-safe: an unreceived message stays in the channel.
+                // Cancel-safe: an unreceived message remains in the channel.
                 event = events.recv() => match event {
                     Some(NodeEvent { warning, reason, note, regarding, related: _ }) => {
                         let pod = regarding.map(|pod| format!("{}/{}", pod.namespace, pod.name));

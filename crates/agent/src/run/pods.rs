@@ -26,11 +26,11 @@ const PAGE_SIZE: u32 = 20;
 /// The recipients of changes of this node's pods.
 #[derive(Debug, Clone)]
 pub(super) struct NodePods {
-    /// Updates its pending allocations.
+    /// The allocator, whose pending allocations are updated.
     pub(super) allocator: Arc<Allocator>,
     /// Pods that are terminating.
     pub(super) terminating: watch::Sender<TerminatingPods>,
-    /// Names of all pods, also of those that request no GPUs.
+    /// Names of all pods, including those that request no GPUs.
     pub(super) names: SharedPodNames,
 }
 
@@ -54,7 +54,7 @@ struct TerminationWatch {
     shutdown: Shutdown,
     /// UIDs in the list that is being read.
     listed: BTreeSet<String>,
-    /// When the kubelet starts to terminate the next group of pods, while the node shuts down.
+    /// When the kubelet starts to terminate the next group of pods during a shutdown of the node.
     next_group: Option<Instant>,
 }
 
@@ -242,7 +242,7 @@ mod tests {
         assert!(!handle(&mut terminating, Event::InitDone) && !terminating.any());
         assert!(handle(&mut terminating, Event::Apply(guard(deleted("a")))));
         assert_eq!(seconds_left(&terminating, "a"), Some(30));
-        // A forced deletion is not announced.
+        // A forced deletion is not preceded by a change of the pod object.
         assert!(handle(&mut terminating, Event::Delete(guard(object("b", "", &spec)))));
         assert_eq!(seconds_left(&terminating, "b"), Some(0));
         // While the watch was broken, one pod was deleted, one became malformed, and one completed.

@@ -24,10 +24,11 @@ use crate::tenants::violations::{ProcessId, find_violations};
 /// Interval between two rounds.
 const ROUND_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between the round that suspects a process and the round that confirms it. Together with
-/// [`ROUND_INTERVAL`] it is well below the promised two seconds. It is longer than the driver takes
-/// to report a program as an MPS client after the program's first context.
+/// [`ROUND_INTERVAL`] it is well below two seconds, the maximum time to find a violation. It is
+/// longer than the driver takes to report a program as an MPS client after the program's first
+/// context.
 const CONFIRMATION_DELAY: Duration = Duration::from_millis(400);
-/// How long the MPS host may take to terminate a client.
+/// Maximum time that the MPS host may take to terminate a client.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The inputs and outputs of the watch.
@@ -71,7 +72,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         let round = observer.round(&before, &devices).await.context("cannot start a tenant watch's NVML thread")?;
         log_unreachable(&round, &before, &mut unreachable, &metrics);
         let Round { sample, waiting, .. } = round;
-        // Processes may have become known as clients during the round.
+        // Read the snapshot again: processes may have become known as clients during the round.
         let now = Arc::clone(&snapshot.borrow_and_update());
         let changes = {
             let names = names.lock();
@@ -133,7 +134,7 @@ fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut B
     }
 }
 
-/// Terminates an MPS client's contexts. That frees its memory, and the signal that follows
+/// Terminates an MPS client's contexts, which frees its memory. A later signal to the process then
 /// interrupts no kernel.
 async fn terminate(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };

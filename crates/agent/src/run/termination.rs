@@ -1,5 +1,5 @@
-//! Terminates MPS clients of terminating pods. Changes of pods and of the MPS host wake it; it
-//! never polls.
+//! Terminates MPS clients of terminating pods. The task waits for changes of pods and of the MPS
+//! host, and never polls.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Turns violations into findings: a violation that two consecutive samples show is a finding.
+//! Turns violations into findings. A finding is a violation that two consecutive samples show.
 //! Pure: callers pass in the time.
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,16 +12,16 @@ use k8s_openapi::jiff::Timestamp;
 use super::names::PodNames;
 use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
-/// How long a finding is reported after its violation was last seen. The operator must not miss
-/// it, and a violation that comes and goes stays one finding.
+/// Time for which a finding is reported after its violation was last seen. The operator must not
+/// miss the finding, and an intermittent violation must remain one finding.
 pub const RETENTION: Duration = Duration::from_secs(10);
-/// How long a finding is reported while its device gives no samples.
+/// Time for which a finding is reported while its device gives no samples.
 const RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;
-/// How long a former MPS client is exempt from `OutsideMps`. When an MPS server ends, the driver
-/// may list its broken clients as plain processes. The exemption has to end, since a process can
-/// execute another program.
+/// Time for which a former MPS client is exempt from `OutsideMps`. When an MPS server ends, the
+/// driver may list its broken clients as plain processes. The exemption has to end, since a process
+/// can execute another program.
 const FORMER_CLIENT_EXEMPTION: Duration = Duration::from_secs(10);
 /// Minimum interval between requests to terminate the same client.
 const MIN_TERMINATION_INTERVAL: Duration = Duration::from_secs(10);
@@ -43,7 +43,7 @@ struct Finding {
     status: FindingStatus,
     evict: bool,
     last_seen: Instant,
-    /// The pod has an Event.
+    /// An Event on the pod has reported the finding.
     reported: bool,
 }
 
@@ -52,7 +52,7 @@ struct Finding {
 pub enum SampleState {
     /// The sample lists the device's processes.
     Sampled,
-    /// The device has not answered yet. Its earlier violations stay unconfirmed.
+    /// The device has not answered yet. Its earlier violations remain unconfirmed.
     Pending,
     /// The device does not answer.
     Unreachable,
@@ -74,8 +74,8 @@ pub struct Changes {
 impl Findings {
     /// Updates the findings with an assessed sample.
     ///
-    /// `state` says whether the sample has data of a device. `evicts` says whether the policy of a
-    /// device evicts pods that exceed their limits.
+    /// `state` returns whether the sample has data of a device. `evicts` returns whether the policy
+    /// of a device evicts pods that exceed their limits.
     pub fn update(
         &mut self,
         Assessment { violations, clients, .. }: Assessment,
@@ -190,7 +190,7 @@ impl Findings {
         }
     }
 
-    /// The oldest findings first, at most [`MAX_FINDINGS`].
+    /// The findings, oldest first, at most [`MAX_FINDINGS`].
     pub fn all(&self) -> Vec<FindingStatus> {
         let mut all: Vec<FindingStatus> = self.confirmed.values().map(|finding| finding.status.clone()).collect();
         let since = |finding: &FindingStatus| finding.since.as_ref().map(|time| time.0);
@@ -208,8 +208,8 @@ impl Findings {
 /// Whether the previous sample shows the same violation.
 fn is_confirmed(violation: &Violation, previous: &BTreeMap<ViolationKey, BTreeSet<ProcessId>>) -> bool {
     previous.get(&violation.key).is_some_and(|processes| {
-        // A new process can look like a violation for a moment. In a container that starts many
-        // programs, the same process has to be seen twice.
+        // A new process can look like a violation for a moment. Require the same process twice,
+        // because a container may start many programs.
         violation.key.kind == MEMORY_EXCEEDED || !processes.is_disjoint(&violation.processes)
     })
 }

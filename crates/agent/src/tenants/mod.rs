@@ -7,7 +7,7 @@
 //!    one thread per GPU:       │       (pure)          (pure)   ├─▶ Events on pods
 //!    ProcessSample each second │                                ├─▶ metrics
 //!  API server ─ PodNames ──────┘                                └─▶ MPS host: terminate clients
-//!                                                                   if the policy says Evict
+//!                                                                   if the policy is Evict
 //! ```
 //!
 //! The operator reads `GpuNode.status` and evicts pods.

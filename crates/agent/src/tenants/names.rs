@@ -19,7 +19,7 @@ pub struct PodNames {
     pods: BTreeMap<String, PodName>,
     /// UIDs in the list that the watch reads now.
     listing: Option<BTreeSet<String>>,
-    /// A list was complete, so a pod that is not known has been removed.
+    /// A complete list was read, so an unknown pod has been removed.
     complete: bool,
 }
 
@@ -55,7 +55,7 @@ impl PodNames {
         self.pods.get(uid)
     }
 
-    /// Whether a pod is known to be gone. False until the first list is complete.
+    /// Whether a pod is known to have been removed. False until the first list is complete.
     pub fn is_gone(&self, uid: &str) -> bool {
         self.complete && self.listing.is_none() && !self.pods.contains_key(uid)
     }

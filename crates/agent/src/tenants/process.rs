@@ -9,11 +9,11 @@ use crate::cgroup::{self, Owner};
 /// at most 4 KiB.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// What `/proc` says about a process.
+/// State of a process, from `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
-    /// Clock ticks from boot to its start. Start and pid identify the process until the node
-    /// reboots.
+    /// Time from boot to the start of the process, in clock ticks. Together with the pid, it
+    /// identifies the process until the node reboots.
     pub start: u64,
     /// Pid of its parent.
     pub parent: u32,
@@ -57,7 +57,7 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
 /// Parses the parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`
 /// (`proc_pid_stat(5)`). The name, field 2, may contain spaces and parentheses.
 ///
-/// Ignores the state: it is zombie once the first thread has ended, even if other threads run.
+/// Ignores the state, which is zombie once the first thread has ended, even if other threads run.
 pub fn parse_stat(stat: &str) -> Option<(u32, u64)> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace();

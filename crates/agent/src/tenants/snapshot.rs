@@ -17,7 +17,7 @@ use crate::mps::HostView;
 pub struct TenantSnapshot {
     /// GPUs and MIG devices with MPS shares, by UUID.
     pub devices: BTreeMap<String, SharedDevice>,
-    /// Shares that containers have; `None` while the kubelet does not list them.
+    /// Shares that are allocated to containers; `None` while the kubelet does not list them.
     pub shares: Option<Vec<Share>>,
     /// Memory limits in MiB, by allocation; `None` means unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
@@ -30,7 +30,7 @@ pub struct SharedDevice {
     pub gpu: String,
     /// Whether the policy evicts pods that exceed their limits.
     pub evict: bool,
-    /// Whether a process can be using it.
+    /// Whether a process can be using the device.
     pub in_use: bool,
     /// Pids of its MPS daemon and server.
     pub daemon: BTreeSet<u32>,
@@ -39,7 +39,7 @@ pub struct SharedDevice {
     pub clients: BTreeMap<u32, Option<String>>,
 }
 
-/// Shares of one device that a container has.
+/// Shares of one device that are allocated to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
     /// Namespace of the pod.
@@ -65,7 +65,7 @@ pub struct SnapshotInputs<'a> {
     pub spec: Option<&'a GpuNodeSpec>,
     /// The state of the MPS host.
     pub view: &'a HostView,
-    /// The kubelet's list of allocated devices, if there is one.
+    /// The kubelet's list of allocated devices, if known.
     pub held: Option<&'a [HeldDevices]>,
     /// The allocations.
     pub allocations: &'a Allocations,

@@ -7,7 +7,8 @@ use super::names::PodNames;
 use super::snapshot::{Share, SharedDevice, TenantSnapshot};
 use crate::cgroup::Owner;
 
-/// How many MiB more than its shares allow NVML may show for a container.
+/// Tolerance in MiB: NVML may show this much more for a container than the container's shares
+/// allow.
 ///
 /// MPS and NVML count a context differently. On an H200 under driver 580, NVML shows 274 MiB for a
 /// client that has allocated nothing. For the same client, MPS counts from 57 MiB (8 SMs) to 514
@@ -86,7 +87,7 @@ pub struct ViolationKey {
     pub owner: Option<Owner>,
 }
 
-/// A container exceeds its limits in one sample.
+/// A violation of a container's limits in one sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
     /// Kind, device and container.
@@ -133,7 +134,7 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
 }
 
 /// Whether a process is part of an MPS daemon. The snapshot may not list a new MPS server yet, so
-/// the parent and the pod of the process count too.
+/// this also checks the parent and the pod of the process.
 fn is_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSample) -> bool {
     let in_daemon_pod = process.owner.as_ref().is_some_and(|owner| sample.daemon_pods.contains(&owner.pod));
     in_daemon_pod || device.daemon.contains(&process.id.pid) || device.daemon.contains(&process.parent)
@@ -151,8 +152,8 @@ enum Role<'a> {
     NewClient,
 }
 
-/// The driver takes precedence over the MPS host: a process can connect to MPS and still compute
-/// outside it.
+/// The role of a process on a device. The driver's report takes precedence over the MPS host's,
+/// because a process can connect to MPS and still compute outside it.
 fn role<'a>(process: &SampledProcess, device: &'a SharedDevice) -> Role<'a> {
     match (process.mps, device.clients.get(&process.id.pid)) {
         (Some(false), _) | (None, None) => Role::Outside,
@@ -269,8 +270,8 @@ impl ContainerOnDevice<'_> {
 
     /// Memory that the container's shares of the device allow, in MiB; `None` means unlimited.
     ///
-    /// The kubelet does not list the shares of init containers. Their limit is that of the doors
-    /// that their clients used, except doors of other pods.
+    /// The kubelet does not list the shares of init containers. For them, the limits of the doors
+    /// that their clients used apply, except doors of other pods.
     fn limit_mib(&self, tenant: &Tenant) -> Option<u64> {
         self.owner?;
         let own = |share: &&Share| share.belongs_to(tenant) && share.container == tenant.container;
@@ -481,7 +482,7 @@ pub(crate) mod tests {
         for (mps, listed, outside) in [
             (Some(true), true, false),
             (Some(true), false, false),
-            // It connected to MPS, but computes outside it.
+            // The process connected to MPS, but computes outside it.
             (Some(false), true, true),
             (Some(false), false, true),
             (None, true, false),

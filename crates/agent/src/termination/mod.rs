@@ -1,5 +1,5 @@
 //! Terminates the MPS clients of terminating pods through MPS, before a signal can kill a program
-//! with a kernel in flight. Such a kill would break the programs of its neighbours.
+//! with a kernel in flight. Such a kill would break the programs of the pod's neighbours.
 //!
 //! - [`pods`] tracks which pods terminate, and their deadlines.
 //! - [`shutdown`] predicts which pods terminate because the node shuts down.
@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 
 use self::pods::Deadlines;
 
-/// Time from the deadline of a client that still runs until it is reported. A `preStop` sleep of
-/// one second has not ended by then.
+/// Time after its deadline at which a client that still runs is reported. A `preStop` sleep of one
+/// second has not ended by then.
 const REPORT_AFTER: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed attempt.
 const RETRY_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// Interval between attempts at a client that has no context, or that is stopped.
+/// Interval between attempts to terminate a client that has no context, or that is stopped.
 const RECHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Identifies a client of an MPS server.
@@ -45,7 +45,8 @@ pub struct Client {
     pub deadlines: Deadlines,
     /// Whether the process continues after SIGTERM.
     pub survives_sigterm: bool,
-    /// Whether the process is stopped. MPS would wait for it, and all other clients for MPS.
+    /// Whether the process is stopped. MPS would wait for the process, and all other clients would
+    /// wait for MPS.
     pub stopped: bool,
 }
 

@@ -6,13 +6,13 @@ use cleave_kubelet::HeldDevices;
 
 use crate::allocation::allocation_id;
 
-/// How long a pod is tracked after the API server has removed it. The programs of a pod that was
-/// deleted by force may still run: the kubelet grants them the grace period of the spec.
+/// Time for which a pod is tracked after the API server has removed it. The programs of a pod that
+/// was deleted by force may still run: the kubelet grants them the grace period of the spec.
 const RETENTION: Duration = Duration::from_secs(300);
 /// A `preStop` sleep up to this long only gives the agent time to act. A longer sleep gives the
 /// program time to finish its work.
 const AGENT_SLEEP: Duration = Duration::from_secs(2);
-/// Clients that survive SIGTERM are terminated this long before the grace period ends.
+/// Time before the end of the grace period at which clients that survive SIGTERM are terminated.
 /// `terminate_client` takes 3 to 10 ms per client, a GPU has at most 48 clients, and failed
 /// attempts are repeated.
 const MARGIN: Duration = Duration::from_secs(2);
@@ -30,8 +30,8 @@ pub struct PodObservation {
     pub uid: String,
     /// `namespace/name`.
     pub name: String,
-    /// How long its `preStop` hooks delay SIGTERM, as far as known: the shortest sleep of its
-    /// containers with shares.
+    /// Known delay of SIGTERM by the pod's `preStop` hooks: the shortest sleep of its containers
+    /// with shares.
     pub sleep: Duration,
     /// The deletion, if the pod is being deleted.
     pub deletion: Option<Deletion>,
@@ -42,7 +42,7 @@ pub struct PodObservation {
 pub struct Deletion {
     /// The grace period.
     pub grace: Duration,
-    /// What is left of the grace period by the API server's clock, which may differ from the
+    /// Remaining grace period according to the API server's clock, which may differ from the
     /// node's.
     pub left: Duration,
 }
@@ -169,13 +169,13 @@ impl TerminatingPods {
 
     /// Finds the terminating pod of a client, with its `namespace/name`.
     ///
-    /// `uids` are the UIDs of the pods whose cgroups contain the client, outermost first. If there
-    /// are none, the pod is the one that has `allocation`, unless another pod with the same name
-    /// does not terminate.
+    /// `uids` are the UIDs of the pods whose cgroups contain the client, outermost first. If `uids`
+    /// is empty, the pod is the one to which `allocation` belongs, unless another pod with the same
+    /// name does not terminate.
     pub fn find(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, Deadlines)> {
         if !uids.is_empty() {
-            // The client's pod may be a static pod or a new pod that is not tracked. In that case,
-            // another pod with the allocation is not the client's.
+            // The client's pod may be a static pod or a new pod that is not tracked. Do not search
+            // by allocation then: that could find another pod.
             let pod = uids.iter().find_map(|uid| self.by_uid.get(uid))?;
             return Some((&pod.name, pod.deadlines?));
         }
@@ -225,7 +225,8 @@ pub(super) mod tests {
         let mut pods = TerminatingPods::default();
         assert!(pods.observe(observation("a", None), now) && !pods.observe(observation("a", None), now));
         assert!(!pods.any());
-        // The API server's clock says that half is over, but this node observed the start.
+        // By the API server's clock half of the grace period is over, but this node observed its
+        // start.
         assert!(pods.observe(observation("a", Some((30, 15))), now + secs(1)));
         assert_eq!(span(&pods, "a", now), Some((1000, 31_000)));
         assert!(pods.any());
@@ -335,7 +336,7 @@ pub(super) mod tests {
         assert_eq!(find(&pods, None, None), None);
         assert_eq!(find(&pods, None, Some("00")), None);
         assert_eq!(find(&pods, None, Some(&web)), Some("ns/web".into()));
-        // Deleted by force and created again: the client may belong to either pod.
+        // The pod was deleted by force and recreated: the client may belong to either pod.
         pods.observe(web_pod("second", None), now);
         assert_eq!(find(&pods, None, Some(&web)), None);
         assert_eq!(find(&pods, Some("first"), Some(&web)), Some("ns/web".into()));

@@ -53,7 +53,7 @@ fn read(path: &Path) -> Option<String> {
 /// thread, because the signal would end the process through a thread that does not block it.
 fn all_threads_block(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
-    // A thread that has ended meanwhile does not count.
+    // Ignore a thread that has ended since the directory was read.
     let status = |path: &Path| read(&path.join("status")).and_then(|text| Status::parse(&text));
     threads.flatten().filter_map(|thread| status(&thread.path())).all(|status| status.blocks)
 }

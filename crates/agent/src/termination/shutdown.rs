@@ -17,8 +17,8 @@ use super::pods::{Deletion, PodObservation, TerminatingPods};
 /// shutdown that takes longer.
 const MAX_OVERRUN: Duration = Duration::from_secs(60);
 
-/// How long the kubelet waits for pods whose priority is in this period: at least `priority`, and
-/// below that of the next period.
+/// Time that the kubelet waits for one group of pods at shutdown. A group contains the pods with at
+/// least `priority`, and below the priority of the next period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Period {
     /// The lowest priority of these pods.
@@ -52,7 +52,7 @@ impl FromStr for Period {
 pub struct Periods(Vec<Period>);
 
 impl Periods {
-    /// Sorts `periods`, which may be in any order.
+    /// Creates the settings from `periods` in any order.
     pub fn new(mut periods: Vec<Period>) -> Self {
         periods.sort_unstable();
         Self(periods)
@@ -109,7 +109,7 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Uses these settings of the kubelet.
+    /// Creates a state without pods, for these settings of the kubelet.
     pub fn new(periods: Periods) -> Self {
         Self { periods, ..Self::default() }
     }
@@ -151,7 +151,7 @@ impl Shutdown {
         (changed, next_group)
     }
 
-    /// Whether the node shuts down.
+    /// Whether the node is shutting down.
     pub fn in_progress(&self) -> bool {
         self.progress.is_some()
     }
@@ -183,7 +183,8 @@ impl Shutdown {
         }
     }
 
-    /// The pod's observation, with the earlier end of its deletion and the shutdown.
+    /// The pod's observation. If the pod is being deleted during the shutdown, the earlier end
+    /// applies.
     fn observation(&self, pod: &Pod, now: Instant) -> Option<PodObservation> {
         let observation = pod.observation.clone()?;
         let shutdown = || {
@@ -211,8 +212,9 @@ struct Record {
     end_time: Timestamp,
 }
 
-/// Returns how long the kubelet has been terminating pods, according to its record. Returns `None`
-/// if the record is malformed, too old or from an earlier boot, or if the shutdown has ended.
+/// Returns the time since the kubelet started to terminate pods, according to its record. Returns
+/// `None` if the record is malformed, too old or from an earlier boot, or if the shutdown has
+/// ended.
 pub fn elapsed(record: &[u8], now: Timestamp, up: Duration, periods: &Periods) -> Option<Duration> {
     let Record { start_time, end_time } = serde_json::from_slice(record).ok()?;
     let elapsed = Duration::try_from(now.duration_since(start_time)).ok()?;
@@ -231,7 +233,7 @@ impl ShutdownStart {
     /// Interprets the kubelet's record as read now. `previous` is the result of the previous read.
     ///
     /// An unchanged record keeps its start until it is too old, since the wall clock may have been
-    /// set meanwhile.
+    /// set between the two reads.
     pub(crate) fn read(
         record: Vec<u8>,
         previous: Option<Self>,

@@ -126,7 +126,7 @@ impl Machine {
         kill(&mut self.first_agent);
     }
 
-    /// Starts the agent like the chart: under a supervisor that restarts it.
+    /// Starts the agent as the chart does: under a supervisor that restarts it.
     pub(crate) fn start_supervised_agent(&mut self) {
         let mut command = self.command("cleave-supervise");
         command.arg(programs().join("cleave"));
@@ -145,7 +145,7 @@ impl Machine {
         self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
     }
 
-    /// Starts the agent like in a cluster whose API server does not answer.
+    /// Starts the agent as in a cluster whose API server does not answer.
     pub(crate) fn start_agent_without_api_server(&mut self) {
         let mut command = self.command("cleave");
         self.arguments(&mut command);
@@ -231,7 +231,7 @@ impl Machine {
         self.agent.as_mut().unwrap().try_wait().unwrap().is_none()
     }
 
-    /// Writes the spec of the `GpuNode` like the operator.
+    /// Writes the spec of the `GpuNode` as the operator does.
     pub(crate) fn set_spec(&self, plan: &str, gpus: Vec<GpuSpec>) {
         let spec = GpuNodeSpec { plan_id: plan.into(), gpus };
         let new = self.path("spec/spec.json.new");
@@ -329,7 +329,7 @@ impl Machine {
         command
     }
 
-    /// Starts a program like in a container, with additional environment variables.
+    /// Starts a program as in a container, with additional environment variables.
     pub(crate) fn start_client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
@@ -340,7 +340,7 @@ impl Machine {
         command.envs(envs.iter().copied()).args(more).stdout(Stdio::null()).spawn().unwrap()
     }
 
-    /// Runs a program like in a container. Returns the first line that it prints.
+    /// Runs a program as in a container. Returns the first line that it prints.
     pub(crate) fn client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,

@@ -115,7 +115,8 @@ impl Node {
                 return;
             };
             self.reservations.push(Reservation { pod: uid.clone(), ask, units, device });
-            // The next request of the same pod needs the pod to count this reservation.
+            // The reservation counts only if its pod is known, so add the pod before its next
+            // request.
             if ask == 0 {
                 let bound = BoundPod { uid: uid.clone(), ..bound() };
                 self.waiting.push(Pod { bound, containers: containers.clone(), allocated: Vec::new() });
@@ -210,8 +211,8 @@ impl Node {
     }
 
     fn list_allocations(&mut self) {
-        // The kubelet does not list shares of init containers. It has reported the status of these
-        // pods to the API server meanwhile.
+        // The kubelet does not list shares of init containers. By now it has reported the status of
+        // these pods to the API server.
         let unlisted = |pod: &&Pod| pod.containers.iter().all(|container| container.kind == When::Init);
         for pod in self.running.iter().filter(unlisted) {
             self.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, self.now);

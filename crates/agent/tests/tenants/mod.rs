@@ -40,7 +40,7 @@ fn container_id(letter: char) -> String {
 fn shares(uuid: &str, enforcement: Enforcement) -> GpuSpec {
     let mut spec = mps(uuid, 10);
     if let Some(mps) = &mut spec.partition.mps {
-        // Allows programs outside MPS, which the tests have to report.
+        // Allows programs outside MPS, which the agent has to report.
         mps.compute_mode = ComputeMode::Default;
     }
     GpuSpec { enforcement, ..spec }

@@ -226,7 +226,7 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
     pods.machine.wait_until("the event", reported).await;
     pods.assert_unharmed(&mut neighbour);
     pods.machine.simgpu(&["clear"]);
-    // The MPS host may have replaced the hanging daemon meanwhile, which ends its clients too.
+    // The MPS host may have replaced the hanging daemon by now, which also ends its clients.
     assert!([806, 810].contains(&pods.wait_for_error("first").await));
     pods.machine
         .wait_until("the neighbour continues", || neighbour.child.try_wait().unwrap().is_none().then_some(()))

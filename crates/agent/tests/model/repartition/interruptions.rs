@@ -130,7 +130,7 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
         node.now += GRACE;
     }
     assert!(node.messages().contains("has not answered for 15 s"), "{}", node.messages());
-    // The call returns.
+    // The hanging call returns.
     node.orders = vec![order];
     node.perform_order();
     node.run();

@@ -144,7 +144,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         assert!(!node.applied());
         let failures = node.events.iter().filter(|(reason, _)| *reason == "MigFailed").count();
         assert_eq!(failures, 4, "the first and the last failure of each: {:?}", node.events);
-        // An administrator changes the GPU by hand.
+        // An administrator changes the GPU manually.
         node.gpu.lock().failures.clear();
         node.run();
         assert!(node.has_instances(&[]), "{call}: nothing has changed");

@@ -25,7 +25,7 @@ enum Event {
         with_checkpoint: bool,
         in_change: bool,
     },
-    /// An administrator creates a MIG instance by hand.
+    /// An administrator creates a MIG instance manually.
     CreateByHand(usize),
     Reconcile,
     PerformOrder,
@@ -38,11 +38,11 @@ enum Event {
     },
 }
 
-/// A place for a MIG instance: profile, first slice, number of slices, and number of MPS shares (0
-/// for a whole instance).
+/// A placement of a MIG instance: profile, first slice, number of slices, and number of MPS shares
+/// (0 for a whole instance).
 type Place = (&'static str, u32, u32, u32);
 
-/// Some places on an H100. A spec contains places that do not overlap.
+/// Some placements on an H100. A spec contains placements that do not overlap.
 const PLACES: [Place; 12] = [
     ("1g.10gb", 0, 1, 0),
     ("1g.10gb", 1, 1, 4),
@@ -58,7 +58,7 @@ const PLACES: [Place; 12] = [
     ("7g.80gb", 0, 8, 0),
 ];
 
-/// The picked places, without those that overlap an earlier one.
+/// The picked placements, without those that overlap an earlier one.
 fn without_overlaps(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
     let mut chosen: Vec<Place> = Vec::new();
     for place in picks.iter().map(|pick| PLACES[pick % PLACES.len()]) {

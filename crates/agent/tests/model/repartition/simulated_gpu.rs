@@ -39,7 +39,7 @@ impl SimulatedGpu {
         Self { state: state.gpus.remove(0), model, created: 0, processes, failures, calls: Vec::new() }
     }
 
-    /// Records a call. Fails if `failures` says so.
+    /// Records a call. Fails while `failures` has a count left for it.
     fn call(&mut self, name: &'static str) -> Result<(), NvmlError> {
         self.calls.push(name);
         match self.failures.get_mut(name) {
@@ -97,7 +97,7 @@ impl SimulatedGpu {
         let gi = self.state.instances.iter().find(|gi| gi.id == gpu_instance).unwrap();
         let whole = self.model.compute_profiles(gi.profile).into_iter().find(|ci| ci.slices == slices(gi.profile));
         self.state.create_compute_instance(self.model, gpu_instance, whole.unwrap().id, None).unwrap();
-        // Every instance gets a new UUID, even at the place of an earlier one.
+        // Every instance gets a new UUID, even at the placement of an earlier one.
         self.created += 1;
         let instance = self.state.instances.iter_mut().find(|gi| gi.id == gpu_instance).unwrap();
         instance.compute[0].uuid = format!("MIG-{}", self.created);

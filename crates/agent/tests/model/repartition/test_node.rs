@@ -20,7 +20,7 @@ use cleave_kubelet::HeldDevices;
 use super::simulated_gpu::{GPU, SharedGpu};
 use crate::fixtures::answer;
 
-/// How long a new agent waits for the kubelet's list before it removes allocations.
+/// Time that a new agent waits for the kubelet's list before it removes allocations.
 pub(super) const GRACE: Duration = Duration::from_secs(30);
 
 /// Number of rounds in which every expected change happens.
@@ -102,7 +102,7 @@ impl TestNode {
         self.host_reports(self.host.hash());
     }
 
-    /// The MPS host has read the desired file, but unwanted daemons still run.
+    /// The MPS host has read the desired file, but daemons that it omits still run.
     pub(super) fn host_reads_desired(&mut self) {
         self.host_reports(self.last.desired.hash());
     }
