@@ -129,7 +129,7 @@ fn kind_by_name(name: &str) -> Option<Kind> {
     }
 }
 
-/// Tables of MIG profiles without duplicates.
+/// The distinct tables of MIG profiles. GPUs with the same profiles share one table.
 #[derive(Default)]
 struct Tables {
     all: Vec<Rc<Table>>,

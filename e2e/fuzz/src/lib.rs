@@ -39,7 +39,7 @@ pub enum Seen {
 pub struct Target {
     /// Name of the target and of its folder in the corpus.
     pub name: &'static str,
-    /// Description for people of what the target reads, and from whom.
+    /// Human-readable description of the input and its sender.
     pub what: &'static str,
     /// Format of its input.
     pub shape: Shape,

@@ -131,6 +131,7 @@ fn change<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model
     })
 }
 
+/// The GPU that a call changes, and its model. Fails if the GPU is lost.
 fn target<'s>(state: &'s mut State, uuid: &str) -> Result<(&'s mut Gpu, Model)> {
     let model = state.model(state.gpu(uuid)?)?.clone();
     let gpu = state.gpu_mut(uuid)?;
