@@ -116,7 +116,7 @@ pub const DAEMONSET_EVENTS: &[Reason] = &[
     reason("MpsHostReplaced", "The MPS host of an idle node was replaced.", ""),
     reason(
         "MpsHostUpgradeStopped",
-        "A replaced MPS host does not serve. No more are replaced.",
+        "A new MPS host does not serve. The rollout is stopped.",
         "Repair it, or run `helm rollback`.",
     ),
 ];

@@ -264,8 +264,8 @@ mod tests {
 
     proptest! {
         /// A narrowed pod can go to exactly those of its former nodes that match the requirement.
-        /// The patch and the whole list give the same result. No existing part of the pod is
-        /// changed or moved.
+        /// The patch from `narrow` produces the terms that `narrowed` returns. No existing part of
+        /// the pod is changed or moved.
         #[test]
         fn a_narrowed_pod_goes_only_to_allowed_and_required_nodes(
             terms in terms(),

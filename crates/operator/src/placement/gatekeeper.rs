@@ -218,7 +218,7 @@ impl Gatekeeper {
         });
         let hosts = match rollout {
             Some(step) => step.next,
-            // This reconcile did not examine the hosts. Their changes are handled at
+            // This reconcile did not examine the MPS hosts. Their changes are handled at
             // `next_rollout`.
             None => cluster.hosts.as_ref().map(|_| self.next_rollout.saturating_sub(now.up)),
         };

@@ -26,7 +26,7 @@ pub enum ProcessKind {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Process {
-    /// The process's number in the state.
+    /// The context's number in the state.
     pub id: u64,
     /// How it uses the GPU.
     pub kind: ProcessKind,
