@@ -424,26 +424,8 @@ pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::gpu::layout::tests::gpu;
-
-    /// Answers of the driver and all of its GPUs, requested at the same time.
-    #[derive(Debug)]
-    pub(crate) struct Inventory {
-        pub(crate) driver: String,
-        pub(crate) gpus: BTreeMap<u32, Result<Gpu, NvmlError>>,
-        pub(crate) processes: BTreeMap<String, Vec<Process>>,
-    }
-
-    impl Inventory {
-        /// Splits the inventory into answers in their order of arrival: the driver's first.
-        pub(crate) fn answers(self) -> (Census, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
-            let Self { driver, gpus, mut processes } = self;
-            let count = gpus.last_key_value().map_or(0, |(last, _)| last + 1);
-            let of = move |gpu: Gpu| Observation { processes: processes.remove(&gpu.uuid).unwrap_or_default(), gpu };
-            let mut of = Box::new(of);
-            (Census { driver, count }, gpus.into_iter().map(move |(index, gpu)| (index, gpu.map(&mut of))))
-        }
-    }
+    pub(crate) use crate::fixtures::Inventory;
+    use crate::fixtures::gpu;
 
     impl HardwareTracker {
         fn observe(&mut self, answer: Result<Inventory, NvmlError>, asked: Instant) {
