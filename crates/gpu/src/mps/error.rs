@@ -17,10 +17,10 @@ use crate::nvml;
 /// Why the MPS host cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// One of its directories or its socket could not be created.
+    /// A directory or the socket of the MPS host could not be created.
     #[error("cannot create {path}")]
     Prepare {
-        /// The directory or socket.
+        /// Path of the directory or socket.
         path: PathBuf,
         /// The cause.
         source: io::Error,
@@ -32,9 +32,9 @@ pub enum HostError {
     PathTooLong {
         /// `--run-dir`.
         run: PathBuf,
-        /// The longest path below it.
+        /// The longest path of a door.
         door: PathBuf,
-        /// Length of that path in bytes.
+        /// Length of the door's path in bytes.
         length: usize,
     },
     /// Another MPS host holds the lock of this directory.

@@ -41,7 +41,7 @@ impl Library {
         Self(Arc::new(Shared { open: Box::new(open), session: Mutex::new(None) }))
     }
 
-    /// Makes a call on this thread. The thread hangs if the driver does.
+    /// Runs `call` on this thread. The thread hangs if the driver hangs.
     pub(super) fn with<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
         let gpus = self.session()?;
         let result = call(gpus.as_ref());

@@ -201,7 +201,7 @@ fn nothing_is_started_on_a_gpu_in_use() {
     );
     assert_eq!(node.daemon(0), before);
 
-    // A program without MPS.
+    // A program uses the GPU without MPS.
     node = Node::without_host(1);
     node.desire_allocation("aa", 0, None, None);
     let plain = node.client("aa", &["--hold", "forever"]);

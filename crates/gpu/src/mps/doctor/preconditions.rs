@@ -32,7 +32,7 @@ pub(super) struct Preconditions {
 pub(super) enum Others {
     Visible,
     Hidden,
-    /// Such processes are hidden, but `--idle` asserts that none exist.
+    /// Processes of other pid namespaces are hidden, but `--idle` asserts that none exist.
     AssumedNone,
 }
 
