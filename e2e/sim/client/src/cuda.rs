@@ -76,7 +76,7 @@ impl Context {
         matches!(self, Self::Mps(_))
     }
 
-    /// The context's device.
+    /// The device on which the context was created.
     pub(crate) fn device(&self) -> &Device {
         match self {
             Self::Mps(context) => context.device(),
@@ -122,7 +122,7 @@ impl Context {
         }
     }
 
-    /// Starts kernels of this many milliseconds each.
+    /// Starts kernels of `kernel_ms` milliseconds each.
     pub(crate) fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.launch(kernel_ms),
@@ -130,7 +130,7 @@ impl Context {
         }
     }
 
-    /// Waits for all kernels.
+    /// Waits until all kernels have finished.
     pub(crate) fn synchronize(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.synchronize(),

@@ -28,7 +28,7 @@ pub enum ProcessKind {
 pub struct Process {
     /// The context's number in the state.
     pub id: u64,
-    /// How it uses the GPU.
+    /// How the process uses the GPU.
     pub kind: ProcessKind,
     /// UUID of the GPU or MIG device.
     pub device: String,
@@ -38,8 +38,8 @@ pub struct Process {
     pub pid: PidRef,
     /// The process's name.
     pub name: String,
-    /// The file under `leases/` that the owner keeps locked. Without one, the context exists while
-    /// the process does.
+    /// The file under `leases/` that the owner keeps locked. Without a lease, the context exists as
+    /// long as the process.
     #[serde(default)]
     pub lease: Option<String>,
 }

@@ -42,8 +42,8 @@ impl Environment {
     }
 }
 
-/// Number of retries of a client whose server died during the handshake. The daemon starts another
-/// server.
+/// Number of retries of a client whose server died during the handshake. The daemon starts a new
+/// server for each retry.
 const MAX_RETRIES: u32 = 20;
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -66,7 +66,7 @@ impl Mps {
     /// later in the handshake is assumed to have the same effect, which is the worst case.
     ///
     /// # Errors
-    /// A `CUresult` from the server, or because no server stayed alive.
+    /// A `CUresult` from the server, or one that reports that no server stayed alive.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
         if handshake::probe(control).is_err() {
             return Ok(None);
@@ -156,8 +156,8 @@ fn enter(
     Err(Closed::ByServer)
 }
 
-/// A context that an MPS server serves. Dropping it closes it in order. If the process dies, the
-/// server detects that.
+/// A context that an MPS server serves. Dropping it closes it cleanly. If the process dies, the
+/// server detects the death.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::limits;
 
-/// One command.
+/// An administrator's command.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Command {
     /// Prints the PIDs of the servers, one per line.

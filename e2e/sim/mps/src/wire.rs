@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::limits::Settings;
 use crate::seqpacket::Connection;
 
-/// The maximum length of a packet.
+/// The maximum length of a packet, in bytes.
 pub const LONGEST: usize = 64 * 1024;
 
 /// A server's state, as `get_server_status` prints it.
@@ -38,7 +38,7 @@ impl Status {
 /// Messages from the daemon to a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ToServer {
-    /// The first message: how to serve.
+    /// The first message, with the server's configuration.
     Start {
         /// `CUDA_VISIBLE_DEVICES` of the daemon.
         visible: Option<String>,
@@ -58,14 +58,14 @@ pub enum ToServer {
     },
     /// The limits of the next clients. The server only logs them.
     Settings(Settings),
-    /// Requests an answer after all earlier messages.
+    /// Requests an answer once all earlier messages are handled.
     Ping {
-        /// The number for the answer.
+        /// The request's number, which the answer repeats.
         request: u64,
     },
     /// `terminate_client`.
     Terminate {
-        /// The number for the answer.
+        /// The request's number, which the answer repeats.
         request: u64,
         /// The client's PID.
         pid: u32,
@@ -79,7 +79,7 @@ pub enum ToServer {
 pub enum FromServer {
     /// The server's new state.
     Status(Status),
-    /// A process was accepted.
+    /// The server accepted a process.
     Process {
         /// The daemon's number for the connection.
         connection: u64,
@@ -99,7 +99,7 @@ pub enum FromServer {
         /// The program's name.
         command: String,
     },
-    /// A connection was closed or rejected.
+    /// The connection was closed or rejected.
     Left {
         /// The daemon's number for the connection.
         connection: u64,
@@ -143,7 +143,7 @@ pub enum ToContext {
     IllegalAccess,
     /// The context has ended, as [`FromContext::Terminate`] requested.
     Terminated,
-    /// The context was closed in order. Not answered.
+    /// The client closed the context cleanly. Not answered.
     Goodbye,
 }
 
@@ -174,7 +174,7 @@ pub enum FromContext {
     },
     /// Success, with the device's free memory.
     Memory {
-        /// Bytes.
+        /// The device's free memory in bytes.
         free: u64,
     },
     /// Failure, with a `CUresult`.

@@ -207,8 +207,8 @@ impl Daemon {
         Ok(Vec::new())
     }
 
-    /// Stops the daemon: waits for the clients, at most `timeout`, and then stops the servers. It
-    /// does not return.
+    /// Stops the daemon: waits for the clients, at most `timeout`, and then stops the servers. This
+    /// function does not return.
     fn quit(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
