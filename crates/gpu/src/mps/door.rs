@@ -109,7 +109,7 @@ impl Door {
         self.device.name == device
     }
 
-    /// The door's state and its counts since it was opened.
+    /// The door's counts since it was opened.
     pub(crate) fn status(&self) -> AllocationStatus {
         AllocationStatus { admitted: self.admitted.get(), refused: self.refused.get(), waiting: self.waiting.get() }
     }

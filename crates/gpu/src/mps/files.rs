@@ -12,7 +12,7 @@ use super::error::HostError;
 use super::seqpacket::{MAX_PATH, async_fd};
 use super::wire::Paths;
 
-/// Creates the run directory. Returns the lock that only one MPS host can hold.
+/// Creates the run directory. Returns the lock, which only one MPS host can acquire.
 pub(crate) fn prepare(paths: &Paths) -> Result<OwnedFd, HostError> {
     let longest = paths.door(&"f".repeat(32)).with_extension("new");
     let length = longest.as_os_str().len();

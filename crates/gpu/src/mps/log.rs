@@ -42,7 +42,7 @@ pub enum LogEvent {
 pub struct LogLine<'a> {
     /// `Control`, `Server` or `Other`; empty for a line without the prefix.
     pub source: &'a str,
-    /// Pid of the writer.
+    /// Pid of the process that wrote the line.
     pub pid: Option<u32>,
     /// The text after the prefix.
     pub text: &'a str,

@@ -44,7 +44,7 @@ pub(crate) struct Children {
     waited: RefCell<BTreeMap<u32, watch::Sender<Option<Exit>>>>,
 }
 
-/// A child process. Dropping this does not affect the process.
+/// A handle to a child process. Dropping the handle does not affect the process.
 #[derive(Debug)]
 pub(crate) struct Child {
     pub(crate) pid: u32,
@@ -52,7 +52,7 @@ pub(crate) struct Child {
 }
 
 impl Children {
-    /// Starts reaping. Call it on a `LocalSet`, once per process.
+    /// Starts to reap child processes. Call it on a `LocalSet`, once per process.
     pub(crate) fn start() -> io::Result<Rc<Self>> {
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
         let children = Rc::new(Self::default());

@@ -74,7 +74,7 @@ pub enum Command {
     ServerStatus(u32),
     /// Starts a server.
     StartServer {
-        /// UID of the user. With `-multiuser-server`, 0 starts a server for all users.
+        /// UID of the server's user. With `-multiuser-server`, 0 means all users.
         uid: u32,
     },
     /// Shuts a server down.

@@ -97,7 +97,7 @@ impl Socket {
         }
     }
 
-    /// The process that connected.
+    /// Credentials of the process that connected.
     pub(crate) fn peer(&self) -> io::Result<Credentials> {
         let peer = nix::sys::socket::getsockopt(&self.0, nix::sys::socket::sockopt::PeerCredentials)?;
         Ok(Credentials { pid: u32::try_from(peer.pid()).unwrap_or(0), uid: peer.uid(), gid: peer.gid() })
@@ -304,7 +304,7 @@ pub(crate) fn send_now(
     Ok(())
 }
 
-/// Buffer size for the next packet.
+/// Buffer size in bytes for the next packet.
 fn next_length(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let mut byte = [0_u8; 1];
     let (_, length) = rustix::net::recv(fd, byte.as_mut_slice(), RecvFlags::PEEK | RecvFlags::TRUNC)?;

@@ -52,7 +52,7 @@ pub enum InvalidDesired {
     /// The active thread percentage is outside 1 to 100.
     #[error("{owner}: invalid active thread percentage {threads}: expected 1 to 100")]
     Threads {
-        /// The device or allocation.
+        /// The device or allocation with the rejected percentage.
         owner: String,
         /// The rejected percentage.
         threads: u8,
@@ -256,7 +256,7 @@ pub struct Status {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DaemonStatus {
-    /// Lifecycle state.
+    /// Lifecycle state of the daemon.
     pub state: DaemonState,
     /// Pid of the control daemon, in the node's pid namespace.
     pub pid: Option<u32>,
@@ -275,8 +275,8 @@ pub struct DaemonStatus {
     pub fault: Option<Fault>,
 }
 
-/// A fatal GPU error. It breaks the contexts of all clients of a server (measured on driver 580),
-/// and the server admits no client until the last of them has exited.
+/// A fatal GPU error. It breaks the contexts of all clients of a server (measured on driver 580).
+/// The server admits no client until the last broken client has exited.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Fault {
@@ -330,7 +330,8 @@ pub enum Enforcement {
 pub struct Client {
     /// Pid in the node's pid namespace.
     pub pid: u32,
-    /// The allocation whose door it used; `None` for a client that bypassed the doors.
+    /// The allocation of the door that admitted the client; `None` for a client that bypassed the
+    /// doors.
     pub allocation: Option<String>,
 }
 

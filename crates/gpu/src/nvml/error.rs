@@ -71,8 +71,8 @@ pub(super) fn if_supported<T>(call: &'static str, result: Result<T, Code>) -> Re
     }
 }
 
-/// The result of a call whose value is optional. A lost GPU or driver is an error; every other
-/// error gives `None`.
+/// The result of a call that returns an optional value. A lost GPU or driver is an error. For every
+/// other error, returns `None`.
 pub(super) fn if_known<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
     match result.map_err(|code| NvmlError::of(call, code)) {
         Ok(value) => Ok(Some(value)),

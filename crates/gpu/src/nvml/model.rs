@@ -61,8 +61,8 @@ pub enum Recovery {
     Reset,
     /// A reboot of the node.
     Reboot,
-    /// A reset at a convenient time, or an end of peer-to-peer transfers. The GPU works before the
-    /// reset.
+    /// A reset at a convenient time, or an end of peer-to-peer transfers. The GPU works until
+    /// the reset.
     Drain,
 }
 

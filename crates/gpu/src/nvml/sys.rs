@@ -85,7 +85,7 @@ pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfil
         };
         match nvml_try(status) {
             Ok(()) => {}
-            // This GPU has no such profile, or the driver is too old to know its number.
+            // This GPU has no such profile, or the driver is too old to know the profile.
             Err(Code::NotSupported | Code::InvalidArg | Code::NotFound) => continue,
             Err(code) => return Err(NvmlError::of(CALL, code)),
         }

@@ -150,7 +150,7 @@ mod tests {
                 prop_assert!(clients == 0 || step == last.0.next());
                 last = (step, now);
             }
-            // The limit applies for any probe times, even if clients connect and exit at any time.
+            // The limit holds for any probe times, even if clients connect and exit at any time.
             let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY_TIME).iter().sum::<Duration>();
             let most = most + Step::ShutDownServer.deadline() + Step::QuitDaemon.deadline() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == Step::KillDaemon || now < most, "{:?} at {:?}", last, now);

@@ -155,8 +155,8 @@ impl Device {
         }
     }
 
-    /// Prepares the pipe directory and stops the MPS processes that an earlier MPS host started for
-    /// it.
+    /// Prepares the pipe directory and stops the MPS processes that an earlier MPS host started
+    /// for this device.
     async fn prepare(&self, settings: &Daemon) -> Result<(), DaemonError> {
         let failed = |source| DaemonError::Prepare { path: self.pipe.clone(), source };
         std::fs::create_dir_all(&self.pipe).map_err(failed)?;

@@ -9,7 +9,7 @@ pub(super) enum Outcome<T> {
     NotTested(String),
     /// The driver failed the test, for this reason.
     Failed(String),
-    /// The test observed this.
+    /// The test's observation.
     Observed(T),
 }
 
@@ -87,9 +87,9 @@ pub(super) struct Memory {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Termination {
     pub(super) answer: String,
-    /// Result of the client's next call.
+    /// Result of the client's next CUDA call.
     pub(super) client: Allocated,
-    /// Result of a neighbour's next call.
+    /// Result of a neighbour's next CUDA call.
     pub(super) neighbour: Allocated,
 }
 

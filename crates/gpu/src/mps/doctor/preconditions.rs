@@ -89,7 +89,7 @@ pub(super) async fn check(
     }
 }
 
-/// Why the GPU may belong to Cleave, if it may.
+/// Why the GPU may belong to Cleave. `None` if it does not.
 fn reserved_by_cleave(run: &Path, uuid: &str) -> Option<String> {
     let path = Paths::new(run).desired();
     let desired = match std::fs::read(&path) {

@@ -47,7 +47,7 @@ pub(super) struct Start {
     pub(super) allocate_mib: Option<u64>,
 }
 
-/// Why a program gave no usable result.
+/// Why a program returned no usable result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ProgramError {
     /// The program does not work. The driver is not the cause.

@@ -83,7 +83,7 @@ struct Tests<'a> {
     server: Cell<Option<u32>>,
     /// Pid of the first client.
     client: Cell<Option<u32>>,
-    /// Why no further test runs.
+    /// Why the remaining tests are skipped.
     stopped: RefCell<Option<String>>,
 }
 

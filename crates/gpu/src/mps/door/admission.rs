@@ -104,8 +104,8 @@ impl ServerLink {
         let result = async {
             let (clients_end, relay) = (clients_end?, self.relay.as_mut()?);
             client.send_descriptor(protocol::DESCRIPTOR, clients_end.as_fd()).await.ok()?;
-            // From here on, only the client holds its end: when the client exits, the connection
-            // closes.
+            // Close this process's copy of the client's end: the connection must close when the
+            // client exits.
             drop(clients_end);
             tokio::select! {
                 biased;
@@ -120,7 +120,7 @@ impl ServerLink {
 }
 
 impl Door {
-    /// Serves one connection.
+    /// Serves one connection from its introduction to its admission or refusal.
     pub(super) async fn serve(self: Rc<Self>, client: Socket) {
         let Ok(peer) = client.peer() else { return };
         if self.device.phase().borrow().enforcement == Enforcement::Advisory {
