@@ -56,7 +56,7 @@ impl Cuda {
     /// Creates a context on the first device.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub(crate) fn context(&self) -> Result<Context, i32> {
         if let Some(mps) = &self.mps {
             return mps.context(&Environment::own(), &self.devices, 0).map(Context::Mps);
@@ -111,7 +111,7 @@ impl Context {
         }
     }
 
-    /// Allocates memory.
+    /// Allocates `bytes` bytes of device memory.
     pub(crate) fn allocate(&self, bytes: u64) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.allocate(bytes),

@@ -30,7 +30,7 @@ enum Container<'a> {
 }
 
 impl Given {
-    /// Reads this process's environment.
+    /// Reads the device selection of this process.
     pub(crate) fn own() -> Self {
         let text = |name| std::env::var(name).ok();
         let dev = text(DEV_ENV).unwrap_or_else(|| "/dev".to_owned());

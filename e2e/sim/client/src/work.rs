@@ -20,9 +20,9 @@ const FAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a program stopped.
 enum Stop {
-    /// A `CUresult`.
+    /// A CUDA call failed with this `CUresult`.
     Error(i32),
-    /// A signal that it handles.
+    /// The program received a signal that it handles.
     Signal,
 }
 

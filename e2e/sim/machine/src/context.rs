@@ -20,7 +20,7 @@ pub enum ContextKind {
     Graphics,
 }
 
-/// Memory of a device.
+/// Memory of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryInfo {
     /// Unused bytes.
@@ -29,7 +29,7 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
-/// A context on a device. It is closed when dropped, and when its process ends for any reason.
+/// A context on a device. It closes when it is dropped, or when its process ends for any reason.
 #[derive(Debug)]
 pub struct Context {
     machine: Machine,
@@ -102,7 +102,7 @@ impl Context {
         &self.device
     }
 
-    /// Allocates memory.
+    /// Allocates `bytes` bytes of device memory.
     ///
     /// # Errors
     /// Too little memory is free, or the device or the context no longer exists.

@@ -1,5 +1,5 @@
-//! NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass in what is
-//! in use.
+//! NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass in whether
+//! devices are in use.
 
 use crate::description::derive_uuid;
 use crate::model::{GpuProfile, Model, Placement};
@@ -23,7 +23,7 @@ pub enum MigError {
     /// The instance does not exist.
     #[error("not found")]
     NotFound,
-    /// MIG mode changes at the next reset.
+    /// MIG mode can change only at the next reset.
     #[error("reset required")]
     ResetRequired,
 }
@@ -88,8 +88,8 @@ impl Gpu {
         if self.lacks_engines(model, profile) { Vec::new() } else { placements.filter(|p| !taken(*p)).collect() }
     }
 
-    /// Whether too few media engines are unused. Engines have no placement and are only counted.
-    /// For example, a GPU has one optical flow accelerator.
+    /// Whether an instance of `wanted` needs more media engines than are unused. Engines have no
+    /// placement and are only counted. For example, a GPU has one optical flow accelerator.
     fn lacks_engines(&self, model: &Model, wanted: &GpuProfile) -> bool {
         let Some(whole) = model.gpu_profiles.iter().max_by_key(|p| p.slices) else { return true };
         let used = || self.instances.iter().filter_map(|i| model.gpu_profile(i.profile)).chain([wanted]);

@@ -144,7 +144,7 @@ impl Model {
     #[must_use]
     pub fn compute_profiles(&self, gpu_profile: u32) -> Vec<ComputeProfile> {
         let Some(gi) = self.gpu_profile(gpu_profile) else { return Vec::new() };
-        // (index, id, slices)
+        // Each entry is (index, id, slices).
         let all = [(0, 0, 1), (1, 1, 2), (2, 2, 3), (3, 3, 4), (4, 4, 7)];
         let profile = |(index, id, slices)| ComputeProfile {
             index,

@@ -23,7 +23,8 @@ pub struct State {
     /// Models of the machine's description. They take precedence over the built-in ones.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<Model>,
-    /// Contexts on GPUs, dead ones included. [`crate::Machine::processes`] returns those alive.
+    /// Contexts on GPUs, including those of dead processes. [`crate::Machine::processes`] returns
+    /// those of living processes.
     #[serde(default)]
     pub processes: Vec<Process>,
     /// The most recent events, oldest first.
@@ -162,7 +163,7 @@ pub struct GpuInstance {
     pub profile: u32,
     /// The memory slices that the instance occupies.
     pub placement: Placement,
-    /// Its compute instances, by id.
+    /// The compute instances of this GPU instance, by id.
     pub compute: Vec<ComputeInstance>,
 }
 
@@ -184,7 +185,7 @@ pub struct ComputeInstance {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Event {
-    /// Increases with each event.
+    /// The event's number, which increases with each event.
     pub seq: u64,
     /// The GPU's UUID.
     pub gpu: String,
@@ -401,7 +402,7 @@ impl State {
         self.last_id
     }
 
-    /// Records an event. Only the latest 256 are kept.
+    /// Records an event. Removes all but the latest 256 events.
     pub fn push_event(&mut self, gpu: &str, kind: EventKind, data: u64, instance: Option<(u32, u32)>) {
         let seq = self.next_id();
         self.events.push(Event {

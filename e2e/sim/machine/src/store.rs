@@ -121,7 +121,7 @@ impl Machine {
     /// Changes the state atomically under the lock. If `change` fails, the state does not change.
     ///
     /// # Errors
-    /// The error of `change`, or an error of the directory.
+    /// The error of `change`, or the directory cannot be read or written.
     pub fn update<T, E: From<Error>>(&self, change: impl FnOnce(&mut State) -> Result<T, E>) -> Result<T, E> {
         let _lock = self.lock()?;
         let mut state = State::clone(&*self.snapshot()?);
@@ -133,7 +133,7 @@ impl Machine {
     /// Changes the state atomically under the lock, with a change that cannot fail.
     ///
     /// # Errors
-    /// The errors of the directory.
+    /// The directory cannot be read or written.
     pub fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> Result<T, Error> {
         self.update(|state| Ok(change(state)))
     }

@@ -35,7 +35,7 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Reads this process's environment.
+    /// Reads the variables of this process.
     pub fn own() -> Self {
         let text = |name| std::env::var(name).ok();
         Self { threads: text("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), memory: text("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") }
@@ -88,7 +88,7 @@ impl Mps {
     /// Creates a context on device `ordinal` of `visible`, the devices that the program sees.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn context(&self, environment: &Environment, visible: &[Device], ordinal: usize) -> Result<MpsContext, i32> {
         let device = visible.get(ordinal).ok_or(NO_DEVICE)?.clone();
         let create = ToContext::Create {
@@ -190,16 +190,16 @@ impl MpsContext {
     /// The free memory in bytes, as `cudaMemGetInfo` returns it.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn free_memory(&self) -> Result<u64, i32> {
         let free = self.request(&ToContext::Query)?;
         Ok(self.limit_left().map_or(free, |left| left.min(free)))
     }
 
-    /// Allocates memory.
+    /// Allocates `bytes` bytes of device memory.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
         // The library enforces the limit. The server only checks the device's memory.
         if self.limit_left().is_some_and(|left| bytes > left) {
@@ -214,15 +214,15 @@ impl MpsContext {
     /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
         self.notify(&ToContext::Busy(kernel_ms))
     }
 
-    /// Waits for all kernels.
+    /// Waits until all kernels have finished.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn synchronize(&self) -> Result<(), i32> {
         self.notify(&ToContext::Idle)
     }

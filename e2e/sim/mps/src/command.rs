@@ -100,7 +100,7 @@ quit [-t TIMEOUT]
 ";
 
 impl Command {
-    /// Parses a line.
+    /// Parses a line that an administrator sent.
     pub fn parse(line: &str) -> Result<Self, CommandError> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let (name, arguments) = words.split_first().ok_or_else(|| CommandError::Unknown(String::new()))?;

@@ -41,9 +41,9 @@ pub const DESCRIPTOR: &[u8; 9] = b"OUTBCUFD\0";
 pub const KIND_CLIENT: u32 = 2;
 /// The kind of an administrator.
 pub const KIND_ADMINISTRATOR: u32 = 4;
-/// Ends an administrator's commands.
+/// The packet that ends an administrator's commands.
 pub const END_OF_COMMANDS: [u8; 8] = [0; 8];
-/// Ends the daemon's replies.
+/// The packet that ends the daemon's replies.
 pub const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 
 /// The number of descriptors that the server sends to a client.
@@ -217,7 +217,7 @@ pub fn knock(control: &Path) -> Result<Entrance, Closed> {
 impl Entrance {
     /// Receives the server's descriptors. The first one is the channel between client and server.
     pub fn channel(&self) -> Result<Connection, Closed> {
-        // Turns off attestation: credentials would take the space of the descriptors.
+        // Turns off attestation: credentials would use the space of the descriptors.
         rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| Closed::ByServer)?;
         let mut channel = None;
         for _ in 0..DESCRIPTORS {

@@ -16,11 +16,12 @@ pub const LONGEST: usize = 64 * 1024;
 /// A server's state, as `get_server_status` prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Status {
-    /// Not yet serving.
+    /// The server is starting.
     Initializing,
-    /// Serving.
+    /// The server serves clients.
     Active,
-    /// Waiting until all clients that a fatal error broke have exited. New clients are rejected.
+    /// The server waits until all clients that a fatal error broke have exited, and rejects new
+    /// clients.
     Fault,
 }
 
@@ -63,7 +64,7 @@ pub enum ToServer {
         /// The request's number, which the answer repeats.
         request: u64,
     },
-    /// `terminate_client`.
+    /// Terminates a client's contexts (`terminate_client`).
     Terminate {
         /// The request's number, which the answer repeats.
         request: u64,
@@ -96,7 +97,7 @@ pub enum FromServer {
         device: String,
         /// The inode of the client's PID namespace, as reported by the client.
         namespace: u64,
-        /// The program's name.
+        /// Name of the client's program.
         command: String,
     },
     /// The connection was closed or rejected.

@@ -378,7 +378,7 @@ pub(crate) fn answer(reply: &Receiver<String>) -> String {
     reply.recv_timeout(DEADLINE).expect("the daemon answers")
 }
 
-/// Waits for a condition.
+/// Waits for a condition. `what` describes the condition in the failure message.
 pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !condition() {

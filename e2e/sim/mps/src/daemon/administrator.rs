@@ -241,7 +241,7 @@ impl Daemon {
     }
 }
 
-/// The first word of a command line.
+/// The command's name: the first word of a line.
 fn name(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or_default()
 }

@@ -103,7 +103,7 @@ fn detached(config: Config) -> anyhow::Result<ExitCode> {
     outcome
 }
 
-/// The destinations of the two logs.
+/// The destinations of the daemon's log and the servers' log.
 enum Sinks {
     Stdout,
     Files(PathBuf),

@@ -153,7 +153,7 @@ impl Clients {
         pids
     }
 
-    /// Starts kernels of a client.
+    /// Records that a client's kernels are in flight.
     pub fn busy(&mut self, connection: u64, kernel_ms: f64) -> Vec<Effect> {
         match self.connected.get_mut(&connection) {
             Some(client) if client.stage == Stage::Live => client.busy = Some(kernel_ms),
@@ -162,7 +162,7 @@ impl Clients {
         if std::mem::take(&mut self.poisoned) { self.fault() } else { Vec::new() }
     }
 
-    /// Finishes a client's kernels.
+    /// Records that a client's kernels have finished.
     pub fn idle(&mut self, connection: u64) {
         if let Some(client) = self.connected.get_mut(&connection) {
             client.busy = None;
