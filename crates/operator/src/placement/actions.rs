@@ -63,7 +63,7 @@ pub struct Eviction {
 pub struct Actions {
     /// Pods to release, in order of priority and age.
     pub releases: Vec<Release>,
-    /// Pods to evict. The shares that they release are kept for the preemptor.
+    /// Pods to evict. The shares that they free are kept for the preemptor.
     pub evictions: Vec<Eviction>,
     /// Pods that wait at the gate, each with what it waits for.
     pub waiting: BTreeMap<String, Waiting>,

@@ -62,7 +62,7 @@ impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
 }
 
 /// Whether no victim counts as protected by a disruption budget. Evicting only the other victims
-/// would release too few units. A refused eviction must not be repeated at each reconcile.
+/// would free too few units. A refused eviction must not be repeated at each reconcile.
 fn can_evict(preemption: &Preemption, protected: &BTreeMap<String, Duration>) -> bool {
     !preemption.victims.iter().any(|victim| protected.contains_key(victim))
 }

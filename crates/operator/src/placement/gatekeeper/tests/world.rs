@@ -224,7 +224,7 @@ pub(super) const GPUS: usize = 2;
 pub(super) struct ActualAllocations {
     /// Device and number of shares by pod.
     pub(super) given: BTreeMap<String, (String, u32)>,
-    /// Number of steps until each deleted pod releases its shares.
+    /// Number of steps until each deleted pod frees its shares.
     pub(super) ending: BTreeMap<String, usize>,
 }
 
