@@ -50,9 +50,9 @@ pub struct Objects {
     pub nodes: Vec<NodeObject>,
     /// The agents' pods.
     pub agents: Vec<AgentPod>,
-    /// All `GpuNode`s, malformed ones included.
+    /// All `GpuNode`s, including malformed objects.
     pub gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
-    /// All `SharingPolicy`s, malformed ones included.
+    /// All `SharingPolicy`s, including malformed objects.
     pub policies: Vec<DeserializeGuard<SharingPolicy>>,
     /// All pods that have not ended, trimmed.
     pub pods: Vec<PodObject>,

@@ -75,7 +75,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
     }
 }
 
-/// The spec of a lease that `me` holds from `now` on.
+/// The spec of a lease that `me` acquires at `now`.
 fn held_by(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     let kept = old.filter(|old| old.holder_identity.as_deref() == Some(me));
     let transitions = old.and_then(|old| old.lease_transitions).unwrap_or(0);
@@ -112,7 +112,7 @@ struct Term {
 }
 
 impl LeaseGuard {
-    /// Whether this process holds the lease long enough to complete a write.
+    /// Whether the lease remains valid long enough for this process to complete a write.
     pub fn is_current(&self) -> bool {
         self.0.borrow().until.is_some_and(|until| Instant::now() < until)
     }

@@ -60,7 +60,7 @@ pub(crate) struct Passes {
     publisher: EventPublisher,
     /// The steps of each node when they were last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
-    /// Decides which nodes get the taint. `None` if tainting is disabled.
+    /// Decides which nodes are tainted. `None` if tainting is disabled.
     taints: Option<Taints>,
     /// When the next pass runs if nothing changes.
     next: Option<Duration>,

@@ -582,7 +582,8 @@ fn a_spec_stays_while_the_driver_does_not_answer() {
     world.write();
     world.object("n1").status.as_mut().unwrap().gpus.clear();
     assert!(!world.plan().nodes.contains_key("n1"));
-    // A node that never had GPUs gets a spec, so that its agent does not wait for one.
+    // The operator writes a spec to a node that never had GPUs, so that the agent does not wait for
+    // a spec.
     let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN);
     assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
 }

@@ -86,8 +86,8 @@ const AFFINITY: &str = "/spec/affinity";
 const NODE_AFFINITY: &str = "/spec/affinity/nodeAffinity";
 const REQUIRED: &str = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution";
 
-/// A requirement for nodes with one of these hostnames. `None` if there is no hostname, because a
-/// pod must not be narrowed to no nodes.
+/// A requirement for nodes with one of these hostnames. `None` if the list is empty, because a pod
+/// must not be narrowed to no nodes.
 pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Requirement> {
     let values: BTreeSet<&str> = hostnames.into_iter().collect();
     let values: Vec<String> = values.into_iter().map(str::to_owned).collect();

@@ -28,7 +28,7 @@ pub enum Mode {
     Mig,
     /// Any mode. The requests of pending pods determine the mode.
     Auto,
-    /// A mode that this version does not know. The GPU is not repartitioned.
+    /// A mode that this version does not support. The GPU is not repartitioned.
     #[serde(other)]
     Unknown,
 }

@@ -515,7 +515,7 @@ fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     Some(at)
 }
 
-/// Sorts cells and joins equal ones.
+/// Sorts cells and merges equal cells.
 pub(crate) fn merge(cells: &mut Vec<Cell>) {
     cells.sort_unstable();
     cells.dedup_by(|next, first| {

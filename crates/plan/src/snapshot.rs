@@ -21,7 +21,7 @@ pub struct Snapshot {
     pub pods: Vec<Pod>,
 }
 
-/// One node.
+/// A node of the cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Node {
@@ -47,7 +47,7 @@ pub struct Node {
     pub left_out: Option<String>,
 }
 
-/// One GPU.
+/// A GPU of a node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Gpu {
@@ -208,7 +208,7 @@ pub enum Operator {
     Gt,
     /// The label is an integer smaller than the value.
     Lt,
-    /// An operator that this version does not know. Nothing matches it.
+    /// An operator that this version does not support. Nothing matches it.
     #[serde(other)]
     Unknown,
 }

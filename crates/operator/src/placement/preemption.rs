@@ -26,8 +26,8 @@ pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> 
 }
 
 impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
-    /// Finds the evictions that let a waiting pod be placed. `None` if the pod may not preempt
-    /// others, or if no evictions suffice.
+    /// Finds the pods to evict so that a waiting pod can be placed. `None` if the pod may not
+    /// preempt others, or if no evictions suffice.
     pub(super) fn find<'a>(
         &mut self,
         ledger: &Ledger,

@@ -88,7 +88,7 @@ impl Queue {
         gated.refused = Some(Refused { times, until: up.saturating_add(delay), message });
     }
 
-    /// Removes the pods whose release is delayed from the list, and reports why they wait.
+    /// Removes from `waiting` the pods whose release is delayed, and reports why they wait.
     pub(super) fn skip_refused<'a>(
         &self,
         ledger: &mut Ledger,

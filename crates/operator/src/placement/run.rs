@@ -246,7 +246,7 @@ impl Gate {
                 Evicted::Protected(message) => {
                     tracing::info!(pod, preemptor, message, "a disruption budget protects a pod");
                     self.keeper.protect(pod, up);
-                    // Reconcile again, because other pods may make room instead.
+                    // Reconcile again: the gatekeeper may find other pods to evict.
                     self.wake.notify_one();
                 }
                 Evicted::Gone => {}
@@ -368,7 +368,7 @@ impl Gate {
     }
 
     /// Publishes Events about pods that wait and pods that were released as unschedulable. The
-    /// passes report the pods in `demand`, because only the passes know the plan for GPUs that are
+    /// passes report the pods in `demand`, because only the passes have the plan for GPUs that are
     /// partitioned on demand.
     async fn report(&mut self, actions: &Actions, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, up: Duration) {
         let mut waiting = actions.waiting.clone();

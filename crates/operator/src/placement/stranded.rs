@@ -141,7 +141,7 @@ pub(super) struct Stranded {
     advised: BTreeSet<String>,
     /// Controllers whose pods were recreated, by UID.
     owners: BTreeMap<String, Backoff>,
-    /// Pods whose eviction failed, by UID, with the time before which it is not retried.
+    /// Pods whose eviction failed, by UID, with the time of the earliest retry.
     failed: BTreeMap<String, Duration>,
 }
 

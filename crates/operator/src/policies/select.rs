@@ -1,7 +1,7 @@
 //! Selects the policy that each GPU follows. Pure.
 //!
-//! A policy matches a GPU if the node has all of the policy's labels and the GPU is in each of the
-//! policy's lists (models, UUIDs, indices). If several policies match, the first in the order of
+//! A policy matches a GPU if the node has all of the policy's labels and each list of the policy
+//! (models, UUIDs, indices) contains the GPU. If several policies match, the first in the order of
 //! [`Rank`] wins. The order prefers policies that select GPUs more precisely, then policies that
 //! select nodes more precisely, then older policies, then the first by name.
 use std::cmp::Reverse;

@@ -47,7 +47,7 @@ impl Replacement {
 /// The actions to take now, and the state of the rollout.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Step {
-    /// Hosts whose pods to delete.
+    /// Hosts whose pods the operator deletes.
     pub replace: Vec<Replacement>,
     /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
     /// reported.

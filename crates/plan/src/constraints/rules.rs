@@ -63,7 +63,7 @@ pub struct PodAffinityTerm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Match {
     No,
-    /// The result depends on labels of a namespace that are not known.
+    /// The result depends on unknown labels of a namespace.
     Perhaps,
     Yes,
 }
@@ -145,7 +145,7 @@ pub enum WhenUnsatisfiable {
     DoNotSchedule,
     /// The scheduler prefers other nodes. The node is not refused.
     ScheduleAnyway,
-    /// An action that this version does not know. The node is not refused, as in the scheduler.
+    /// An action that this version does not support. The node is not refused, as in the scheduler.
     #[serde(other)]
     Unknown,
 }
@@ -153,11 +153,12 @@ pub enum WhenUnsatisfiable {
 /// Whether a spread constraint ignores nodes that the pod may not run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 pub enum NodePolicy {
-    /// Such nodes are ignored.
+    /// Nodes that the pod may not run on are ignored.
     Honor,
-    /// Such nodes count.
+    /// Nodes that the pod may not run on count.
     Ignore,
-    /// A policy that this version does not know. Such nodes count, as in the scheduler.
+    /// A policy that this version does not support. Nodes that the pod may not run on count, as in
+    /// the scheduler.
     #[serde(other)]
     Unknown,
 }

@@ -45,7 +45,7 @@ pub enum NoFit {
         /// Free units of the device with the most free units.
         most: u32,
     },
-    /// Each ask fits now, but not all of them together.
+    /// Each ask fits now, but the asks do not fit together.
     #[error("the parts of the request fit devices now, but not all of them at once")]
     NotFreeTogether,
 }

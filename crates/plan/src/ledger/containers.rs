@@ -39,7 +39,7 @@ pub struct Part {
     pub container: usize,
     /// The extended resource.
     pub resource: String,
-    /// Units that the container requests, including reused ones.
+    /// Units that the container requests, including reused units.
     pub units: Units,
     /// Index into [`asks`] of the ask that the units belong to.
     pub ask: usize,
