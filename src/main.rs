@@ -63,8 +63,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// The command line. The log options are accepted everywhere, and shown in the help of the
-/// components.
+/// Builds the command line. Every command accepts the log options, but only the help of the
+/// components shows them.
 fn command() -> clap::Command {
     let log = process::LogArgs::augment_args(clap::Command::new("log"));
     let hidden = Cli::command().mut_args(|arg| arg.hide(true));

@@ -90,7 +90,7 @@ pub fn mutated(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &
     input
 }
 
-/// Picks an element; `None` if there is none.
+/// Picks a random element; `None` if the slice is empty.
 fn pick<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
     rng.choice(from)
 }

@@ -40,8 +40,8 @@ pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()
     })
 }
 
-/// Waits until a pod has an allocation. Checks that it consists of this many shares of one GPU, and
-/// returns that GPU.
+/// Waits until a pod has an allocation. Checks that the allocation consists of this many shares of
+/// one GPU, and returns that GPU.
 fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
     wait_for(&format!("{pod} has an allocation"), WAIT_TIMEOUT, || {
         let allocated = allocations(cluster, scope, pod)?;
@@ -272,7 +272,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         pod["spec"]["priorityClassName"] = json!(class);
         pod
     };
-    // A pod with the preemption policy `Never` waits, whatever its priority.
+    // A pod with the preemption policy `Never` waits, regardless of its priority.
     cluster.create(&pods, &with("patient", "e2e-patient"))?;
     wait_for_event(&scope, "patient", "the emptiest has 3")?;
     cluster.delete(&scope.pod_path("patient"), Some(0))?;
@@ -320,7 +320,7 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
     on_one_gpu(&cluster, &scope, "next", 10).map(drop)
 }
 
-/// What was observed during a storm of pods.
+/// Observations during a storm of pods.
 #[derive(Debug, Default)]
 struct Observed {
     created: u64,
@@ -399,8 +399,8 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
 }
 
 /// Kills the agent while no pod is in transit, and stops the scheduler until the agent serves
-/// again. While the agent restarts, the kubelet has no devices for a tenth of a second. It would
-/// permanently refuse a pod that arrives then.
+/// again. While the agent restarts, the kubelet has no devices for a tenth of a second, and would
+/// permanently refuse an arriving pod.
 fn kill_agent(scope: &Scope) -> Result<()> {
     let mut quiet_checks = 0;
     signal_component("scheduler", "STOP")?;
@@ -416,7 +416,7 @@ fn kill_agent(scope: &Scope) -> Result<()> {
 }
 
 /// The environment variable `STORM` sets the number of pods. A run with 1,000 pods finds more
-/// errors, but takes too long for every run of the tests.
+/// errors, but is too slow for every run of the tests.
 #[test]
 fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Result<()> {
     let count = std::env::var("STORM").map_or(Ok(120), |count| count.parse().context("STORM"))?;

@@ -1,7 +1,7 @@
 //! Tests of Cleave's promises on a real Kubernetes with simulated GPUs: node1 has 4 H100-80, node2
 //! has 2 A100-40.
 //!
-//! Run one test at a time (`--test-threads=1`): the tests share the cluster, and each one restores
+//! Run one test at a time (`--test-threads=1`): the tests share the cluster, and each test restores
 //! it.
 mod admission;
 mod chart;
@@ -35,7 +35,7 @@ const GPUS: u64 = 4;
 const SMS: u32 = 132;
 /// Resource of MPS shares, unless a policy sets another name.
 const SHARES: &str = "nvidia.com/gpu-mps";
-/// Runs an MPS client that reports what it sees of its GPU, and keeps running.
+/// Script of an MPS client that reports its view of the GPU, and keeps running.
 const HOLD: &str = "exec cleave-client --hold forever";
 
 /// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten strict shares.

@@ -10,7 +10,7 @@ use crate::{GPUS, HOLD, NODE, SHARES, offers, ten_shares};
 
 /// Port of `/metrics`.
 const METRICS_PORT: &str = "8080";
-/// Accepts every connection and closes it.
+/// Script of a server on port 8081 that accepts every connection and closes it.
 const LISTEN_ON_8081: &str = "exec busybox nc -ll -p 8081 -e true";
 
 fn address(pod: &Value) -> Result<String> {
@@ -21,7 +21,7 @@ fn address(pod: &Value) -> Result<String> {
 
 /// A shell command that prints `yes` if it can connect to an address, else `no`.
 fn connects(address: &str, port: &str) -> String {
-    // Sends a request, so that a server of any protocol answers and closes the connection.
+    // Send a request, so that a server of any protocol answers and closes the connection.
     format!(
         "printf 'GET / HTTP/1.0\\r\\n\\r\\n' | busybox nc -w 2 {address} {port} >/dev/null 2>&1 && echo yes || echo no"
     )

@@ -1,5 +1,5 @@
-//! Sharing policies: an invalid one is refused with an explanation, a valid one is applied without
-//! a restart.
+//! Tests that an invalid sharing policy is refused with an explanation, and that a valid one is
+//! applied without a restart.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES, Refused, Scope, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};

@@ -1,5 +1,5 @@
-//! Tests a node that reboots. Its power is cut, so everything that a boot clears is lost, and the
-//! files on its disk remain.
+//! Tests a node that reboots after a power cut. State that a boot clears is lost, and the files on
+//! the node's disk remain.
 //!
 //! The test cannot change the machine's boot id. The agent compares it with the boot id in its
 //! checkpoint, so the test changes the checkpoint while the node is down. The kubelet also reads

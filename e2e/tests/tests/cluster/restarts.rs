@@ -1,4 +1,4 @@
-//! A restart, an upgrade or a kill of any component of Cleave, or of the kubelet, disturbs no
+//! Tests that a restart, upgrade or kill of a component of Cleave, or of the kubelet, disturbs no
 //! running pod.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -62,7 +62,7 @@ fn fewer_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>
     }
 }
 
-/// The pod of a component of Cleave: the operator's, or the one on [`NODE`].
+/// Finds the pod of a component of Cleave: the operator's pod, or the component's pod on [`NODE`].
 pub(crate) fn component_pod(cluster: &Cluster, component: &str) -> Result<Value> {
     let pods = cluster
         .list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
@@ -101,10 +101,10 @@ fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
 }
 
 /// Returns a check that reports a violation if the node offers only a part of the shares in use.
-/// Offering none of them is a violation only if it lasts longer than a moment.
+/// Offering none of them is a violation only if it lasts longer than a few reports.
 ///
-/// While the agent is down, the kubelet has no devices and may report that. It corrects this with
-/// its next report, a second later.
+/// While the agent is down, the kubelet has no devices and may report zero. The next report, a
+/// second later, corrects this.
 fn partial_or_long_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     const MAX_OUTAGE: Duration = Duration::from_secs(3);
     let mut none_since = None;
@@ -213,8 +213,8 @@ fn a_second_agent_on_a_node_waits_until_the_first_exits() -> Result<()> {
 fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "container")?;
-    // Create a new pod first: the kubelet delays each further restart of a container longer, and
-    // other tests have restarted this one.
+    // Replace the pod first: the kubelet's back-off grows with each restart of a container, and
+    // other tests have restarted this container.
     let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
     let old = component_pod(&cluster, "agent")?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&old["metadata"]["name"])), None)?;

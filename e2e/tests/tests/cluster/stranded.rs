@@ -12,7 +12,7 @@ use crate::gate::{is_gated, wait_for_event};
 use crate::{NODE, SHARES, ten_shares};
 
 const SLEEP_FOREVER: &str = "exec sleep 1000000";
-/// Maximum time until a pod is released or runs once a node accepts it.
+/// Maximum time from a node's acceptance of a pod until the pod is released or runs.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Cordons a node until the value is dropped.

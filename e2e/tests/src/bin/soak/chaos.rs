@@ -10,13 +10,13 @@ use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
 pub(crate) struct Disruption {
     /// Kind of disruption, from [`DISRUPTIONS`].
     pub(crate) what: &'static str,
-    /// The node on which it happened.
+    /// Name of the disrupted node.
     pub(crate) node: &'static str,
     /// Whether the disruption can make the node's MPS clients fail.
     pub(crate) breaks_clients: bool,
 }
 
-/// Carries out disruptions and counts them. Dropping the value repairs disruptions that still last.
+/// Carries out disruptions and counts them. Dropping the value repairs lasting disruptions.
 #[derive(Debug, Default)]
 pub(crate) struct Chaos {
     done: Counts,
@@ -134,14 +134,14 @@ fn carry_out(cluster: &Cluster, random: &mut Random, what: &str, node: &'static 
     }
 }
 
-/// Stops a component of the cluster for some seconds, then continues it.
+/// Pauses a component of the cluster for some seconds.
 fn stop_briefly(component: &str, random: &mut Random) -> Result<()> {
     signal_component(component, "STOP")?;
     std::thread::sleep(Duration::from_secs(1 + random.below(8)));
     signal_component(component, "CONT")
 }
 
-/// Kills one MPS daemon or server of a node, if there is one, and waits until all daemons serve.
+/// Kills one MPS daemon or server of a node, if one runs, and waits until all daemons serve.
 fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result<()> {
     let program = if what == "MPS daemon" { "nvidia-cuda-mps-control" } else { "nvidia-cuda-mps-server" };
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
@@ -162,7 +162,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     })
 }
 
-/// Lists a component's pods: all of the operator's, or only the node's for other components.
+/// Lists a component's pods: all pods of the operator, or a node's pod of any other component.
 fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
     let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}");
     let is_on_node = |pod: &serde_json::Value| component == "operator" || pod["spec"]["nodeName"] == node;

@@ -1,5 +1,5 @@
-//! Floods of connections, Events and pods, and values that are far too long. Other pods continue,
-//! and the next pod starts.
+//! Tests floods of connections, Events and pods, and values that are far too long. Other pods
+//! continue, and the next pod starts.
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
@@ -126,7 +126,7 @@ fn forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcom
 
 /// Creates a pod with a thousand node selector terms.
 fn terms(bed: &TestBed<'_>) -> Result<Outcome> {
-    // Each term names two nodes, so that the operator has to change each one.
+    // Each term names two nodes, so that the operator must change every term.
     let term = |index| {
         let values = json!([NODE, format!("elsewhere-{index}")]);
         json!({"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": values}]})
