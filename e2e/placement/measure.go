@@ -120,8 +120,8 @@ func (t *tracker) count(pods []string, is func(*record) bool) int {
 	return count
 }
 
-// settle waits until all pods are bound, or none was bound for stall, or limit has passed since the
-// first. Then it waits until the bound pods run.
+// settle waits until all pods are bound, no pod was bound for stall, or limit has passed since the
+// first pod was sent. Then it waits until the bound pods run.
 func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
 	started, began := time.Now(), t.first(pods)
@@ -321,7 +321,7 @@ func (w writes) total() float64 {
 	return total
 }
 
-// first returns the time at which the first of the pods was sent.
+// first returns the time at which the first of these pods was sent.
 func (t *tracker) first(pods []string) time.Time {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()

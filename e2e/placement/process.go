@@ -26,8 +26,8 @@ type process struct {
 var toStart = func() chan func() {
 	queue := make(chan func())
 	go func() {
-		// A child gets its parent-death signal when the thread that started it exits. This thread never
-		// exits.
+		// A child receives its parent-death signal when the thread that started it exits. This
+		// thread never exits.
 		runtime.LockOSThread()
 		for start := range queue {
 			start()

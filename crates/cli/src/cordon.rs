@@ -73,8 +73,8 @@ pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<Targ
     Ok(target)
 }
 
-/// Writes the annotations that `wanted` computes from the current object. Returns whether anything
-/// had to be written.
+/// Writes the annotations that `wanted` computes from the current object. Returns whether a write
+/// was necessary.
 async fn change(
     client: &Client,
     args: &GpuArgs,

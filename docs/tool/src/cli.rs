@@ -7,8 +7,8 @@ use clap::{Arg, Args as _, Command, Subcommand as _};
 use crate::blocks::{fill, table};
 use crate::text::wrap;
 
-/// All programs with their commands. The log options, which all servers have, are described by hand
-/// on the page.
+/// All programs with their commands. The log options, which all servers have, are not generated:
+/// the page describes them.
 fn programs() -> Vec<Command> {
     // The arguments of a server may set their own name and purpose.
     let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
@@ -114,7 +114,7 @@ fn form(arg: &Arg) -> String {
     format!("{short}{long}{value}")
 }
 
-/// Returns a text with a full stop.
+/// Returns a text that ends with a full stop.
 fn sentence(text: &str) -> String {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     if text.is_empty() || text.ends_with(['.', ':']) { text } else { text + "." }
