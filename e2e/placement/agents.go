@@ -35,7 +35,7 @@ func deviceOf(node, gpu int) string {
 	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
 }
 
-// holding is a pod's allocation: the ids of its shares, all of one GPU.
+// holding is a pod's allocation: the IDs of its shares, all of one GPU.
 type holding struct {
 	gpu int
 	ids []int
@@ -314,8 +314,8 @@ func (t *statusWriter) idle() (bool, error) {
 	return t.pending == 0, nil
 }
 
-// write writes the whole status like the agent: for the known version of the object, or with a
-// merge patch. It uses a merge patch if no version is known or another write happened.
+// write writes the whole status like the agent: as an update of the known version of the object, or
+// as a merge patch if no version is known or another write happened.
 func (t *statusWriter) write(ctx context.Context, index int) error {
 	name := nodeName(index)
 	current := status(t.specs[index], index, t.agents.copyOf(index))

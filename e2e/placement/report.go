@@ -26,7 +26,7 @@ type result struct {
 	Processes     map[string]usage `json:"processes"`     // CPU during the burst
 }
 
-// controlPlane names the processes whose CPU time counts for the system. kwok and the benchmark do
+// controlPlane names the processes that count for the system's CPU time. kwok and the benchmark do
 // not count.
 var controlPlane = []string{"operator", "scheduler", "apiserver", "etcd", "controller-manager"}
 

@@ -30,7 +30,7 @@ const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
 /// `ListAndWatch` stream would close the new one too.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
-/// Added to a signal's number to get the exit code, as in a shell.
+/// Offset from a signal's number to the exit code, as in a shell.
 const SIGNAL_EXIT_CODE: i32 = 128;
 
 fn main() -> ExitCode {

@@ -103,7 +103,7 @@ async fn change(
     bail!("failed to update GpuNode {}: it changed {MAX_WRITE_ATTEMPTS} times meanwhile. Try again.", args.node)
 }
 
-/// The annotations that cordon a GPU. An empty reason keeps an existing one.
+/// The annotations that cordon a GPU. An empty reason preserves an existing reason.
 fn cordoned(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     let mut cordons = cordons(object);
     let before = cordons.0.get(uuid);
@@ -146,7 +146,7 @@ fn last_fault(gpu: &GpuStatus) -> Option<Time> {
 mod tests {
     use super::*;
 
-    /// A node whose GPU `GPU-a` has a fault, and whose `GPU-b` has a MIG device with a later one.
+    /// A node with two faults: one of GPU `GPU-a`, and a later one of a MIG device of `GPU-b`.
     fn node() -> GpuNode {
         let instance = json!({"uuid": "MIG-b", "profile": "1g.10gb", "start": 0, "gpuInstance": 1,
             "health": {"healthy": false, "last": "2026-11-21T20:00:05Z"}});

@@ -9,7 +9,7 @@ use crate::file::read;
 /// Pages that mdBook combines from others. Their links are relative to the other pages.
 const COMBINED_PAGES: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
-/// A page: the ids of its elements, and the targets of its links.
+/// A page: the IDs of its elements, and the targets of its links.
 #[derive(Debug, Default)]
 struct Page {
     ids: BTreeSet<String>,
@@ -55,7 +55,7 @@ fn walk(folder: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Reads the ids and links of a page.
+/// Reads the IDs and links of a page.
 fn parse(html: &str) -> Page {
     let attributes = |name: &str| {
         let opening = format!(" {name}=\"");

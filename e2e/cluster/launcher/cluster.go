@@ -126,7 +126,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		// There is no cluster, or only the remains of an interrupted up or down.
+		// No cluster exists, or only the remains of an interrupted up or down.
 		if err := c.sweep(ctx); err != nil {
 			return err
 		}

@@ -260,7 +260,7 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     launcher(&args)
 }
 
-/// Pid of one of Cleave's programs on a node. Fails unless exactly one such process runs.
+/// PID of one of Cleave's programs on a node. Fails unless exactly one such process runs.
 pub fn process(node: &str, program: &str) -> Result<String> {
     // Compare only the first argument: other processes, including this search, have the name among
     // their later arguments.

@@ -325,8 +325,8 @@ pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, 
     Ok(())
 }
 
-/// Measures splits while pods arrive and leave. As in the published measurement, a pod gets the
-/// preferred devices even if no single GPU can serve it.
+/// Measures splits while pods arrive and leave. As in the published measurement, a pod is allocated
+/// the preferred devices even if no single GPU can serve it.
 pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
     const CASE: &str = "splits";
     let endpoint = plugin.endpoint();

@@ -139,7 +139,7 @@ impl Launcher {
 }
 
 impl Plugin {
-    /// Pid of the plugin.
+    /// PID of the plugin.
     pub(super) fn pid(&self) -> Result<u32> {
         self.child.id().context("the plugin has exited")
     }

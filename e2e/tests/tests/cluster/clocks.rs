@@ -59,7 +59,7 @@ impl<'a> Clocks<'a> {
         })
     }
 
-    /// Node and pid of each program.
+    /// Node and PID of each program.
     fn processes(&self) -> Result<Vec<(String, String)>> {
         let mut all = Vec::new();
         for node in self.cluster.nodes()? {

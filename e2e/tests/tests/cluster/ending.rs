@@ -1,6 +1,6 @@
-//! Tests that the termination of one pod does not break its neighbours. Containers with shares get
-//! a `preStop` hook that sleeps before SIGTERM. During the sleep the agent terminates their GPU
-//! programs through MPS.
+//! Tests that the termination of one pod does not break its neighbours. Cleave adds to containers
+//! with shares a `preStop` hook that sleeps before SIGTERM. During the sleep the agent terminates
+//! their GPU programs through MPS.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -305,7 +305,7 @@ fn without_the_agent_the_neighbours_break() -> Result<()> {
     for round in 0..2 {
         let _ = neighbour(&scope)?;
         let name = format!("busy-{round}");
-        // A process with pid 1 and no handler ignores SIGTERM, so the kubelet kills it after the
+        // A process with PID 1 and no handler ignores SIGTERM, so the kubelet kills it after the
         // grace period.
         let mut object = pod(&name, &json!({SHARES: 2}), BUSY);
         object["spec"]["terminationGracePeriodSeconds"] = json!(2);

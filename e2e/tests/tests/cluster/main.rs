@@ -80,7 +80,7 @@ fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>
     Ok(all.filter(|allocation| text(&allocation["pod"]) == name).collect())
 }
 
-/// Device and pid of the MPS daemons of [`NODE`].
+/// Device and PID of the MPS daemons of [`NODE`].
 fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -91,7 +91,7 @@ fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     Ok(pids)
 }
 
-/// Container id and restart count of a running pod. They change if the pod is disturbed.
+/// Container ID and restart count of a running pod. They change if the pod is disturbed.
 fn container_and_restarts(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<(String, u64)> {
     let pod = cluster.get(&scope.pod_path(pod))?;
     let status = &pod["status"]["containerStatuses"][0];

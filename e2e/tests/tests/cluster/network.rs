@@ -40,8 +40,8 @@ fn cleave_reaches(program: &str, address: &str, port: &str) -> Result<bool> {
     Ok(printed.trim() == "yes")
 }
 
-/// Creates a namespace with a pod `caller`, in which tests run commands. `labelled` gives the
-/// namespace the label that admits it to metrics.
+/// Creates a namespace with a pod `caller`, in which tests run commands. If `labelled` is true, the
+/// namespace has the label that admits it to metrics.
 fn caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     if labelled {
@@ -95,7 +95,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     ensure!(open.is_empty(), "the MPS host listens on ports: {open:?}");
     wait_all_ready(&cluster)?;
     drop((stranger, reader));
-    // Pods still get their shares.
+    // Pods are still allocated shares.
     let scope = ten_shares(&cluster, "network")?;
     scope.pod("two", &json!({SHARES: 2}), HOLD)?;
     ensure!(scope.client_report("two")?["sms"] == 26, "the client reports {}", scope.client_report("two")?);

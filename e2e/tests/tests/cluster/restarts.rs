@@ -30,7 +30,7 @@ fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
     Ok(RunningState { pods: pods(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
-/// Container id and restarts of each pod.
+/// Container ID and restarts of each pod.
 fn pods(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
     PODS.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }

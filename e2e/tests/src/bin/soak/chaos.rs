@@ -115,7 +115,7 @@ fn carry_out(cluster: &Cluster, random: &mut Random, what: &str, node: &'static 
             launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => mps(cluster, random, what, node),
-        // Requests get no answer, a late answer, or a 5xx status.
+        // Requests have no response, a late response, or a 5xx status.
         "API server stopped" => stop_briefly("apiserver", random),
         "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
@@ -147,7 +147,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();
     let Some(pid) = pick(random, &pids) else { return Ok(()) };
-    // Ignore errors: the process may have exited since its pid was read.
+    // Ignore errors: the process may have exited since its PID was read.
     let _ = on_node(node, &["kill", "-9", pid]);
     wait_until("the killed process is gone", || {
         Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())

@@ -458,8 +458,8 @@ fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
     check_no_context(&said, 1)
 }
 
-/// Mounts a volume over the door's folder. The volume may hide the door or be hidden by its mount.
-/// In neither case does the pod get access to the GPU outside MPS.
+/// Mounts a volume over the door's folder. The volume may hide the door or be hidden by the door's
+/// mount. In neither case can the pod use the GPU outside MPS.
 fn volume_over(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = shell(bed, "over", "cleave-client --once")?;
     match check_no_context(&said, 1)? {
@@ -514,7 +514,7 @@ fn sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(Outcome::Refused(refused))
 }
 
-/// Pids of processes on [`HOSTILE`]'s GPU, as the node sees them.
+/// PIDs of processes on [`HOSTILE`]'s GPU, as the node sees them.
 struct Processes {
     server: u64,
     neighbour: u64,
@@ -525,7 +525,7 @@ fn status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
-/// Reads the pids from the status of the MPS host.
+/// Reads the PIDs from the status of the MPS host.
 fn processes(bed: &TestBed<'_>) -> Result<Processes> {
     let (device, door) = (device(bed, NEIGHBOUR)?, door(bed)?);
     let daemon = status()?["daemons"][&device].clone();
@@ -537,7 +537,7 @@ fn processes(bed: &TestBed<'_>) -> Result<Processes> {
     })
 }
 
-/// Id of the neighbour's allocation: the name of its door's folder on the node.
+/// ID of the neighbour's allocation: the name of its door's folder on the node.
 fn door(bed: &TestBed<'_>) -> Result<String> {
     let mounts = shell(bed, NEIGHBOUR, "cat /proc/self/mountinfo")?;
     let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_FOLDER} "))).context("no door")?;
