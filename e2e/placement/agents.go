@@ -363,14 +363,14 @@ func (t *statusWriter) write(ctx context.Context, index int) error {
 	return nil
 }
 
-// spec is the part of a GpuNode's desired state that is used here.
+// spec is the part of a GpuNode's desired state that the simulated agents use.
 type spec struct {
 	Generation int64
 	PlanID     string
 	Memory     []uint64 // MiB of k shares at index k-1
 }
 
-// gpuNode is the part of a GpuNode that is used here.
+// gpuNode is the part of a GpuNode that the simulated agents use.
 type gpuNode struct {
 	Metadata struct {
 		Name       string `json:"name"`
@@ -392,7 +392,7 @@ type gpuNode struct {
 	} `json:"spec"`
 }
 
-// spec returns the object's spec, or false until it shares all GPUs.
+// spec returns the object's spec, or false if it does not share all GPUs yet.
 func (n gpuNode) spec() (spec, bool) {
 	s := spec{Generation: n.Metadata.Generation, PlanID: n.Spec.PlanID}
 	for _, gpu := range n.Spec.GPUs {

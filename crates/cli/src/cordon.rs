@@ -135,7 +135,7 @@ fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
     annotations
 }
 
-/// The time of the latest fault that still makes a GPU or one of its MIG devices unhealthy.
+/// The time of the latest fault because of which a GPU or one of its MIG devices is unhealthy.
 fn last_fault(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);

@@ -123,7 +123,7 @@ fn sentence(text: &str) -> String {
 /// Describes an argument: its help, choices, default and environment variable.
 fn meaning(arg: &Arg) -> String {
     let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-    // Help that states its own default has it in brackets, as clap formats it.
+    // If the help states a default, clap's format has it in brackets.
     let help = help.trim_end_matches(']').replace(" [default: ", ". Default: ");
     let mut out = sentence(&help).replace('<', "\\<");
     let quoted = |names: Vec<String>| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");

@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// The kinds of components. Those of the control plane run once on the machine, the others on each
-// node.
+// The kinds of components. The control plane's components run once on the machine, the others on
+// each node.
 const (
 	kindEtcd              = "etcd"
 	kindAPIServer         = "apiserver"

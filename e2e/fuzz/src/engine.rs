@@ -76,8 +76,8 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
         progress.count(guard::run(target, sample));
     }
     let first = samples.len();
-    // Seeded with the target's name too, so that its inputs do not depend on which other targets
-    // run.
+    // The seed also depends on the target's name, so that a target's inputs do not depend on the
+    // other targets of the run.
     let mut rng = Rng::with_seed(target.name.bytes().fold(seed, |seed, byte| seed.rotate_left(5) ^ u64::from(byte)));
     loop {
         let done = match budget {

@@ -61,7 +61,7 @@ const NUMBERS: &[&str] = &[
 const LARGEST_NUMBERS: &[&str] =
     &["4294967295", "9223372036854775807", "18446744073709551615", "9223372036854775806", "1e308"];
 
-/// Texts that are special in many formats.
+/// Texts with a special meaning in many formats.
 const SPECIAL_TEXTS: &[&str] = &[
     "", " ", "\0", "\n", ",", "=", ":", "::", "/", "../", ".", "-", "_", "+", "%", "\"", "\\", "{}", "[]", "[[[[[[[[",
     "\u{fffd}", "\u{202e}", "ä", "🦀", "NaN", "inf", "null", "true",

@@ -51,7 +51,7 @@ impl View<'_> {
     }
 
     /// Suggests pods to remove so that the pod fits. Ignores priorities, because users can delete
-    /// any of these pods, and some end by themselves.
+    /// any of these pods, and some of them terminate without a deletion.
     fn removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.holders();
         let lowered = |holder: &Holder| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };

@@ -72,7 +72,7 @@ impl State {
         matches!(self, Self::Fits) || self.needs_help()
     }
 
-    /// Whether something has to change before the pod can run.
+    /// Whether the pod can run only after a change.
     pub(super) const fn needs_help(self) -> bool {
         matches!(self, Self::Waiting | Self::Never | Self::Scheduler)
     }

@@ -167,8 +167,7 @@ fn only_answer(response: wire::PreferredAllocationResponse) -> Result<Vec<String
 /// Heading of the figures of [`calls`].
 const CALLS_CASE: &str = "calls, one after the other on one connection";
 
-/// Measures the latency of the calls that the kubelet makes for each pod, and of a call that does
-/// nothing.
+/// Measures the latency of the calls that the kubelet sends for each pod, and of an empty call.
 pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut Report) -> Result<()> {
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy();

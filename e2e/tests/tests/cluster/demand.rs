@@ -246,8 +246,8 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     let taken_back = event_notes(&cluster, "Node", NODE, "GpuNodeTakenBack")?;
     let stopped = StoppedAgent;
     signal(NODE, "cleave-agent", "STOP")?;
-    // Both nodes could serve these pods. They must run on the node whose agent runs, even if a plan
-    // first places them on the other one.
+    // Both nodes could serve these pods. The pods must run on the node with the running agent, even
+    // if a plan first places them on the other node.
     for index in 0..2 {
         scope.pod(&format!("any-{index}"), &json!({SLICE_20GB: 1}), HOLD)?;
     }

@@ -338,8 +338,8 @@ fn observe(scope: &Scope, observed: &mut Observed) -> Result<Vec<Value>> {
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(observed.ran.insert(name)),
-            // A deleted pod whose container was killed is also `Failed` for a moment, but has no
-            // reason. A pod that the kubelet refused has a reason.
+            // A deleted pod with a killed container is also `Failed` briefly, but has no reason. A
+            // pod that the kubelet refused has a reason.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 observed.refused.insert(name, why);
@@ -376,7 +376,7 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
         let pods = observe(scope, &mut observed)?;
         for pod in &pods {
             let ended = text(&pod["status"]["phase"]) == "Failed";
-            // Deletes mostly running pods, and a few others.
+            // Delete mostly running pods, and a few pending ones.
             let is_chosen =
                 if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(20) == 0 };
             if ended || is_chosen {
@@ -385,7 +385,7 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
         }
         std::thread::sleep(Duration::from_millis(random.below(300)));
     }
-    // The remaining pods run as others are deleted.
+    // Delete every pod that has run, so that the remaining pods can run.
     wait_for("all remaining pods have run", WAIT_TIMEOUT * 4, || {
         let pods = observe(scope, &mut observed)?;
         for pod in pods.iter().filter(|pod| text(&pod["status"]["phase"]) != "Pending") {

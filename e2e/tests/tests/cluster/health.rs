@@ -1,5 +1,5 @@
 //! Tests GPUs that fail and GPUs that an administrator cordons: which shares are withdrawn, which
-//! pods continue, and what makes the GPU schedulable again.
+//! pods continue, and which event makes the GPU schedulable again.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};

@@ -101,7 +101,7 @@ fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
 }
 
 /// Returns a check that reports a violation if the node offers only a part of the shares in use.
-/// Offering none of them is a violation only if it lasts longer than a few reports.
+/// Offering none of them is a violation only if it lasts more than three seconds.
 ///
 /// While the agent is down, the kubelet has no devices and may report zero. The next report, a
 /// second later, corrects this.
@@ -145,8 +145,8 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     Ok(())
 }
 
-/// A second agent on [`NODE`]. An upgrade runs two agents for a moment, a wrong configuration for
-/// longer. Dropping the value deletes the second agent.
+/// A second agent on [`NODE`]. During an upgrade two agents overlap briefly; with a wrong
+/// configuration they overlap for longer. Dropping the value deletes the second agent.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,

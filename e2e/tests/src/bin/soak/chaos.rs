@@ -1,4 +1,5 @@
-//! Disrupts one component of the cluster at a time: kills it, stops it, or makes its calls fail.
+//! Disrupts one component of the cluster at a time: kills it, pauses it, or causes its calls to
+//! fail.
 use std::time::Duration;
 
 use anyhow::{Context, Result};

@@ -100,7 +100,7 @@ impl Tracker {
         self.pods.insert(name.to_owned(), pod);
     }
 
-    /// Records that the soak deletes a pod. The end of this pod is then expected.
+    /// Records that the soak deletes a pod, so that the pod's end is expected.
     pub(crate) fn pod_deleted(&mut self, name: &str) {
         if let Some(pod) = self.pods.get_mut(name) {
             pod.done = true;

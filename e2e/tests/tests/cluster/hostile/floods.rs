@@ -182,7 +182,7 @@ fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
-    // At most two pods fit: the other two GPUs have pods with some of the shares.
+    // At most two pods fit: on the other two GPUs, pods use some of the shares.
     ensure!(there == FLOOD_PODS && bound <= 2, "{there} of {FLOOD_PODS} pods exist, and {bound} are bound");
     for name in flood {
         bed.scope.cluster.delete(&bed.scope.pod_path(&name), Some(0))?;
