@@ -27,8 +27,8 @@ const FORWARDED_SIGNALS: [Signal; 6] =
 /// Maximum number of restarts within a period, and the period. After the maximum, the supervisor
 /// exits, and the kubelet restarts the container with its back-off.
 const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
-/// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
-/// `ListAndWatch` stream would close the new one too.
+/// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
+/// `ListAndWatch` stream would close the new stream too.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
 /// Offset from a signal's number to the exit code, as in a shell.
 const SIGNAL_EXIT_CODE: i32 = 128;
@@ -73,8 +73,8 @@ enum Next {
 struct Restarts(VecDeque<Instant>);
 
 impl Restarts {
-    /// Decides what to do after the program has exited. `stopping` is true once a signal requested
-    /// that the supervisor stop.
+    /// Decides how to react after the program has exited. `stopping` is true once a signal
+    /// requested that the supervisor stop.
     fn next(&mut self, end: End, stopping: bool, now: Instant) -> Next {
         let code = |code: i32| Next::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
