@@ -44,7 +44,7 @@ type holding struct {
 // machine contains one node's GPUs and their allocations.
 type machine struct {
 	used [gpusPerNode][sharesPerGPU]bool
-	held map[string]holding // by pod, namespace/name
+	held map[string]holding // allocations by namespace/name of the pod
 }
 
 // free is the number of free shares of a GPU.
@@ -153,7 +153,7 @@ type agents struct {
 	names map[string]int
 
 	refused   int      // pods for which no single GPU of their node had enough shares
-	elsewhere []string // pods whose reserved GPU lacked shares, and the pods that used them
+	elsewhere []string // pods with too few free shares on the reserved GPU, and the users of its shares
 	unnoted   int      // pods without a reservation
 	malformed []error
 }

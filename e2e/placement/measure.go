@@ -34,7 +34,7 @@ func sizes(seed uint64, count int) []int {
 type record struct {
 	shares  int
 	sent    time.Time // just before the request that creates it
-	bound   time.Time // the watch reported a node
+	bound   time.Time // the time at which the watch reported a node
 	node    string
 	running bool
 	failed  bool
@@ -47,7 +47,7 @@ type tracker struct {
 
 	mutex    sync.Mutex
 	pods     map[string]*record
-	progress time.Time // when a pod was last bound
+	progress time.Time // the time of the latest binding
 }
 
 func newTracker(a *agents) *tracker { return &tracker{agents: a, pods: make(map[string]*record)} }

@@ -42,7 +42,7 @@ type object = map[string]any
 // system is a way to request shares of a GPU.
 type system struct {
 	name     string
-	resource corev1.ResourceName // the nodes' resource, or "" if there is none
+	resource corev1.ResourceName // the nodes' resource, or "" without one
 	// prepare sets up the system after the nodes are Ready.
 	prepare func(context.Context, *trial) error
 	// request makes a pod request shares.

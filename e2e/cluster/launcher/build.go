@@ -30,7 +30,7 @@ const (
 // unit is a set of programs that one go build produces, kept in one folder of the cache.
 type unit struct {
 	name     string
-	dir      string // of the Go module, relative to e2e/cluster
+	dir      string // folder of the Go module, relative to e2e/cluster
 	packages []string
 	links    map[string]string // additional name → program
 	ldflags  string

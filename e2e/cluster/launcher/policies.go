@@ -335,7 +335,7 @@ func (c *cluster) enforce(ctx context.Context) error {
 			for _, n := range nodes {
 				holder, alive, err := c.process(component{kindNode, n.Name})
 				if err != nil || !alive {
-					continue // there is no pod to protect
+					continue // the node runs no pod
 				}
 				before := enforced[n.Name]
 				if before.holder != holder {

@@ -163,7 +163,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     })
 }
 
-/// Lists a component's pods: all pods of the operator, or a node's pod of any other component.
+/// Lists a component's pods: all pods of the operator, or the node's pods of another component.
 fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
     let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}");
     let is_on_node = |pod: &serde_json::Value| component == "operator" || pod["spec"]["nodeName"] == node;
