@@ -153,7 +153,7 @@ type agents struct {
 	names map[string]int
 
 	refused   int      // pods for which no single GPU of their node had enough shares
-	elsewhere []string // pods with too few free shares on the reserved GPU, and the users of its shares
+	elsewhere []string // pods that lacked shares on their reserved GPU, and the users of these shares
 	unnoted   int      // pods without a reservation
 	malformed []error
 }
