@@ -32,7 +32,7 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
-{{/* The image of all components: by digest if there is one, otherwise by tag. */}}
+{{/* The image of all components: by digest if image.digest is set, otherwise by tag. */}}
 {{- define "cleave.image" -}}
 {{- with (.Values.global).imageRegistry | default .Values.image.registry -}}
 {{ trimSuffix "/" . }}/
@@ -46,8 +46,9 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
 {{/*
-Image of the MPS host: (list . NAME). The one that the DaemonSet has, unless an upgrade of it is asked for: its pods are replaced only when
-they are deleted, so with another image in its template it would never be up to date, which is what `helm upgrade --wait`, Argo CD and Flux wait for.
+Image of the MPS host: (list . NAME). If mpsHost.upgrade is Never, the existing DaemonSet keeps its
+image. Its pods are replaced only when they are deleted, so with a new image in its template the
+DaemonSet would never be up to date. `helm upgrade --wait`, Argo CD and Flux wait for that state.
 */}}
 {{- define "cleave.mpsHostImage" -}}
 {{- $root := index . 0 -}}
@@ -205,7 +206,7 @@ which pods a failing policy affects.
 cleave.dev/placement
 {{- end }}
 
-{{/* What adds the gate to pods: policy, webhook or none. */}}
+{{/* Mechanism that adds the gate to pods: policy, webhook or none. */}}
 {{- define "cleave.gate" -}}
 {{- $gate := .Values.admission.gate | default "none" -}}
 {{- if not .Values.admission.enabled -}}
@@ -221,15 +222,14 @@ webhook
 
 {{/* Match conditions of the policy and the webhook that add the gate. */}}
 {{- define "cleave.gateConditions" -}}
-# Pods arrive here before validation. The API server has a better message for a pod without
-# containers.
+# Admission precedes validation, which has a better message for a pod without containers.
 - name: has-containers
   expression: object.spec.containers != null
 - name: requests-shares
   expression: >-
     {{ include "cleave.requestsShares" "object" }}
-# The API server calls again after a change of its own. The pod is gated then, and a second
-# mutation would be expensive.
+# After the gate is added, the API server evaluates the policy again. A second mutation of the
+# gated pod would be expensive.
 - name: is-not-gated
   expression: >-
     !{{ include "cleave.isGated" "object" }}
@@ -241,8 +241,8 @@ webhook
 
 {{/*
 In CEL: whether k can be a resource of MPS shares, whose programs can break each other. Keep it equal
-to cleave-api's `names`. A policy may use such a name for time-slicing; those containers then sleep
-for nothing.
+to cleave-api's `names`. A policy may use such a name for time-slicing. Its containers then sleep
+needlessly.
 */}}
 {{- define "cleave.isMps" -}}
 ((k.startsWith('nvidia.com/gpu-') && k != 'nvidia.com/gpu-timeslice') || (k.startsWith('nvidia.com/mig-') && k.endsWith('.shared')))
@@ -253,7 +253,7 @@ for nothing.
 !c.?lifecycle.?preStop.hasValue() && c.?resources.?limits.orValue({}).exists(k, {{ include "cleave.isMps" . }} && string(c.resources.limits[k]) != '0')
 {{- end }}
 
-{{/* What adds preStop hooks to containers with MPS shares: policy, webhook or none. */}}
+{{/* Mechanism that adds preStop hooks to containers with MPS shares: policy, webhook or none. */}}
 {{- define "cleave.preStop" -}}
 {{- $gate := include "cleave.gate" . -}}
 {{- if or (not .Values.admission.enabled) (eq (int .Values.admission.preStopSeconds) 0) -}}
