@@ -1,7 +1,7 @@
 //! The node agent: it observes the node, compares it with its `GpuNode`, acts, and reports.
 //!
 //! One task, the main loop, owns the model of the node ([`node::Node`]). The other tasks send it
-//! what they observe, and carry out what it decides. All code that decides is pure: time is an
+//! their observations and carry out its decisions. All code that decides is pure: time is an
 //! argument, and nothing is read or written.
 //!
 //! ```text

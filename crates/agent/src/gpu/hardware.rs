@@ -560,7 +560,7 @@ pub(crate) mod tests {
         assert_eq!(unhealthy(&tracker), ["GPU-a"]);
         tracker.record_answer(1, seen("GPU-a", 1), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
-        // The driver now lists one GPU fewer. The tracker knows which GPU is missing once all
+        // The driver now lists one GPU fewer. The missing GPU is known once all
         // remaining indices have answered or failed.
         census(&mut tracker, 1, now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
