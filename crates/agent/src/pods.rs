@@ -1,5 +1,5 @@
-//! The node's own pods: the parts of a pod object that the agent reads, the requests that follow
-//! from it, and the progress of its termination.
+//! The node's own pods: the parts of a pod object that the agent reads, the pod's requests for
+//! slices, and the progress of its termination.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -60,7 +60,7 @@ struct Lifecycle {
     pre_stop: PreStop,
 }
 
-/// A hook that the kubelet runs before it sends SIGTERM. The duration is known only for a sleep.
+/// A hook that the kubelet runs before it sends SIGTERM. Its duration is known only for a sleep.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 struct PreStop {
@@ -212,7 +212,7 @@ fn requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits
         })
         .collect();
     let asks = ledger::asks(&containers);
-    // Reservations are matched by resource and order: the annotation lists those for whole devices
+    // Match reservations by resource and order: the annotation lists reservations of whole devices
     // one by one.
     let device_of = |ask: usize| {
         let resource = asks.get(ask)?.resource.as_str();

@@ -1,4 +1,4 @@
-//! Reads from `/proc` which pod a client's process belongs to and how it reacts to SIGTERM.
+//! Reads the pod of a client's process, and its reaction to SIGTERM, from `/proc`.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -11,14 +11,16 @@ const SIGTERM: u64 = 1 << 14;
 /// A process that has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Process {
-    /// Whether it continues after SIGTERM: it handles the signal, waits for it, or ignores it.
+    /// Whether the process continues after SIGTERM: it handles the signal, waits for it, or ignores
+    /// it.
     pub(crate) survives_sigterm: bool,
-    /// Whether a signal or a debugger has stopped it.
+    /// Whether a signal or a debugger has stopped the process.
     pub(crate) stopped: bool,
 }
 
 impl Process {
-    /// Reads the process with this pid in the host's pid namespace. Returns `None` if it has ended.
+    /// Reads the process with this pid in the host's pid namespace. Returns `None` if the process
+    /// has ended.
     pub(crate) fn read(pid: u32) -> Option<Self> {
         let directory = directory(pid);
         let status = Status::parse(&read(&directory.join("status"))?)?;
@@ -60,7 +62,7 @@ fn all_threads_block(directory: &Path) -> bool {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Status {
-    /// Whether the process handles or ignores SIGTERM. This is the same for all threads.
+    /// Whether the process handles or ignores SIGTERM. All threads have the same value.
     handles: bool,
     /// Whether this thread blocks SIGTERM.
     blocks: bool,
