@@ -92,8 +92,9 @@ pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
 /// Annotation of a pod that the operator released although the pod fits on no GPU of the cluster.
 pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
 /// Prefix of node labels such as `largest.cleave.dev/gpu-mps`. The value is the number of units of
-/// this resource on the node's largest GPU. A pod that fits on no GPU of the cluster is released
-/// with a requirement on this label. So an autoscaler adds only nodes on which the pod fits.
+/// this resource on the node's largest GPU. If a pod fits on no GPU of the cluster, the operator
+/// releases it with a requirement on this label. An autoscaler then adds only nodes on which the
+/// pod fits.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
 /// Ways in which a tenant exceeds its limits: kinds of [`crate::gpunode::FindingStatus`].
@@ -124,8 +125,8 @@ pub fn is_served(resource: &str) -> bool {
         || resource.starts_with(RESOURCE_MIG_PREFIX)
 }
 
-/// Whether pods that request the resource with this name share GPUs. True for every resource that
-/// Cleave serves, except whole GPUs. The chart's admission policies use the same rule.
+/// Whether pods that request this resource share GPUs. True for every resource that Cleave serves,
+/// except whole GPUs. The chart's admission policies use the same rule.
 pub fn is_shared(resource: &str) -> bool {
     is_served(resource) && resource != RESOURCE_GPU
 }

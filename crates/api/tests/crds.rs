@@ -40,8 +40,8 @@ fn without_nulls(value: Value) -> Value {
     }
 }
 
-/// Returns the refusals of the rules for an object, after dropping nulls and setting defaults as
-/// the API server does.
+/// Returns the rules' refusals of an object. Drops nulls and sets defaults first, as the API server
+/// does.
 fn refusals(text: &str) -> String {
     let schema = crd_schema();
     let object: Value = serde_saphyr::from_str(text).unwrap();
