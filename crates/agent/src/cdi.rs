@@ -63,7 +63,7 @@ impl Capability {
     }
 }
 
-/// The capabilities of a MIG instance: those of its GPU instance and its compute instance.
+/// The capabilities of a MIG instance: one for its GPU instance and one for its compute instance.
 fn capabilities<'a>(
     gpu: &Gpu,
     instance: &MigInstance,

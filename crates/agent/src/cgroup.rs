@@ -129,7 +129,7 @@ mod tests {
             format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-{ID}.scope/container"),
             // containerd with cgroupfs under a kubelet with systemd.
             format!("/system.slice/containerd.service/kubepods-burstable-pod{SLICE}.slice:cri-containerd:{ID}"),
-            // Kubelets in containers.
+            // The kubelet runs in a container.
             format!("/kubelet/kubepods/burstable/pod{UID}/{ID}"),
             format!("/docker/{ID}/kubelet/kubepods/besteffort/pod{UID}/{ID}"),
             format!(

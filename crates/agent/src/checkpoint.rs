@@ -16,7 +16,7 @@ use crate::files::write_atomically;
 use crate::gpu::health::Record;
 use crate::gpu::layout::{Layout, Pool};
 
-/// The format version that this agent writes, and the only one that it reads.
+/// The only format version that this agent writes and reads.
 const FORMAT_VERSION: u32 = 1;
 /// Name of the file in the state directory.
 const CHECKPOINT_FILE: &str = "agent.json";
@@ -173,7 +173,7 @@ impl Store {
         }
     }
 
-    /// Reads the checkpoint. `None` if there is no file.
+    /// Reads the checkpoint. `None` if the file does not exist.
     pub fn load(&self) -> Result<Option<Checkpoint>, CheckpointError> {
         let path = || self.path.clone();
         let bytes = match fs::read(&self.path) {

@@ -38,7 +38,7 @@ pub struct ContainerEdits {
     pub cdi_devices: Vec<String>,
 }
 
-/// How containers on this node get access to devices, as set on the command line.
+/// Settings from the command line for the access of containers to devices.
 #[derive(Debug, Clone)]
 pub struct ContainerSettings {
     strategy: DeviceListStrategy,

@@ -153,8 +153,8 @@ impl Tenants {
 }
 
 impl Metrics {
-    /// Registers all metrics: those of tenants with prefix `cleave_tenant`, the others with
-    /// `cleave_agent`.
+    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and all others
+    /// have `cleave_agent`.
     pub fn new() -> Self {
         let metrics = Self::default();
         let mut all = Registry::default();

@@ -98,7 +98,7 @@ async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_
     );
     let four = machine.kubelet.preferred(MPS, &free, &[], 4).await.unwrap();
     assert_eq!(device(&four), first);
-    // No pod requests nine shares, but the kubelet must get an answer.
+    // No pod requests nine shares, but the kubelet must receive an answer.
     let nine = machine.kubelet.preferred(MPS, &all, &[], 9).await.unwrap();
     assert_eq!(nine.len(), 9);
 }

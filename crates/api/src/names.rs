@@ -22,9 +22,9 @@ pub const GATE: &str = "cleave.dev/placement";
 /// Label of a namespace that exempts its pods from admission rules. Its value is one or more words,
 /// separated by dots.
 pub const ALLOW_LABEL: &str = "cleave.dev/allow";
-/// Word of [`ALLOW_LABEL`]: pods get no placement gate.
+/// Word of [`ALLOW_LABEL`]: pods receive no placement gate.
 pub const ALLOW_PLACEMENT: &str = "placement";
-/// Word of [`ALLOW_LABEL`]: containers with shares get no `preStop` hook.
+/// Word of [`ALLOW_LABEL`]: containers with shares receive no `preStop` hook.
 pub const ALLOW_PRE_STOP: &str = "pre-stop";
 /// Annotation with which a pod declines a `preStop` hook. Its value is [`PRE_STOP_NONE`].
 pub const PRE_STOP: &str = "cleave.dev/pre-stop";
@@ -112,7 +112,7 @@ pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
 /// Value of [`COMPONENT_LABEL`] on the agents' pods.
 pub const COMPONENT_AGENT: &str = "agent";
 
-/// Condition of a `SharingPolicy`: its fields are valid for the GPUs that it selects.
+/// Condition of a `SharingPolicy`: the policy's fields are valid for the GPUs that it selects.
 pub const CONDITION_ACCEPTED: &str = "Accepted";
 /// Condition of a `SharingPolicy`: a more specific or older policy overrides it on some GPUs.
 pub const CONDITION_CONFLICT: &str = "Conflict";

@@ -102,7 +102,7 @@ fn bad_policies_are_refused_with_their_message() {
     assert!(checked > 40);
 }
 
-/// Each rule of the definitions must refuse at least one fixture, which shows that it has an
+/// Each rule of the definitions must refuse at least one fixture, to show that the rule has an
 /// effect.
 #[test]
 fn each_rule_refuses_something() {

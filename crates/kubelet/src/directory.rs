@@ -68,7 +68,7 @@ pub enum DirectoryError {
     },
 }
 
-/// A directory whose path is short enough for sockets.
+/// A directory with a path that is short enough for sockets.
 #[derive(Clone, Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(SocketId::of(&path), None);
         std::fs::rename(folder.path().join("t"), &path).expect("rename");
         assert_eq!(SocketId::of(&path), Some(first), "renaming does not make another socket of it");
-        // Keep the old file, so that the new one cannot get the same inode.
+        // Keep the old file, so that the new file has another inode.
         std::fs::rename(&path, folder.path().join("t")).expect("rename");
         drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
         assert_ne!(SocketId::of(&path), Some(first));

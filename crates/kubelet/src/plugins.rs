@@ -103,7 +103,7 @@ impl Default for Timings {
 pub struct PluginsState {
     /// State of the directory.
     pub directory: DirectoryState,
-    /// State of each resource, including removed resources whose streams are ending.
+    /// State of each resource, including removed resources with streams that are ending.
     pub resources: BTreeMap<ResourceName, ResourceState>,
 }
 
@@ -116,7 +116,7 @@ impl PluginsState {
     }
 }
 
-/// State of the directory: whether this process can serve from it.
+/// Whether this process can serve from the directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DirectoryState {
     /// The directory has not been opened yet.

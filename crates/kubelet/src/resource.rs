@@ -25,7 +25,7 @@ pub trait Resource: Send + Sync + 'static {
     /// If the sender is dropped, the last list remains valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
-    /// The calls that the kubelet may make. The kubelet reads the options once for each
+    /// The calls that the kubelet may use. The kubelet reads the options once for each
     /// registration. A replacement with other options is registered again.
     fn options(&self) -> Options;
 
@@ -78,8 +78,8 @@ pub struct InvalidResourceName {
 }
 
 impl ResourceName {
-    /// Maximum length of the domain. The kubelet checks `requests.<name>` as a qualified name,
-    /// whose domain may have 253 bytes.
+    /// Maximum length of the domain in bytes. The kubelet checks `requests.<name>` as a qualified
+    /// name. The domain of a qualified name may have 253 bytes.
     const MAX_DOMAIN: usize = 253 - "requests.".len();
     const MAX_NAME: usize = 63;
 

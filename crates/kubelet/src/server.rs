@@ -212,7 +212,7 @@ impl From<Options> for wire::DevicePluginOptions {
     }
 }
 
-/// The lists that one `ListAndWatch` stream sends. Each stream has its own feed and gets every
+/// The lists that one `ListAndWatch` stream sends. Each stream has its own feed and sends every
 /// change.
 struct Feed {
     served: Served,

@@ -1,4 +1,4 @@
-//! Decides which slices a request gets, and with which limits. Pure.
+//! Decides which slices a request receives, and with which limits. Pure.
 //!
 //! All MPS shares of one request are on one GPU, and so are its replicas if possible. `Allocate`
 //! does not depend on the state of MPS daemons: if a daemon is briefly unavailable, the container's
@@ -46,7 +46,7 @@ pub struct Choice<'a> {
 ///
 /// If a GPU has enough free slices, all slices come from one GPU. GPUs are preferred in this order:
 /// - a GPU with a reservation for a request of this size, earliest reservation first
-/// - a GPU whose other free slices still cover its reservations
+/// - a GPU with enough other free slices to cover its reservations
 /// - the GPU with the fewest free slices
 /// - the first GPU by UUID
 ///

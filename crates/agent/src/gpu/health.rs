@@ -40,9 +40,9 @@ pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
 /// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
 pub mod reason {
-    /// An XID made the GPU suspect.
+    /// The GPU is suspect because of an XID.
     pub const XID: &str = "XidError";
-    /// Uncorrected memory errors made the GPU suspect.
+    /// The GPU is suspect because of uncorrected memory errors.
     pub const ECC: &str = "EccErrors";
     /// NVML reports the GPU as lost, or a call for it fails.
     pub const LOST: &str = "GpuLost";

@@ -133,7 +133,8 @@ impl Layout {
     }
 }
 
-/// The id of a slice. The id remains the same for as long as the slice exists.
+/// The id of a slice. The format must not change, because the checkpoints of the kubelet and the
+/// agent contain ids.
 pub fn device_id(device: &str, number: u32) -> String {
     format!("{device}::{number}")
 }
@@ -250,7 +251,7 @@ fn whole_pool(device: &str, resource: String) -> Pool {
 
 /// A layout that serves each existing MIG instance whole.
 fn existing_instances(mig: &Mig) -> TargetLayout {
-    // No pod could request an instance whose profile name is invalid in a resource name.
+    // No pod could request an instance with a profile name that is invalid in a resource name.
     let has_name = |instance: &&MigInstance| resource_name(&mig_resource(&instance.profile)).is_ok();
     let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));

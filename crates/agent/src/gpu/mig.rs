@@ -1,4 +1,4 @@
-//! MIG: replaces a GPU's current instances with the desired ones, in single changes. Pure.
+//! MIG: replaces a GPU's current instances with the desired ones, one change at a time. Pure.
 //!
 //! The remaining changes are computed each time from NVML's report. An agent that was killed
 //! between two changes therefore continues with the next one. When an agent exits, only
@@ -132,11 +132,11 @@ pub enum NextStep {
     Nothing,
     /// Start this change, because nothing known prevents it.
     Do(Change),
-    /// This change has to wait, for the reason given.
+    /// This change waits, for this reason.
     Wait(Change, String),
 }
 
-/// The first change that can be made now.
+/// The first change that can start now.
 ///
 /// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
 /// kubelet can allocate slices of a device. `gone`: `Ok` if the device's MPS daemon has exited,

@@ -25,8 +25,8 @@ pub const CHECKS: &str = "Health Validation: Xid Checks";
 /// Source: Alibaba Cloud's node conditions for GPUs.
 pub const REPAIR: &str = "Alibaba Cloud: GPU node conditions";
 
-/// Class of an XID, in order of severity. It determines what the GPU needs before it can serve
-/// again.
+/// Classes of XIDs, from least to most severe. The class determines what the GPU needs before it
+/// can serve again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Class {
     /// The GPU needs nothing: the XID is an error of a program, or a message from the driver. The

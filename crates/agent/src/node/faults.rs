@@ -213,7 +213,7 @@ impl ReportedFault {
         notes
     }
 
-    /// Events for pods whose programs were terminated since the last update.
+    /// Events for pods with programs that were terminated since the last update.
     fn termination_events(&mut self, device: &str) -> Vec<NodeEvent> {
         let fresh = self.fault.ended.get(self.reported_terminations..).unwrap_or_default();
         let mut pods: Vec<&PodRef> = fresh.iter().filter_map(|client| self.pod(client)).collect();

@@ -50,7 +50,7 @@ pub const WITHDRAWAL_TIME: Duration = Duration::from_millis(300);
 pub struct Actions {
     /// Device lists for the kubelet, by resource.
     pub lists: BTreeMap<ResourceName, DeviceList>,
-    /// Resources whose unchanged lists have to be sent to the kubelet again, so that it writes its
+    /// Resources with unchanged lists to send to the kubelet again, so that the kubelet writes its
     /// checkpoint.
     pub resend: BTreeSet<String>,
     /// Daemons and doors that the MPS host should run.
@@ -71,7 +71,7 @@ pub struct Actions {
     pub sweep_directories: bool,
     /// MIG changes to start now. Their results go to [`Node::order_ended`].
     pub orders: Vec<MigOrder>,
-    /// Whether NVML has to be polled now.
+    /// Whether to poll NVML now.
     pub poll_nvml: bool,
     /// Input for the detection of tenants that exceed their limits.
     pub snapshot: TenantSnapshot,
@@ -124,7 +124,7 @@ pub struct Node {
     pending_events: Vec<NodeEvent>,
     last_foreign_poll: Option<Instant>,
     acknowledged: Acknowledged,
-    /// Daemons whose short absence is not reported.
+    /// Daemons with a short absence that is not reported.
     absences: Absences,
     reported_daemons: ReportedDaemons,
     /// Reported GPU faults.

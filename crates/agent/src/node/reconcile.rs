@@ -1,4 +1,4 @@
-//! [`Node::reconcile`] decides what the agent does next, from the state of [`Node`].
+//! Decides the agent's next actions from the state of [`Node`]; see [`Node::reconcile`].
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,7 @@ const LIST_INTERVAL_IDLE: Duration = Duration::from_secs(30);
 const FOREIGN_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Node {
-    /// Decides what the agent does next, and updates the table.
+    /// Decides the next actions, and updates the table.
     pub fn reconcile(&mut self, table: &mut AllocationTable, now: Instant) -> Actions {
         let hardware = self.tracker.hardware();
         let in_use = self.in_use(&table.allocations);

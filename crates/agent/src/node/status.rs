@@ -28,7 +28,7 @@ pub mod reason {
     pub const SERVING: &str = "Serving";
     /// Not Ready: NVML has not answered yet.
     pub const STARTING: &str = "Starting";
-    /// Not Ready: there is no driver, or it does not answer.
+    /// Not Ready: no driver is installed, or the driver does not answer.
     pub const NO_DRIVER: &str = "NoDriver";
     /// Not Ready: the driver finds no GPU.
     pub const NO_GPU: &str = "NoGpu";
@@ -77,7 +77,7 @@ pub struct StatusInput<'a> {
     pub allocations: &'a Allocations,
     /// State of the MPS host.
     pub view: &'a HostView,
-    /// Daemons whose short absence is not reported.
+    /// Daemons with a short absence that is not reported.
     pub absences: &'a Absences,
     /// Steps of changes.
     pub steps: &'a [StepStatus],

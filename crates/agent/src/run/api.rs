@@ -251,8 +251,8 @@ async fn write_events(
             secondary: related,
         };
         let uid = server.borrow().uid.clone();
-        // `kubectl describe node` searches for Events whose UID is the name of the Node, as in the
-        // kubelet's own Events.
+        // `kubectl describe node` searches for Events with the name of the Node as their UID, as in
+        // the kubelet's own Events.
         let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let on_pod = pod.iter().map(|pod| (None, pod));

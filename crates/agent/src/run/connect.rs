@@ -35,7 +35,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 /// silence means that the connection is dead.
 const IO_TIMEOUT: Duration = Duration::from_secs(295);
 
-/// Why there is no client for the API server.
+/// Why no client for the API server could be created.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectError {
     #[error("{0} is not set: the agent does not run in a pod")]

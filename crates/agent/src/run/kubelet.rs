@@ -155,7 +155,7 @@ mod tests {
         bind();
         assert!(!kubelet.has_restarted(socket_id(&socket)), "the first start");
         assert!(!kubelet.has_restarted(socket_id(&socket)), "no restart");
-        // Keep the old socket, so that the next one gets another inode.
+        // Keep the old socket, so that the new socket has another inode.
         std::fs::rename(&socket, folder.path().join("old")).unwrap();
         assert!(!kubelet.has_restarted(socket_id(&socket)), "there is no socket");
         bind();

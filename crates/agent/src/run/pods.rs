@@ -26,7 +26,7 @@ const PAGE_SIZE: u32 = 20;
 /// The recipients of changes of this node's pods.
 #[derive(Debug, Clone)]
 pub(super) struct NodePods {
-    /// The allocator, whose pending allocations are updated.
+    /// The allocator, which receives updates of pending allocations.
     pub(super) allocator: Arc<Allocator>,
     /// Pods that are terminating.
     pub(super) terminating: watch::Sender<TerminatingPods>,

@@ -15,8 +15,8 @@ use crate::termination::pods::TerminatingPods;
 use crate::termination::process::{self, Process};
 use crate::termination::{Client, ClientKey, Outcome, Terminations};
 
-/// Deadline for the MPS host's reply. The MPS host replies within 8 s, of which it waits up to 4 s
-/// for a busy daemon.
+/// Deadline for the MPS host's reply. The MPS host replies within 8 s, including up to 4 s of
+/// waiting for a busy daemon.
 const REQUEST_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Terminates clients of terminating pods, forever.

@@ -58,7 +58,7 @@ pub enum SampleState {
     Unreachable,
 }
 
-/// The work that follows from a sample, for the caller.
+/// Instructions to the caller after a sample.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// New findings, to be logged and counted.
@@ -181,7 +181,7 @@ impl Findings {
         });
     }
 
-    /// Adds the findings whose pod has a known name and no Event yet.
+    /// Adds the findings that no Event has reported and that name their pod.
     fn report(&mut self, changes: &mut Changes) {
         let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
         for finding in self.confirmed.values_mut().filter(ready) {

@@ -31,7 +31,7 @@ pub struct ProcessSample {
 /// A process that uses a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SampledProcess {
-    /// The process.
+    /// Identity of the process.
     pub id: ProcessId,
     /// GPU memory in bytes, if the driver reports it.
     pub bytes: Option<u64>,
@@ -239,7 +239,7 @@ impl ContainerOnDevice<'_> {
         }
     }
 
-    /// The allocations whose doors the container's clients used.
+    /// The allocations of the doors that the container's clients used.
     fn doors(&self) -> BTreeSet<&str> {
         let through_doors = self.processes.iter().filter_map(|(_, role)| match role {
             Role::Client(door) => *door,

@@ -34,10 +34,10 @@ pub struct ClientKey {
     pub pid: u32,
 }
 
-/// A client whose pod terminates.
+/// A client of a terminating pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Client {
-    /// Device and pid.
+    /// Device and pid of the client.
     pub key: ClientKey,
     /// `namespace/name` of its pod.
     pub pod: String,
@@ -61,7 +61,7 @@ pub enum Outcome {
     Failed(String),
 }
 
-/// The work for the caller now.
+/// Instructions to the caller.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Decision {
     /// Clients to terminate now, at most one per device. Pass each outcome to

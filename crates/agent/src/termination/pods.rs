@@ -76,8 +76,8 @@ impl Deadlines {
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
     }
 
-    /// When a client has to be terminated. If SIGTERM ends the client: before the kubelet sends
-    /// SIGTERM. Otherwise: a margin before the grace period ends.
+    /// When the agent has to terminate a client. If SIGTERM ends the client, this is before the
+    /// kubelet sends SIGTERM. Otherwise, it is a margin before the grace period ends.
     pub fn due(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
@@ -148,7 +148,7 @@ impl TerminatingPods {
         missing.iter().filter(|uid| self.removed(uid, now)).count() > 0
     }
 
-    /// Removes a pod whose programs have all ended. Returns whether it was tracked.
+    /// Removes a pod after all of its programs have ended. Returns whether the pod was tracked.
     pub fn finished(&mut self, uid: &str) -> bool {
         self.by_uid.remove(uid).is_some()
     }
@@ -208,7 +208,8 @@ pub(super) mod tests {
         Duration::from_millis(millis)
     }
 
-    /// A pod without a deletion, or with a deletion that has this grace period and rest in seconds.
+    /// A pod without a deletion, or with a deletion: its grace period and the remaining time in
+    /// seconds.
     pub(in crate::termination) fn observation(uid: &str, grace: Option<(u64, u64)>) -> PodObservation {
         let deletion = grace.map(|(grace, left)| Deletion { grace: secs(grace), left: secs(left) });
         PodObservation { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }

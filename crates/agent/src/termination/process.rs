@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use crate::cgroup;
 
-/// SIGTERM in the masks of `/proc/PID/status`, whose lowest bit is signal 1.
+/// SIGTERM in the masks of `/proc/PID/status`. Their lowest bit is signal 1.
 const SIGTERM: u64 = 1 << 14;
 
 /// A process that has not ended.

@@ -99,7 +99,7 @@ struct Progress {
     had_pods: bool,
 }
 
-/// The node's pods, and when they terminate during a shutdown.
+/// The node's pods, and their termination times during a shutdown.
 #[derive(Debug, Default)]
 pub struct Shutdown {
     periods: Periods,

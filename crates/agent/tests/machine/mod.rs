@@ -145,7 +145,7 @@ impl Machine {
         self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
     }
 
-    /// Starts the agent as in a cluster whose API server does not answer.
+    /// Starts the agent as in a cluster where the API server does not answer.
     pub(crate) fn start_agent_without_api_server(&mut self) {
         let mut command = self.command("cleave");
         self.arguments(&mut command);
@@ -239,8 +239,8 @@ impl Machine {
         fs::rename(new, self.path("spec/spec.json")).unwrap();
     }
 
-    /// Sets the pods that the API server lists for the node. Tests that use pods have to call this
-    /// before the agent starts.
+    /// Sets the pods that the API server lists for the node. Tests with pods must call this before
+    /// the agent starts.
     pub(crate) fn set_pods(&self, pods: &[Value]) {
         let new = self.path("spec/pods.json.new");
         fs::write(&new, serde_json::to_vec(pods).unwrap()).unwrap();

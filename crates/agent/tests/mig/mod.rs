@@ -63,7 +63,7 @@ impl Machine {
         self.wait_for_status(plan, |status| status.plan_id == plan).await
     }
 
-    /// Waits for a step whose message contains `what`.
+    /// Waits for a step with a message that contains `what`.
     async fn wait_for_message(&self, what: &str) -> GpuNodeStatus {
         self.wait_for_status(what, |status| status.steps.iter().any(|step| step.message.contains(what))).await
     }

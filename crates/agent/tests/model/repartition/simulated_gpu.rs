@@ -97,7 +97,7 @@ impl SimulatedGpu {
         let gi = self.state.instances.iter().find(|gi| gi.id == gpu_instance).unwrap();
         let whole = self.model.compute_profiles(gi.profile).into_iter().find(|ci| ci.slices == slices(gi.profile));
         self.state.create_compute_instance(self.model, gpu_instance, whole.unwrap().id, None).unwrap();
-        // Every instance gets a new UUID, even at the placement of an earlier one.
+        // Every instance has a new UUID, even at the placement of an earlier instance.
         self.created += 1;
         let instance = self.state.instances.iter_mut().find(|gi| gi.id == gpu_instance).unwrap();
         instance.compute[0].uuid = format!("MIG-{}", self.created);
