@@ -27,8 +27,8 @@ const READY_TIMEOUT: Duration = Duration::from_secs(25);
 const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum time that a request waits for the API server to report its pod. The API server reports a
-/// pod to the kubelet and the agent at the same time, so the kubelet's request may arrive before
-/// the agent learns of the pod.
+/// pod to the kubelet and the agent at the same time. The kubelet's request may therefore arrive
+/// before the agent knows the pod.
 pub(crate) const POD_WAIT: Duration = Duration::from_secs(2);
 
 /// Maximum number of unpublished events in the table. More events would add no information.

@@ -153,7 +153,7 @@ pub struct ResourceState {
 /// Phase of a resource.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// There is no `kubelet.sock`.
+    /// No `kubelet.sock` exists.
     #[default]
     WaitingForKubelet,
     /// The resource's socket answers.
@@ -531,7 +531,7 @@ impl Plugin {
                 return Some(kubelet);
             }
             self.show(|state| state.phase = Phase::WaitingForKubelet);
-            // Both are cancel-safe: `changed` marks a value as seen only when it returns.
+            // Both branches are cancel-safe: `changed` marks a value as seen only when it returns.
             tokio::select! {
                 () = stopped(&mut self.run) => return None,
                 changed = self.directory_changes.changed() => changed.ok()?,

@@ -49,7 +49,7 @@ pub enum PodResourcesError {
     /// The socket's path is relative or not UTF-8.
     #[error("{0:?} is not an absolute path in UTF-8")]
     Path(std::path::PathBuf),
-    /// There was no answer within the deadline.
+    /// The kubelet did not answer within the deadline.
     #[error("the kubelet's PodResources did not answer within {0:?}")]
     Deadline(Duration),
     /// The kubelet returned an error, or the connection failed.

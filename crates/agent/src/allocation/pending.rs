@@ -114,7 +114,7 @@ struct UnmatchedAllocation {
 /// State of the watch that reports pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum PodWatch {
-    /// There is no watch, so no request waits for a pod.
+    /// No watch exists, so no request waits for a pod.
     #[default]
     Disabled,
     /// The watch works, or no failure is known yet.

@@ -132,7 +132,7 @@ pub enum NextStep {
     Nothing,
     /// Start this change, because nothing known prevents it.
     Do(Change),
-    /// This change waits, for this reason.
+    /// The change waits, for this reason.
     Wait(Change, String),
 }
 

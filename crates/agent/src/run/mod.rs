@@ -130,8 +130,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Restores the node and the table as the last agent left them, and adds the current state of the
-/// MPS host and, without an API server, the spec.
+/// Restores the node and the table as the last agent left them. Adds the current state of the MPS
+/// host. Without an API server, also adds the spec.
 fn restore(
     args: &AgentArgs,
     store: &Store,

@@ -166,7 +166,7 @@ pub(super) async fn watch(
         }
     };
     tokio::select! {
-        // Both run until the agent ends.
+        // Both branches run until the agent ends.
         ended = run_rounds(parts) => ended,
         () = forward => Ok(()),
     }

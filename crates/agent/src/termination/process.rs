@@ -52,7 +52,7 @@ fn read(path: &Path) -> Option<String> {
 }
 
 /// Whether all threads block SIGTERM. A program that waits for the signal blocks it in every
-/// thread, because the signal would end the process through a thread that does not block it.
+/// thread. Otherwise the signal would end the process through another thread.
 fn all_threads_block(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
     // Ignore a thread that has ended since the directory was read.
