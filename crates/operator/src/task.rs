@@ -40,7 +40,7 @@ pub(crate) struct Trigger {
 /// A controller that reads the stores and writes to the API server.
 pub(crate) trait Controller {
     /// Time to gather further changes after the first, so that one reconcile handles a burst.
-    fn gather(&mut self) -> Duration;
+    fn gather_time(&mut self) -> Duration;
 
     /// Reconciles once. Returns the delay before the next reconcile if nothing changes.
     fn reconcile(&mut self, trigger: Trigger) -> impl Future<Output = Option<Duration>> + Send;
@@ -71,7 +71,7 @@ pub(crate) async fn run(mut controller: impl Controller, context: Context, wake:
             () = stop.cancelled() => return Ok(()),
             () = wake.notified() => {
                 let seen = Instant::now();
-                tokio::time::sleep(controller.gather()).await;
+                tokio::time::sleep(controller.gather_time()).await;
                 // The stores already contain the changes that woke the controller while it gathered
                 // changes.
                 let more = wake.notified().now_or_never().is_some();

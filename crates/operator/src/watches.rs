@@ -25,7 +25,7 @@ use crate::rollout::{Revision, Watched};
 
 /// A function that drops unused fields before an object is stored, and a predicate for
 /// changes that wake a controller.
-type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
+type WatchRules<K> = (fn(&mut K), fn(&K) -> bool);
 
 /// Notifications that wake the controllers.
 #[derive(Debug, Clone, Default)]
@@ -59,7 +59,7 @@ impl Wakes {
     /// Records whether the current pass found a GPU that is partitioned on demand. If the last pass
     /// found none, wakes the passes again, because a pod that changed during the current pass did
     /// not wake them.
-    pub(crate) fn pods_decide(&self, decide: bool) {
+    pub(crate) fn set_partitions_on_demand(&self, decide: bool) {
         let before = self.ignore_pods.swap(!decide, Ordering::AcqRel);
         if decide && before {
             self.passes.notify_one();
@@ -84,61 +84,61 @@ impl Watches<'_> {
         let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
         let gate: fn(&Wakes) = |wakes| wakes.gate.notify_one();
         Stores {
-            policies: self.keep(
+            policies: self.store_objects(
                 "SharingPolicy",
                 watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
-                (trim, |_| true),
+                (trim_metadata, |_| true),
                 Wakes::all,
             ),
-            gpu_nodes: self.keep(
+            gpu_nodes: self.store_objects(
                 "GpuNode",
                 watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
                 (
                     |object| {
-                        trim_others(object);
+                        trim_foreign_metadata(object);
                         complete(object);
                     },
                     |_| true,
                 ),
                 Wakes::all,
             ),
-            nodes: self.keep(
+            nodes: self.store_objects(
                 "Node",
                 watcher(Api::<NodeObject>::all(client.clone()), everything),
-                (trim, |_| true),
+                (trim_metadata, |_| true),
                 Wakes::all,
             ),
-            agents: self.keep(
+            agents: self.store_objects(
                 "AgentPod",
                 watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), agents),
-                (trim, |_| true),
+                (trim_metadata, |_| true),
                 Wakes::all,
             ),
             // Other pods have little influence on plans, so they do not wake passes. The next pass
             // reads them anyway.
-            pods: self.keep(
+            pods: self.store_objects(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
-                (PodObject::trim, |pod| pod.wants_gpus() || pod.waits_at_gate()),
+                (PodObject::trim, |pod| pod.requests_gpus() || pod.waits_at_gate()),
                 Wakes::pod,
             ),
             // The scheduler also reads volumes and namespaces' labels. Only the gate needs them.
-            volume_claims: self.keep(
+            volume_claims: self.store_objects(
                 "PersistentVolumeClaim",
                 watcher(Api::<VolumeClaimObject>::all(client.clone()), watcher::Config::default()),
-                (trim, |_| true),
+                (trim_metadata, |_| true),
                 gate,
             ),
-            volumes: self.keep(
+            volumes: self.store_objects(
                 "PersistentVolume",
                 watcher(Api::<VolumeObject>::all(client.clone()), watcher::Config::default()),
-                (trim, |_| true),
+                (trim_metadata, |_| true),
                 gate,
             ),
-            namespaces: self.keep(
+            namespaces: self.store_objects(
                 "NamespaceLabels",
                 watcher(Api::<NamespaceObject>::all(client.clone()), watcher::Config::default()),
-                (trim, |_| false),
+                (trim_metadata, |_| false),
                 gate,
             ),
         }
@@ -148,7 +148,7 @@ impl Watches<'_> {
     pub(crate) fn exempt_namespaces(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
         let exempt = watcher::Config::default().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), exempt);
-        self.keep("Namespace", watch, (trim, |_| false), Wakes::all)
+        self.store_objects("Namespace", watch, (trim_metadata, |_| false), Wakes::all)
     }
 
     /// Watches what the replacement of MPS hosts depends on. Only the gate reads it.
@@ -158,19 +158,19 @@ impl Watches<'_> {
         let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled);
         let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), watcher::Config::default());
         Watched {
-            pods: self.keep("MpsHostPod", pods, (trim, |_| true), wake),
-            revisions: self.keep("ControllerRevision", revisions, (trim, |_| true), wake),
+            pods: self.store_objects("MpsHostPod", pods, (trim_metadata, |_| true), wake),
+            revisions: self.store_objects("ControllerRevision", revisions, (trim_metadata, |_| true), wake),
             namespace: namespace.to_owned(),
         }
     }
 
     /// Stores the objects of a watch until the process stops. `trim` drops unused fields before an
     /// object is stored. A change of an object for which `is_relevant` returns true calls `wake`.
-    fn keep<K>(
+    fn store_objects<K>(
         &mut self,
         kind: &'static str,
         watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
-        (trim, is_relevant): Keeping<K>,
+        (trim, is_relevant): WatchRules<K>,
         wake: fn(&Wakes),
     ) -> Store<K>
     where
@@ -207,7 +207,7 @@ impl Watches<'_> {
 }
 
 /// Drops metadata that the operator never reads.
-fn trim<K: Resource>(object: &mut K) {
+fn trim_metadata<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
     meta.annotations = None;
@@ -215,7 +215,7 @@ fn trim<K: Resource>(object: &mut K) {
 
 /// Drops metadata of other writers. Cleave's annotations are kept: administrators use them to
 /// cordon GPUs, for example.
-fn trim_others<K: Resource>(object: &mut K) {
+fn trim_foreign_metadata<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
     if let Some(annotations) = &mut meta.annotations {
@@ -236,7 +236,7 @@ mod tests {
             ["cleave.dev/cordon", "cleave.dev/cleared", "kubectl.kubernetes.io/last-applied-configuration"];
         node.metadata.annotations = Some(annotations.map(|name| (name.to_owned(), "x".to_owned())).into());
         node.metadata.managed_fields = Some(Vec::new());
-        trim_others(&mut node);
+        trim_foreign_metadata(&mut node);
         let kept: Vec<String> = node.metadata.annotations.into_iter().flatten().map(|(name, _)| name).collect();
         assert_eq!(kept, ["cleave.dev/cleared", "cleave.dev/cordon"]);
         assert_eq!(node.metadata.managed_fields, None);
@@ -251,7 +251,7 @@ mod tests {
             woken(&wakes.passes) && woken(&wakes.gate),
             "before the first pass it is not known whether pods decide"
         );
-        wakes.pods_decide(false);
+        wakes.set_partitions_on_demand(false);
         wakes.pod();
         assert!(!woken(&wakes.passes) && woken(&wakes.gate));
         wakes.all();
@@ -259,9 +259,9 @@ mod tests {
         // This pod changes after the pass has read the pods and before the pass reports that GPUs
         // are partitioned on demand.
         wakes.pod();
-        wakes.pods_decide(true);
+        wakes.set_partitions_on_demand(true);
         assert!(woken(&wakes.passes));
-        wakes.pods_decide(true);
+        wakes.set_partitions_on_demand(true);
         assert!(!woken(&wakes.passes), "a repeated report wakes nothing");
         wakes.pod();
         assert!(woken(&wakes.passes));

@@ -230,7 +230,7 @@ fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
 }
 
 #[test]
-fn each_gpu_has_its_own_mode_and_gpus_without_a_policy_are_whole() {
+fn gpus_have_separate_modes_and_gpus_without_a_policy_are_whole() {
     let world = TestCluster::default()
         .four("n1")
         .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN}"))
@@ -481,7 +481,7 @@ fn unhealthy_gpus_and_agents_that_are_not_ready_are_reported() {
 }
 
 #[test]
-fn a_mistake_in_a_policy_repartitions_nothing() {
+fn an_invalid_policy_repartitions_no_gpu() {
     let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.write();
     let before = world.object("n1").spec.clone();
@@ -608,7 +608,7 @@ fn the_plan_does_not_depend_on_the_order_of_reported_gpus() {
 }
 
 #[test]
-fn events_are_published_only_for_what_people_wait_for_or_act_on() {
+fn only_conditions_that_need_attention_get_events() {
     let condition = |type_: &str, status: &str, reason: &str| Condition {
         type_: type_.into(),
         status: status.into(),

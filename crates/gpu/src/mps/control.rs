@@ -44,12 +44,12 @@ pub(crate) enum ControlError {
 }
 
 /// Sends one command over the privileged socket. Returns its output, one line per packet.
-pub(crate) async fn ask(pipe: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
-    ask_over(&pipe.join("control_privileged"), command, deadline).await
+pub(crate) async fn send_command(pipe: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+    send_over(&pipe.join("control_privileged"), command, deadline).await
 }
 
 /// Sends one command over any control socket.
-pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+pub(crate) async fn send_over(socket: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
     within(deadline, &command.to_string(), async {
         let socket = Socket::connect(socket).await?;
         expect_hello(&socket).await?;
@@ -92,7 +92,7 @@ pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError
 
 /// Sends one command through the driver's own command-line tool, which speaks every protocol of its
 /// daemon.
-pub(crate) async fn ask_by_tool(
+pub(crate) async fn send_by_tool(
     children: &Children,
     mut tool: std::process::Command,
     command: &Command,

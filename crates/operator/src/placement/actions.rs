@@ -3,11 +3,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use cleave_api::placement::Placement;
-use cleave_plan::ledger::Ask;
+use cleave_plan::ledger::DeviceRequest;
 use serde_json::Value;
 
 use super::stranded::Rescue;
-use crate::policies::demand::Waiting;
+use crate::policies::demand::WaitingPod;
 use crate::rollout::Step;
 
 /// Why a pod is released.
@@ -25,9 +25,9 @@ impl ReleaseReason {
     /// The value of the `result` label in metrics.
     pub const fn as_str(&self) -> &'static str {
         match self {
-            Self::Reserved(_) => "held",
-            Self::NotServed => "not_ours",
-            Self::Unschedulable(_) => "never",
+            Self::Reserved(_) => "reserved",
+            Self::NotServed => "not_managed",
+            Self::Unschedulable(_) => "unschedulable",
         }
     }
 }
@@ -66,7 +66,7 @@ pub struct Actions {
     /// Pods to evict. The shares that they free are kept for the preemptor.
     pub evictions: Vec<Eviction>,
     /// Pods that wait at the gate, and what each waits for.
-    pub waiting: BTreeMap<String, Waiting>,
+    pub waiting: BTreeMap<String, WaitingPod>,
     /// What to do about stranded pods.
     pub rescue: Rescue,
     /// What to do about MPS hosts. `None` if this reconcile did not examine them.
@@ -92,5 +92,5 @@ pub(super) enum Destination<'a> {
     /// The nodes with these hostname labels.
     Hostnames(Vec<&'a str>),
     /// Nodes with larger GPUs than the cluster has, for the largest of these requests.
-    LargerGpus(&'a [Ask]),
+    LargerGpus(&'a [DeviceRequest]),
 }

@@ -8,7 +8,7 @@ use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::constraints::Conflict;
-use cleave_plan::ledger::{Holder, Ledger, Moment, NoFit, NodeFacts, Tightest, Waiting as Asking};
+use cleave_plan::ledger::{Holder, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest};
 use cleave_plan::scheduling::{self, Refused};
 use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
@@ -233,7 +233,7 @@ impl Nodes {
         protected: &BTreeMap<String, Duration>,
     ) -> BTreeMap<String, Holder> {
         let mut holders = BTreeMap::new();
-        for pod in living.iter().filter(|pod| pod.wants_gpus()) {
+        for pod in living.iter().filter(|pod| pod.requests_gpus()) {
             let Some(state) = pod.node().and_then(|node| self.0.get(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
             if state.blocked.contains(&name) {
@@ -262,7 +262,7 @@ impl Nodes {
     pub(super) fn diagnose(
         &self,
         ledger: &Ledger,
-        asking: Asking<'_>,
+        pending: PendingPod<'_>,
         pod: &PlanPod,
         checks: &NodeChecks<'_>,
         why: &NoFit,
@@ -279,7 +279,7 @@ impl Nodes {
         if possible.is_empty() {
             return Verdict::Never { message: self.explain_exclusions(pod, checks), impossible: Impossible::Excluded };
         }
-        match ledger.fit_for(asking, possible.iter().copied(), 1, &Tightest) {
+        match ledger.fit_for(pending, possible.iter().copied(), 1, &Tightest) {
             Ok(_) => Verdict::Waits(self.explain_exclusions(pod, checks)),
             Err(why) if why.may_pass() => Verdict::Waits(why.to_string()),
             Err(why) => {

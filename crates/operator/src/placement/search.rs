@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::Quantity;
-use cleave_plan::constraints::Judge;
-use cleave_plan::ledger::{Ask, Fits, Ledger, Tightest, Waiting as Asking};
+use cleave_plan::constraints::NodeChecker;
+use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, PendingPod, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
 use kube::ResourceExt;
 
@@ -30,7 +30,7 @@ pub(super) struct Candidate<'a> {
     pub(super) pod: &'a PodObject,
     pub(super) plan_pod: PlanPod,
     /// Its requests, sorted, without those that another plugin serves.
-    pub(super) asks: Vec<Ask>,
+    pub(super) device_requests: Vec<DeviceRequest>,
     /// Nodes to which the scheduler did not bind pods of its controller. Other nodes are tried
     /// first.
     avoided: Option<&'a BTreeSet<String>>,
@@ -43,12 +43,12 @@ pub(super) struct Candidate<'a> {
 
 impl<'a> Candidate<'a> {
     pub(super) fn new(name: String, pod: &'a PodObject, nodes: &Nodes, avoided: Option<&'a BTreeSet<String>>) -> Self {
-        let mut asks = pod.asks();
-        asks.retain(|ask| nodes.provider(&ask.resource) != Provider::Another);
-        asks.sort();
-        let unclear = asks.iter().all(|ask| nodes.provider(&ask.resource) == Provider::Unclear);
-        let offered = asks.iter().any(|ask| nodes.provider(&ask.resource) == Provider::Cleave);
-        Self { name, pod, plan_pod: plan_pod(pod), asks, avoided, offered, unclear }
+        let mut device_requests = pod.device_requests();
+        device_requests.retain(|request| nodes.provider(&request.resource) != Provider::Another);
+        device_requests.sort();
+        let unclear = device_requests.iter().all(|request| nodes.provider(&request.resource) == Provider::Unclear);
+        let offered = device_requests.iter().any(|request| nodes.provider(&request.resource) == Provider::Cleave);
+        Self { name, pod, plan_pod: plan_pod(pod), device_requests, avoided, offered, unclear }
     }
 
     /// A pod that was released as unschedulable, with the affinity that it had before its release.
@@ -59,8 +59,8 @@ impl<'a> Candidate<'a> {
     }
 
     /// The pod's request to the ledger.
-    pub(super) fn asking(&self) -> Asking<'_> {
-        Asking { pod: &self.name, priority: self.plan_pod.priority, asks: &self.asks }
+    pub(super) fn pending_pod(&self) -> PendingPod<'_> {
+        PendingPod { pod: &self.name, priority: self.plan_pod.priority, device_requests: &self.device_requests }
     }
 
     /// Releases the pod.
@@ -71,7 +71,12 @@ impl<'a> Candidate<'a> {
     }
 
     /// Releases the pod without a reservation, because it was unplaceable for too long.
-    pub(super) fn give_up(&self, impossible: Option<Impossible>, message: String, waited: Duration) -> Release {
+    pub(super) fn release_unplaceable(
+        &self,
+        impossible: Option<Impossible>,
+        message: String,
+        waited: Duration,
+    ) -> Release {
         if self.unclear {
             // A kubelet's report is never as old as the pod's waiting time. So another plugin
             // serves the resources on nodes where Cleave runs.
@@ -81,7 +86,8 @@ impl<'a> Candidate<'a> {
         // nodes that it may not use now. If no node offers the resource, any node that is added may
         // serve the pod.
         let needs_larger = impossible == Some(Impossible::TooLarge) || self.offered;
-        let destination = if needs_larger { Destination::LargerGpus(&self.asks) } else { Destination::Anywhere };
+        let destination =
+            if needs_larger { Destination::LargerGpus(&self.device_requests) } else { Destination::Anywhere };
         self.release(ReleaseReason::Unschedulable(message), destination, waited)
     }
 
@@ -94,7 +100,7 @@ impl<'a> Candidate<'a> {
 type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
 /// Everything that decides whether a pod is placeable.
-type SearchKey<'a> = (&'a [Ask], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
+type SearchKey<'a> = (&'a [DeviceRequest], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
 
 /// Searches for placements within one reconcile. Remembers which pods are not placeable, because
 /// replicas of a workload get the same answer.
@@ -122,40 +128,42 @@ impl<'a> PlacementSearch<'a> {
     /// # Errors
     /// Why the pod is not placeable.
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
-        let Candidate { name, pod, plan_pod, asks, .. } = candidate;
+        let Candidate { name, pod, plan_pod, device_requests, .. } = candidate;
         let constraint_key = self.constraints.key(pod);
         let has_unbound_volume = constraint_key.as_ref().is_some_and(|(.., volumes)| volumes.unbound);
-        let key = (asks.as_slice(), plan_pod.priority, &plan_pod.requests, candidate.node_key(), constraint_key);
+        let key =
+            (device_requests.as_slice(), plan_pod.priority, &plan_pod.requests, candidate.node_key(), constraint_key);
         if let Some(known) = self.without_place.get(&key).filter(|_| !ledger.nominations().contains_key(name)) {
             return Err(known.clone());
         }
-        let judge = key.4.as_ref().and_then(|constraint_key| self.constraints.judge(constraint_key, plan_pod));
+        let checker =
+            key.4.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
         let most = if pod.spec.particular || has_unbound_volume { MAX_RELEASE_NODES } else { 1 };
         let has_room = |node: &str| self.has_room(node, candidate);
-        let allows = |node: &str| self.allows(node, judge.as_ref());
+        let allows = |node: &str| self.allows(node, checker.as_ref());
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));
         // Most pods are placeable, so the search usually ends before it has checked every node.
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
-        if let Some(fits) = ledger.fit_tightest(candidate.asking(), most, may_use) {
+        if let Some(fits) = ledger.fit_tightest(candidate.pending_pod(), most, may_use) {
             return Ok(fits);
         }
         let eligible = self.eligible(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
         if candidate.avoided.is_some()
             && let Ok(fits) =
-                ledger.fit_for(candidate.asking(), with_room().filter(|node| !avoids(node)), most, &Tightest)
+                ledger.fit_for(candidate.pending_pod(), with_room().filter(|node| !avoids(node)), most, &Tightest)
         {
             return Ok(fits);
         }
-        let verdict = match ledger.fit_for(candidate.asking(), with_room(), most, &Tightest) {
+        let verdict = match ledger.fit_for(candidate.pending_pod(), with_room(), most, &Tightest) {
             Ok(fits) => return Ok(fits),
             Err(why) => {
-                let conflict = |node: &PlanNode| check(judge.as_ref(), node);
+                let conflict = |node: &PlanNode| check(checker.as_ref(), node);
                 let checks = NodeChecks { conflict: &conflict, has_room: &has_room };
-                self.nodes.diagnose(ledger, candidate.asking(), plan_pod, &checks, &why)
+                self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
         };
-        drop(judge);
+        drop(checker);
         self.without_place.insert(key, verdict.clone());
         Err(verdict)
     }
@@ -175,9 +183,9 @@ impl<'a> PlacementSearch<'a> {
     /// Eligible nodes that other rules allow and that have CPU, memory and a pod slot for the pod.
     pub(super) fn nodes_with_room(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
         let key = self.constraints.key(candidate.pod);
-        let judge = key.as_ref().and_then(|key| self.constraints.judge(key, &candidate.plan_pod));
+        let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
         let mut nodes = self.eligible(candidate);
-        nodes.retain(|node| self.allows(node, judge.as_ref()) && self.has_room(node, candidate));
+        nodes.retain(|node| self.allows(node, checker.as_ref()) && self.has_room(node, candidate));
         nodes
     }
 
@@ -185,7 +193,7 @@ impl<'a> PlacementSearch<'a> {
         self.free.borrow_mut().has_room(node, &candidate.plan_pod.requests)
     }
 
-    fn allows(&self, node: &str, judge: Option<&Judge<'_>>) -> bool {
-        self.nodes.0.get(node).is_some_and(|state| check(judge, &state.node).is_ok())
+    fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
+        self.nodes.0.get(node).is_some_and(|state| check(checker, &state.node).is_ok())
     }
 }

@@ -187,7 +187,7 @@ impl Stranded {
             } else if rescue.recreate.len().max(rescue.advise.len()) >= MAX_PODS_PER_RECONCILE {
                 rescue.requeue_in(Duration::from_secs(1));
             } else {
-                self.help(&mut rescue, pod, &uid, &reason, (due, up));
+                self.add_action(&mut rescue, pod, &uid, &reason, (due, up));
             }
         }
         self.since.retain(|uid, _| present.contains(uid));
@@ -197,7 +197,7 @@ impl Stranded {
     }
 
     /// Adds the action for one pod that has been stranded since `due`.
-    fn help(
+    fn add_action(
         &mut self,
         rescue: &mut Rescue,
         pod: &PodObject,
@@ -258,12 +258,12 @@ impl Stranded {
     }
 
     /// Records that a pod could not be evicted. Other pods are evicted first.
-    pub(super) fn eviction_failed(&mut self, uid: &str, up: Duration) {
+    pub(super) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY));
     }
 
     /// Records that a pod's condition could not be written. A later reconcile writes it.
-    pub(super) fn advice_failed(&mut self, uid: &str) {
+    pub(super) fn record_failed_advice(&mut self, uid: &str) {
         self.advised.remove(uid);
     }
 
@@ -331,7 +331,7 @@ mod tests {
         let advice = rescue.advise[0].message.as_deref().unwrap();
         assert!(advice.contains("Delete it and create it again"), "{advice}");
         assert_eq!(stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(1)).advise, []);
-        stranded.advice_failed("bare");
+        stranded.record_failed_advice("bare");
         assert_eq!(
             stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(2)).advise.len(),
             1,
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_is_evicted_only_if_its_pod_cannot_run() {
+    fn the_pod_of_a_job_is_evicted_only_if_it_cannot_run() {
         let gone = || Reason::Gone(vec!["n1".to_owned()]);
         for (kind, when_expired, when_gone) in
             [("ReplicaSet", 1, 1), ("StatefulSet", 1, 1), ("Job", 0, 1), ("Workflow", 0, 0), ("ConfigMap", 0, 0)]
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_refusal_by_a_node_strands_no_pod() {
+    fn a_brief_refusal_by_a_node_strands_no_pod() {
         let pod = replica("owned");
         let cordoned = || (&pod, Reason::Refused("n1: cordoned".to_owned()));
         let mut stranded = Stranded::default();
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn stranded_pods_of_a_large_controller_are_recreated_in_bounded_batches() {
+    fn stranded_pods_of_a_large_controller_are_recreated_in_batches() {
         let pods: Vec<PodObject> = (0..100).map(|at| replica(&format!("p{at:02}"))).collect();
         let mut left: Vec<&PodObject> = pods.iter().collect();
         let mut stranded = Stranded::default();

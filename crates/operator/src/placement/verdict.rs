@@ -2,9 +2,9 @@
 use cleave_api::names::RESOURCE_MIG_PREFIX;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::device::sized;
-use cleave_plan::ledger::Ask;
+use cleave_plan::ledger::DeviceRequest;
 
-use crate::policies::demand::{Reason, Waiting};
+use crate::policies::demand::{Reason, WaitingPod};
 
 /// Maximum number of nodes that a message names for each reason.
 const MAX_NAMED_NODES: usize = 3;
@@ -41,15 +41,16 @@ impl Verdict {
 
     /// The explanation for the pod's owner, and whether the pod may become placeable. `demand` is
     /// what the pod waits for if a GPU may be repartitioned for it.
-    pub(super) fn explain(self, asks: &[Ask], demand: Option<&Waiting>) -> (String, bool) {
-        let is_partitioned =
-            |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
+    pub(super) fn explain(self, device_requests: &[DeviceRequest], demand: Option<&WaitingPod>) -> (String, bool) {
+        let is_partitioned = |request: &DeviceRequest| {
+            sized(&request.resource).is_some() || request.resource.starts_with(RESOURCE_MIG_PREFIX)
+        };
         match (self, demand) {
             // Demand decides which resources exist, so a missing resource may be created for the
             // pod.
             (Self::Never { impossible, .. }, Some(waiting))
                 if waiting.reason != Reason::Malformed
-                    && (impossible == Impossible::NotOffered || asks.iter().any(is_partitioned)) =>
+                    && (impossible == Impossible::NotOffered || device_requests.iter().any(is_partitioned)) =>
             {
                 (waiting.message.clone(), true)
             }

@@ -126,15 +126,15 @@ fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u
 }
 
 /// Whether the kubelet has exactly the slices of a partition.
-pub(crate) fn is_reached(partition: &Partition, gpu: &GpuStatus) -> bool {
+pub(crate) fn has_partition(partition: &Partition, gpu: &GpuStatus) -> bool {
     if let Some(whole) = &partition.whole {
         return gpu.slices.iter().all(|status| status.resource == whole.resource && status.device == gpu.uuid)
             && gpu.slices.iter().any(|status| status.total > 0);
     }
-    counts(&desired(partition, gpu)) == counts(&served(gpu))
+    slice_counts(&desired(partition, gpu)) == slice_counts(&served(gpu))
 }
 
-fn counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
+fn slice_counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
     let mut counts = BTreeMap::new();
     for slice in slices.iter().filter(|slice| slice.count > 0) {
         *counts.entry((slice.placement, slice.resource.as_str())).or_default() += slice.count;
@@ -203,7 +203,7 @@ fn mps_partition(
                 (memory, threads, demand.mps.max_clients)
             }
         };
-        for (first, count) in ranges(&numbers(resource, count, gpu, current)) {
+        for (first, count) in number_ranges(&id_numbers(resource, count, gpu, current)) {
             all.push(MpsSlices {
                 resource: resource.to_owned(),
                 count,
@@ -268,7 +268,7 @@ fn saturating_u32(number: u64) -> u32 {
 
 /// The numbers in the device ids of a resource: those in use first, then those that exist, then the
 /// lowest free ones.
-fn numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
+fn id_numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
     let mut numbers = numbers_in_use(gpu, resource);
     let existing = current.iter().flat_map(|current| &current.slices).filter(|slices| slices.resource == resource);
     let existing: BTreeSet<u32> =
@@ -290,7 +290,7 @@ fn numbers_in_use(gpu: &GpuStatus, resource: &str) -> BTreeSet<u32> {
 }
 
 /// Groups numbers into ranges of (first, count).
-fn ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
+fn number_ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for &number in numbers {
         match ranges.last_mut() {
@@ -448,16 +448,16 @@ mod tests {
         let mut gpu = gpu();
         let spec = Partition { mps: Some(mps(&[free(TEN, 2), free(TWENTY, 1)], &gpu, None)), ..Partition::default() };
         gpu.slices = vec![slice_status(TEN, 4, 1)];
-        assert!(!is_reached(&spec, &gpu));
+        assert!(!has_partition(&spec, &gpu));
         assert_eq!(desired(&spec, &gpu), [in_use(TEN, 1), free(TEN, 1), free(TWENTY, 1)], "what it will be");
         gpu.slices = vec![slice_status(TEN, 2, 1), slice_status(TWENTY, 1, 0)];
-        assert!(is_reached(&spec, &gpu));
+        assert!(has_partition(&spec, &gpu));
         let whole = Partition { whole: Some(Whole { resource: RESOURCE_GPU.into() }), ..Partition::default() };
-        assert!(!is_reached(&whole, &gpu));
+        assert!(!has_partition(&whole, &gpu));
         gpu.slices = vec![slice_status(RESOURCE_GPU, 1, 0)];
-        assert!(is_reached(&whole, &gpu) && served(&gpu).is_empty());
+        assert!(has_partition(&whole, &gpu) && served(&gpu).is_empty());
         gpu.slices.clear();
-        assert!(!is_reached(&whole, &gpu), "a GPU in MIG mode without instances is not whole");
+        assert!(!has_partition(&whole, &gpu), "a GPU in MIG mode without instances is not whole");
     }
 
     #[test]

@@ -29,7 +29,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     assert_eq!(world.written(), [other], "the pod gets the other node");
     assert!(outcome.excluded_nodes[&unreachable].contains("did not read its GpuNode spec within 30 s"));
     let (reason, message, _) = world.ready(&plan);
-    assert_eq!(reason, "LeftOut");
+    assert_eq!(reason, "Excluded");
     assert!(message.contains(&format!("{unreachable} is left out of plans: its agent did not read")), "{message}");
     world.apply_on(other);
     // The agent applies the spec, and plans include the node again with its new partition.

@@ -30,7 +30,7 @@ fn instances_of_mixed_profiles_are_created_for_pods() {
 }
 
 #[test]
-fn sized_slices_come_and_go_and_an_idle_gpu_changes_its_mode() {
+fn sized_slices_follow_demand_and_an_idle_gpu_changes_its_mode() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     for pod in ["a", "b", "c", "d"] {
         world.pod(pod, TEN, 1);
@@ -140,7 +140,7 @@ fn an_edited_policy_applies_to_idle_gpus_only() {
 }
 
 #[test]
-fn slices_that_another_policy_is_about_to_make_count() {
+fn planned_slices_of_another_policy_count() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
     // Both policies were created at once: the spec of the second one's GPU is not written yet.
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4");

@@ -42,7 +42,7 @@ fn a_written_spec_counts_before_the_watch_returns_it() {
     world.pass();
     let change = world.changes[0].clone();
     *world.object("n1") = old;
-    world.history.wrote("n1", Some(2), &change.spec, world.now);
+    world.history.record_write("n1", Some(2), &change.spec, world.now);
     world.pod("second", SMALL, 1);
     world.pass();
     assert_eq!(world.written(), [] as [&str; 0], "the node is still changing");
@@ -160,7 +160,7 @@ fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
 }
 
 #[test]
-fn a_plan_overtaken_by_a_pod_is_replaced() {
+fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("one", TEN, 1);
     world.settle();

@@ -11,7 +11,7 @@ pub struct Neighbour<'a> {
     pub namespace: &'a str,
     /// Its labels.
     pub labels: &'a Labels,
-    /// Name of the node. If the node is not passed to [`Judge::new`](super::Judge::new), only the
+    /// Name of the node. If the node is not passed to [`NodeChecker::new`](super::NodeChecker::new), only the
     /// neighbour's ports count.
     pub node: &'a str,
     /// Its rules. Only anti-affinity and ports are read.

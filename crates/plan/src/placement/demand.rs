@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn old_pods_fade() {
+    fn old_pods_count_less() {
         let mut observed = Observed::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn fading_neither_overflows_nor_drops_recent_pods() {
+    fn decay_neither_overflows_nor_drops_recent_pods() {
         let mut observed = Observed::new(Some(1.0));
         (0..10_000).for_each(|turn| observed.add(&pod(100 + turn % 2)));
         let typical = observed.typical(false);

@@ -1,6 +1,6 @@
 //! The placement policies that Cleave's is compared with.
 use cleave_plan::placement::demand::Typical;
-use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, left};
+use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, remaining};
 
 use super::random::Rng;
 
@@ -10,16 +10,16 @@ fn spread(node: &Node, demand: &Demand) -> f64 {
     0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
 }
 
-/// Chooses the node with the least capacity left, and on it the GPU with the least capacity left.
+/// Chooses the node with the least capacity remaining, and on it the GPU with the least capacity remaining.
 pub(super) struct BestFit;
 
 impl Score for BestFit {
-    type Before = ();
+    type NodeValues = ();
 
-    fn before(&self, _: &Node) {}
+    fn precompute(&self, _: &Node) {}
 
     fn rank(&self, node: &Node, (): &(), demand: &Demand, way: Option<usize>) -> Rank {
-        Rank { score: 0.0, spread: spread(node, demand), left: left(node, demand, way) }
+        Rank { score: 0.0, spread: spread(node, demand), left: remaining(node, demand, way) }
     }
 }
 
@@ -48,9 +48,9 @@ impl Fgd {
 }
 
 impl Score for Fgd {
-    type Before = f64;
+    type NodeValues = f64;
 
-    fn before(&self, node: &Node) -> f64 {
+    fn precompute(&self, node: &Node) -> f64 {
         self.fragment(&node.model, node.cpu, &node.gpus)
     }
 
@@ -66,7 +66,7 @@ impl Score for Fgd {
         }
         let fall = before - self.fragment(&node.model, node.cpu - demand.cpu, &gpus);
         let score = (100.0 / (1.0 + (-fall / 1000.0).exp())).trunc();
-        Rank { score, spread: spread(node, demand), left: left(node, demand, way) }
+        Rank { score, spread: spread(node, demand), left: remaining(node, demand, way) }
     }
 }
 

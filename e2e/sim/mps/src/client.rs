@@ -97,12 +97,13 @@ impl Mps {
             command: command_name(),
             namespace: pid_namespace(),
         };
-        let entered = match handshake::knock(&self.control).and_then(|entrance| entrance.enter(Subject::Context)) {
-            Ok(entered) => entered,
-            Err(Closed::Refused(code)) => return Err(code),
-            Err(Closed::ByServer) => return Err(RPC_FAILURE),
-            Err(Closed::ByDaemon) => return Err(CONNECTION_FAILED),
-        };
+        let entered =
+            match handshake::connect_to_server(&self.control).and_then(|entrance| entrance.enter(Subject::Context)) {
+                Ok(entered) => entered,
+                Err(Closed::Refused(code)) => return Err(code),
+                Err(Closed::ByServer) => return Err(RPC_FAILURE),
+                Err(Closed::ByDaemon) => return Err(CONNECTION_FAILED),
+            };
         let (channel, socket) = (Arc::new(entered.0), entered.1);
         wire::send(&channel, &create).map_err(|_| RPC_FAILURE)?;
         let (sms, limit) = match wire::recv(&channel) {
@@ -142,7 +143,7 @@ fn enter(
     question: &ToContext,
 ) -> Result<(FromContext, (Connection, Connection)), Closed> {
     let once = || {
-        let entered = handshake::knock(control)?.enter(subject)?;
+        let entered = handshake::connect_to_server(control)?.enter(subject)?;
         wire::send(&entered.0, question).map_err(|_| Closed::ByServer)?;
         let answer = wire::recv(&entered.0).ok().flatten().ok_or(Closed::ByServer)?;
         Ok((answer, entered))

@@ -173,7 +173,7 @@ fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
 }
 
 /// Whether the limits apply to a program, and no tighter limits do.
-fn holds(bound: &Bound, gpu: TestedGpu) -> bool {
+fn limits_apply(bound: &Bound, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_limited(bound.view, bound.limit_mib)
 }
 
@@ -219,7 +219,7 @@ fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     };
     vec![
         bound.judge(&seen.bound, |both| {
-            (both.iter().all(|one| holds(one, gpu)), both.each_ref().map(describe_bound).join("; "))
+            (both.iter().all(|one| limits_apply(one, gpu)), both.each_ref().map(describe_bound).join("; "))
         }),
         rounding.judge(&seen.rounding, |seen| {
             let other: Vec<String> = seen
@@ -238,14 +238,14 @@ fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
             let good = memory.half.is_ok() && memory.all == Err(OUT_OF_MEMORY);
             (good, format!("limit {} MiB: half {}, all {}", memory.limit_mib, of(memory.half), of(memory.all)))
         }),
-        defaults.judge(&seen.defaults, |bound| (holds(bound, gpu), describe_bound(bound))),
+        defaults.judge(&seen.defaults, |bound| (limits_apply(bound, gpu), describe_bound(bound))),
     ]
 }
 
 fn judge_lowered(lowered: &Lowered, gpu: TestedGpu) -> (bool, String) {
     let Lowered { set, requested_more, requested_less } = lowered;
     let raised = Bound { view: *requested_more, ..*set };
-    let good = holds(set, gpu) && holds(&raised, gpu) && holds(requested_less, gpu);
+    let good = limits_apply(set, gpu) && limits_apply(&raised, gpu) && limits_apply(requested_less, gpu);
     (
         good,
         format!(
@@ -320,8 +320,8 @@ fn clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
         impact: "after a fault, shares stay unhealthy until the daemon is replaced",
     };
     vec![
-        users.judge(&seen.users, |bound| (holds(bound, gpu), format!("beside root: {}", describe_bound(bound)))),
-        link.judge(&seen.link, |bound| (holds(bound, gpu), describe_bound(bound))),
+        users.judge(&seen.users, |bound| (limits_apply(bound, gpu), format!("beside root: {}", describe_bound(bound)))),
+        link.judge(&seen.link, |bound| (limits_apply(bound, gpu), describe_bound(bound))),
         by_mps.judge(&seen.listed_by_mps, |&known| (known, listed(Some(known)).to_owned())),
         by_nvml.judge(&seen.listed_by_nvml, |&known| (known == Some(true), listed(known).to_owned())),
         ended.judge(&seen.terminated, judge_termination),
@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_hole_differs() {
+    fn a_limit_that_programs_can_no_longer_exceed_differs() {
         assert_eq!(when(|seen| seen.escape = Outcome::Observed(HALF)), ["escape"]);
         assert_eq!(when(|seen| seen.no_control = Outcome::Observed(Err(805))), ["no control"]);
         assert_eq!(when(|seen| seen.no_control = Outcome::Observed(Ok(HALF.view))), ["no control"]);

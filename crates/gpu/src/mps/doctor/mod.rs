@@ -37,7 +37,7 @@ use self::program::Program;
 use self::report::Report;
 use self::setup::{NVML_DEADLINE, Setup};
 use super::args::PathArgs;
-use crate::nvml::{Census, Gpu, Library, NvmlError, Search, Worker};
+use crate::nvml::{DriverInfo, Gpu, Library, NvmlError, Search, Worker};
 
 /// Check whether this node's driver behaves as Cleave expects of MPS.
 ///
@@ -98,7 +98,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let search = Search { library: args.paths.nvml_library.clone(), ..Search::default() };
     let library = Library::find(search);
     let nvml = Worker::start(&library, "nvml")?;
-    let Census { driver, count } = nvml.call(NVML_DEADLINE, |gpus| gpus.census()).await?;
+    let DriverInfo { driver, count } = nvml.call(NVML_DEADLINE, |gpus| gpus.driver_info()).await?;
     let gpu = choose(describe(&library, count).await?, args.gpu.as_deref())?;
     let (uuid, of) = (gpu.uuid.clone(), gpu.uuid.clone());
     let compute_mode = nvml.call(NVML_DEADLINE, move |gpus| gpus.compute_mode(&uuid)).await.ok();

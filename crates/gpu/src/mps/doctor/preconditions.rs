@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_is_started_only_if_it_disturbs_nobody() {
+    fn a_daemon_is_started_only_if_it_disturbs_no_program() {
         assert_eq!(free().skip_reason(), None);
         assert_eq!(Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free() }.skip_reason(), None);
         assert_eq!(Preconditions { others: Others::AssumedNone, ..free() }.skip_reason(), None);

@@ -153,7 +153,7 @@ impl Door {
             let mut phase = self.device.phase();
             let is_open = phase.borrow().is_open();
             if !is_open {
-                waiting.begin();
+                waiting.begin_connection();
                 tokio::select! {
                     () = self.closed.cancelled() => return None,
                     () = client.closed_or_readable() => return None,
@@ -173,7 +173,7 @@ impl Door {
                 Admission::Left => return None,
                 Admission::Refused(refusal) => return Some(refusal),
                 Admission::Held => {
-                    waiting.begin();
+                    waiting.begin_connection();
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
                         () = client.closed_or_readable() => return None,
@@ -243,7 +243,7 @@ impl Door {
     /// wait.
     async fn prepare_server(&self, control: &mut ControlLock, who: Credentials) -> Result<Option<u32>, DaemonError> {
         let Some(server) = self.device.server_for(who.uid).await? else { return Ok(None) };
-        match protocol::server_state(&self.device.ask(&Command::ServerStatus(server)).await?)? {
+        match protocol::server_state(&self.device.send_command(&Command::ServerStatus(server)).await?)? {
             ServerState::Active => {}
             ServerState::Fault => {
                 self.device.server_in_fault();
@@ -283,11 +283,11 @@ impl Door {
         daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED)).await;
         // The daemon answers only once its server has accepted the client, whatever the client
         // reported. So the limits set next do not bind this client.
-        let mut answer = self.device.ask(&Command::ServerStatus(server)).await;
+        let mut answer = self.device.send_command(&Command::ServerStatus(server)).await;
         let has_lied = result.is_some() && matches!(answer, Err(ControlError::Timeout { .. }));
         if has_lied {
             link.introduce_for(who);
-            answer = self.device.ask(&Command::ServerStatus(server)).await;
+            answer = self.device.send_command(&Command::ServerStatus(server)).await;
         }
         if let Err(error) = answer {
             tracing::warn!(allocation = self.id, pid = who.pid, %error, "MPS server did not accept a client");

@@ -5,11 +5,11 @@ use super::request::Units;
 
 /// The capacity of one resource on one device, and the units of it that are used and reserved.
 ///
-/// Either `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts without
-/// reservations, and only [`Stock::reserve`] adds one. If the facts change, a new stock is created
+/// Either `reserved ≤ capacity − used`, or nothing is reserved: [`DeviceUnits::new`] starts without
+/// reservations, and only [`DeviceUnits::reserve`] adds one. If the facts change, a new stock is created
 /// and the reservations are added again.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Stock {
+pub(super) struct DeviceUnits {
     capacity: u32,
     used: u32,
     /// Number of reservations of each size.
@@ -17,7 +17,7 @@ pub(super) struct Stock {
     free: u32,
 }
 
-impl Stock {
+impl DeviceUnits {
     /// A stock without reservations. `used` can exceed `capacity` if units become unhealthy while
     /// they are in use.
     pub(super) fn new(capacity: u32, used: u32) -> Self {
@@ -77,7 +77,7 @@ impl Stock {
     }
 
     /// The same stock without reservations.
-    pub(super) fn cleared(&self) -> Self {
+    pub(super) fn without_reservations(&self) -> Self {
         Self::new(self.capacity, self.used)
     }
 }
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn no_more_units_are_reserved_than_are_free() {
-        let mut stock = Stock::new(10, 3);
+        let mut stock = DeviceUnits::new(10, 3);
         assert!(stock.reserve(units(4)) && stock.reserve(units(3)));
         assert!(!stock.reserve(units(1)));
         assert_eq!((stock.free(), stock.reserved()), (0, 7));
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn an_overused_device_has_no_free_units() {
-        let mut stock = Stock::new(2, 5);
+        let mut stock = DeviceUnits::new(2, 5);
         assert_eq!(stock.free(), 0);
         assert!(!stock.reserve(units(1)) && !stock.reserve(units(u32::MAX)));
     }
