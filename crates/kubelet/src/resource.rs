@@ -13,9 +13,9 @@ use crate::proto::v1beta1 as wire;
 
 /// One extended resource of this node, with the answers to the kubelet's calls.
 ///
-/// All methods except [`wait_for_pod`](Resource::wait_for_pod) and [`pre_start`](Resource::pre_start)
-/// must answer from memory. The kubelet blocks the admission of pods, and sometimes its device
-/// manager, while it waits.
+/// All methods except [`wait_for_pod`](Resource::wait_for_pod) and
+/// [`pre_start`](Resource::pre_start) must answer from memory. The kubelet blocks the admission of
+/// pods, and sometimes its device manager, while it waits.
 pub trait Resource: Send + Sync + 'static {
     /// The devices, as they change. Each published list is sent on the open stream, even if it
     /// equals the previous one, because the kubelet writes its

@@ -57,7 +57,7 @@ pub(crate) struct Metrics {
     /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs.
     pub(crate) fragmentation: Gauge<f64, AtomicU64>,
     /// Nodes excluded from plans.
-    pub(crate) excluded: Gauge,
+    pub(crate) nodes_excluded: Gauge,
     /// 1 while this process holds the lease.
     pub(crate) leader: Gauge,
     resident: Gauge,
@@ -90,7 +90,7 @@ impl Default for Metrics {
             tenant_evictions: Family::default(),
             tenant_conditions: Family::default(),
             fragmentation: Gauge::default(),
-            excluded: Gauge::default(),
+            nodes_excluded: Gauge::default(),
             leader: Gauge::default(),
             resident: Gauge::default(),
         }
@@ -181,7 +181,7 @@ impl Metrics {
             "Part of the free memory of GPUs shared by demand that is on partly used GPUs",
             self.fragmentation.clone(),
         );
-        registry.register("nodes_excluded", "Nodes excluded from plans", self.excluded.clone());
+        registry.register("nodes_excluded", "Nodes excluded from plans", self.nodes_excluded.clone());
         registry.register("leader", "1 while this process holds the lease", self.leader.clone());
     }
 

@@ -26,7 +26,7 @@ use crate::policies::taint::{self, Taints};
 use crate::policies::{apply, plan, status};
 use crate::read::Observed;
 use crate::task::{Context, Controller, Trigger};
-use crate::watches::Wakes;
+use crate::watches::Wakers;
 use crate::write::{publish, within};
 
 /// Interval between passes while pods wait for room. A pass is necessary because a pod that only
@@ -38,9 +38,9 @@ const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
 /// The inputs of the controller.
-pub(crate) struct Parts {
+pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
-    pub(crate) wakes: Wakes,
+    pub(crate) wakes: Wakers,
     /// What each waiting pod waits for, as input of the gate.
     pub(crate) demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
     /// Whether to taint nodes that cannot serve any pod.
@@ -50,7 +50,7 @@ pub(crate) struct Parts {
 /// The GPU controller.
 pub(crate) struct Passes {
     context: Context,
-    wakes: Wakes,
+    wakes: Wakers,
     demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
     written: WrittenStatuses,
     started: Instant,
@@ -88,8 +88,8 @@ impl Controller for Passes {
 }
 
 impl Passes {
-    pub(crate) fn new(parts: Parts) -> Self {
-        let Parts { context, wakes, demand, taint } = parts;
+    pub(crate) fn new(parts: ControllerInputs) -> Self {
+        let ControllerInputs { context, wakes, demand, taint } = parts;
         Self {
             context,
             wakes,
@@ -181,7 +181,7 @@ impl Passes {
             self.context.metrics.pods_waiting.get_or_create(&label).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
         self.context.metrics.fragmentation.set(f64::from(outcome.fragmentation) / 1000.0);
-        self.context.metrics.excluded.set(i64::try_from(outcome.excluded_nodes.len()).unwrap_or(i64::MAX));
+        self.context.metrics.nodes_excluded.set(i64::try_from(outcome.excluded_nodes.len()).unwrap_or(i64::MAX));
         if !outcome.repartitioned.is_empty() || !outcome.violations.is_empty() {
             tracing::info!(
                 pods = outcome.waiting.len(),

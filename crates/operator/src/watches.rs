@@ -29,7 +29,7 @@ type WatchRules<K> = (fn(&mut K), fn(&K) -> bool);
 
 /// Notifications that wake the controllers.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Wakes {
+pub(crate) struct Wakers {
     pub(crate) passes: Arc<Notify>,
     pub(crate) gate: Arc<Notify>,
     pub(crate) tenants: Arc<Notify>,
@@ -38,15 +38,15 @@ pub(crate) struct Wakes {
     ignore_pods: Arc<AtomicBool>,
 }
 
-impl Wakes {
-    /// Wakes all controllers.
+impl Wakers {
+    /// Wakers all controllers.
     fn all(&self) {
         self.passes.notify_one();
         self.gate.notify_one();
         self.tenants.notify_one();
     }
 
-    /// Wakes the controllers that a changed pod concerns. Pods change often and a pass covers all
+    /// Wakers the controllers that a changed pod concerns. Pods change often and a pass covers all
     /// nodes, so pods wake passes only if a GPU is partitioned on demand.
     fn pod(&self) {
         if !self.ignore_pods.load(Ordering::Acquire) {
@@ -70,7 +70,7 @@ impl Wakes {
 /// Starts watches that share their tasks and metrics.
 pub(crate) struct Watches<'a> {
     pub(crate) tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
-    pub(crate) wakes: &'a Wakes,
+    pub(crate) wakes: &'a Wakers,
     pub(crate) metrics: &'a Metrics,
     pub(crate) stop: &'a CancellationToken,
 }
@@ -82,13 +82,13 @@ impl Watches<'_> {
         let agents = watcher::Config::default().labels(agent_selector);
         // Pods that have ended use no devices, so the API server need not send them.
         let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
-        let gate: fn(&Wakes) = |wakes| wakes.gate.notify_one();
+        let gate: fn(&Wakers) = |wakes| wakes.gate.notify_one();
         Stores {
             policies: self.store_objects(
                 "SharingPolicy",
                 watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
                 (trim_metadata, |_| true),
-                Wakes::all,
+                Wakers::all,
             ),
             gpu_nodes: self.store_objects(
                 "GpuNode",
@@ -100,19 +100,19 @@ impl Watches<'_> {
                     },
                     |_| true,
                 ),
-                Wakes::all,
+                Wakers::all,
             ),
             nodes: self.store_objects(
                 "Node",
                 watcher(Api::<NodeObject>::all(client.clone()), everything),
                 (trim_metadata, |_| true),
-                Wakes::all,
+                Wakers::all,
             ),
             agents: self.store_objects(
                 "AgentPod",
                 watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), agents),
                 (trim_metadata, |_| true),
-                Wakes::all,
+                Wakers::all,
             ),
             // Other pods have little influence on plans, so they do not wake passes. The next pass
             // reads them anyway.
@@ -120,7 +120,7 @@ impl Watches<'_> {
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
                 (PodObject::trim, |pod| pod.requests_gpus() || pod.waits_at_gate()),
-                Wakes::pod,
+                Wakers::pod,
             ),
             // The scheduler also reads volumes and namespaces' labels. Only the gate needs them.
             volume_claims: self.store_objects(
@@ -148,13 +148,13 @@ impl Watches<'_> {
     pub(crate) fn exempt_namespaces(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
         let exempt = watcher::Config::default().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), exempt);
-        self.store_objects("Namespace", watch, (trim_metadata, |_| false), Wakes::all)
+        self.store_objects("Namespace", watch, (trim_metadata, |_| false), Wakers::all)
     }
 
     /// Watches what the replacement of MPS hosts depends on. Only the gate reads it.
     pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
         let labelled = watcher::Config::default().labels(selector);
-        let wake = |wakes: &Wakes| wakes.gate.notify_one();
+        let wake = |wakes: &Wakers| wakes.gate.notify_one();
         let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled);
         let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), watcher::Config::default());
         Watched {
@@ -171,7 +171,7 @@ impl Watches<'_> {
         kind: &'static str,
         watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
         (trim, is_relevant): WatchRules<K>,
-        wake: fn(&Wakes),
+        wake: fn(&Wakers),
     ) -> Store<K>
     where
         K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn pods_wake_passes_only_if_a_gpu_is_shared_by_demand_and_none_is_missed() {
-        let wakes = Wakes::default();
+        let wakes = Wakers::default();
         let woken = |of: &Arc<Notify>| of.notified().now_or_never().is_some();
         wakes.pod();
         assert!(

@@ -82,7 +82,7 @@ impl Part {
 }
 
 /// Result of a search: an assignment that is better than the given one, if there is one.
-pub(crate) struct Found {
+pub(crate) struct SearchResult {
     pub(crate) better: Option<(Score, Vec<(u32, Location)>)>,
     /// Number of steps used.
     pub(crate) steps: u32,
@@ -120,7 +120,7 @@ pub(crate) fn search(
     rule: Rule,
     best: Score,
     max_steps: u32,
-) -> Found {
+) -> SearchResult {
     let levels = part.levels(model);
     let mut pods: Vec<u32> = part.pods(model).collect();
     let weight = |pod: u32| group(model, pod).map_or(0, |group| group.weight.memory);
@@ -149,7 +149,7 @@ pub(crate) fn search(
     search.descend(0, false);
     *assignment = search.assignment;
     let score = search.best;
-    Found { better: search.found.map(|found| (score, found)), steps: search.steps }
+    SearchResult { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
 /// Gives the same number to interchangeable nodes: those with the same GPU states, the same free

@@ -393,7 +393,7 @@ impl PreemptionCase {
     }
 
     /// Free units of a node after these pods and the terminating ones have ended.
-    fn rooms(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> FreeUnits {
+    fn free_units(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> FreeUnits {
         let facts = &self.nodes[node];
         let leaves = |held: &&Allocation| {
             gone.contains(held.pod.as_str()) || self.holders.get(&held.pod).is_some_and(|holder| holder.ending)
@@ -448,8 +448,8 @@ impl PreemptionCase {
         })
     }
 
-    fn has_room(&self, rooms: &FreeUnits, way: &[(String, String)]) -> bool {
-        let mut left = rooms.clone();
+    fn has_room(&self, free_units: &FreeUnits, way: &[(String, String)]) -> bool {
+        let mut left = free_units.clone();
         way.iter().zip(&self.device_requests).all(|(spot, request)| {
             let left = left.get_mut(spot).unwrap();
             *left -= i64::from(request.units.get());
@@ -457,8 +457,8 @@ impl PreemptionCase {
         })
     }
 
-    fn fits(&self, rooms: &FreeUnits, node: &str) -> bool {
-        self.device_choices(node).iter().any(|way| self.has_room(rooms, way))
+    fn fits(&self, free_units: &FreeUnits, node: &str) -> bool {
+        self.device_choices(node).iter().any(|way| self.has_room(free_units, way))
     }
 }
 
@@ -487,7 +487,7 @@ proptest! {
             let lower = case.lower(node);
             let sets = subsets(&lower);
             for way in case.device_choices(node) {
-                let helps = sets.iter().filter(|gone| case.has_room(&case.rooms(&ledger, node, &gone.iter().copied().collect()), &way));
+                let helps = sets.iter().filter(|gone| case.has_room(&case.free_units(&ledger, node, &gone.iter().copied().collect()), &way));
                 // Pods that come first are kept if possible, whatever happens to later ones.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
@@ -495,7 +495,7 @@ proptest! {
                     least = Some(least.map_or(cost, |least| cost.min(least)));
                 }
             }
-            for gone in sets.iter().filter(|gone| case.fits(&case.rooms(&ledger, node, &gone.iter().copied().collect()), node)) {
+            for gone in sets.iter().filter(|gone| case.fits(&case.free_units(&ledger, node, &gone.iter().copied().collect()), node)) {
                 if !gone.iter().any(|pod| case.holders[*pod].protected) {
                     needs_protected = false;
                     let highest = gone.iter().map(|pod| case.holders[*pod].priority).max();
@@ -522,11 +522,11 @@ proptest! {
         prop_assert!(found.takes.iter().zip(&case.device_requests).all(|(take, request)| take.resource == request.resource && take.units == request.units));
         prop_assert_eq!(found.takes.len(), case.device_requests.len());
         let all: BTreeSet<&str> = victims.iter().copied().collect();
-        prop_assert!(case.has_room(&case.rooms(&ledger, node, &all), &way), "{:?}", found);
+        prop_assert!(case.has_room(&case.free_units(&ledger, node, &all), &way), "{:?}", found);
         for victim in &victims {
             let mut but_one = all.clone();
             but_one.remove(victim);
-            prop_assert!(!case.has_room(&case.rooms(&ledger, node, &but_one), &way), "{} need not go: {:?}", victim, found);
+            prop_assert!(!case.has_room(&case.free_units(&ledger, node, &but_one), &way), "{} need not go: {:?}", victim, found);
         }
     }
 

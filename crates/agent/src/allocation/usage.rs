@@ -53,8 +53,8 @@ impl Allocations {
     }
 
     /// Removes the allocations that have ended according to a PodResources list requested at
-    /// `requested_at`. An allocation has ended if it was listed before but not now, or was not listed
-    /// within `grace`.
+    /// `requested_at`. An allocation has ended if it was listed before but not now, or was not
+    /// listed within `grace`.
     ///
     /// An allocation is kept while `busy` reports clients for it. It is also kept while the
     /// kubelet's checkpoint contains one of its slices: a kubelet that restarted now would count

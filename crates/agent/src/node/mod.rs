@@ -313,8 +313,8 @@ impl Node {
         self.kubelet_checkpoint = devices;
     }
 
-    /// Records the kubelet's PodResources list, requested at `requested_at`. Returns how many allocations
-    /// have ended.
+    /// Records the kubelet's PodResources list, requested at `requested_at`. Returns how many
+    /// allocations have ended.
     pub fn record_pod_resources(
         &mut self,
         answer: Result<Vec<ContainerDevices>, String>,

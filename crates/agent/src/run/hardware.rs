@@ -1,11 +1,11 @@
 //! Polls NVML for the GPUs and their state.
 //!
 //! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
-//! hangs delays no other. The driver_info, which calls no GPU, has its own worker too. If it fails, all
-//! GPUs are unavailable. At most one thread is blocked for each GPU and purpose.
+//! hangs delays no other. The query of the driver, which calls no GPU, has its own worker too. If
+//! it fails, all GPUs are unavailable. At most one thread is blocked for each GPU and purpose.
 //!
 //! ```text
-//!  driver_info ─┐
+//!  driver ─┐
 //!  GPU 0 ──┼─▶ gather: answers that arrive close together are one input ─▶ main loop
 //!  GPU 1 ──┘                                                                  ▲
 //!  events of each GPU ────────────────────────────────────────────────────────┘
@@ -55,7 +55,7 @@ pub(crate) async fn watch(
         }
         anyhow::Ok(())
     };
-    let driver_info = async {
+    let driver = async {
         let (mut watched, mut gpus) = (0, JoinSet::new());
         let mut answered = false;
         loop {
@@ -63,7 +63,8 @@ pub(crate) async fn watch(
             let answer = node.call(GPU_DEADLINE, |gpus| gpus.driver_info()).await;
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
             let before = std::mem::replace(&mut answered, answer.is_ok());
-            // The main loop needs the driver_info before the answers of the GPUs that it counts.
+            // The main loop needs the driver's answer before the answers of the GPUs that it
+            // counts.
             if answers.send(Input::DriverInfo(answer, requested_at)).await.is_err() {
                 return Ok(());
             }
@@ -85,11 +86,11 @@ pub(crate) async fn watch(
             }
         }
     };
-    tokio::try_join!(forward, driver_info, gather(gathered, &inputs)).map(drop)
+    tokio::try_join!(forward, driver, gather(gathered, &inputs)).map(drop)
 }
 
-/// Forwards answers. Answers within [`GATHER_TIME`] form one input. So do a driver_info and the first
-/// answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`].
+/// Forwards answers. Answers within [`GATHER_TIME`] form one input. So do the driver's answer and
+/// the first answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`].
 async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);

@@ -115,7 +115,7 @@ pub(crate) async fn send_by_tool(
 
 /// A client that the daemon has accepted. The daemon waits for the result of the client's
 /// handshake.
-pub(crate) struct Introduced {
+pub(crate) struct AcceptedClient {
     /// The client's socket to the server.
     pub(crate) server: OwnedFd,
     /// The connection to the daemon.
@@ -135,7 +135,7 @@ impl PendingHandshake {
 }
 
 /// Introduces a client to the daemon with the credentials `who`.
-pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<Introduced, ControlError> {
+pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<AcceptedClient, ControlError> {
     within(ANSWER_DEADLINE, "a client's handshake", async {
         let daemon = Socket::connect(&pipe.join("control")).await?;
         expect_hello(&daemon).await?;
@@ -147,7 +147,7 @@ pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<Introduce
         let packet = daemon.recv_descriptor().await?.ok_or(ControlError::Closed)?;
         match packet.descriptor {
             Some(server) if packet.data == protocol::DESCRIPTOR => {
-                Ok(Introduced { server, daemon: PendingHandshake(daemon) })
+                Ok(AcceptedClient { server, daemon: PendingHandshake(daemon) })
             }
             // The kernel drops a received descriptor if this process cannot open another one.
             None if packet.data == protocol::DESCRIPTOR => Err(io::Error::from(rustix::io::Errno::MFILE).into()),

@@ -13,8 +13,8 @@
 //! | `worker`, `watch` | threads for calls that may hang: [`Worker`] and [`EventWatch`] |
 //!
 //! GPUs fail independently, and a call may hang in the driver until the node reboots. So each call
-//! concerns one GPU, except [`Gpus::driver_info`] and [`Gpus::cuda_version`]. A program that must not
-//! block runs the calls for each GPU on a separate [`Worker`].
+//! concerns one GPU, except [`Gpus::driver_info`] and [`Gpus::cuda_version`]. A program that must
+//! not block runs the calls for each GPU on a separate [`Worker`].
 mod error;
 mod find;
 mod gpus;

@@ -122,20 +122,20 @@ impl PodClaims {
         self.uids.insert(name.to_owned(), uid);
     }
 
-    /// Ends the claims of pods that have ended or were deleted. `maybe_gone` contains the
+    /// Ends the claims of pods that have ended or were deleted. `maybe_deleted` contains the
     /// candidates, and `present` the pods that still exist. A claim without a reported allocation
     /// is kept for [`UNREPORTED_CLAIM_TIME`].
     pub(super) fn remove_gone(
         &mut self,
         ledger: &mut Ledger,
         present: &BTreeSet<String>,
-        mut maybe_gone: BTreeSet<String>,
+        mut maybe_deleted: BTreeSet<String>,
         up: Duration,
     ) {
         self.lingering.retain(|name, _| !present.contains(name));
-        maybe_gone.extend(self.lingering.keys().cloned());
-        maybe_gone.retain(|name| !present.contains(name));
-        for name in &maybe_gone {
+        maybe_deleted.extend(self.lingering.keys().cloned());
+        maybe_deleted.retain(|name| !present.contains(name));
+        for name in &maybe_deleted {
             if ledger.claim(name).is_none() {
                 continue;
             }
@@ -145,7 +145,7 @@ impl PodClaims {
                 self.lingering.remove(name);
             }
         }
-        for name in &maybe_gone {
+        for name in &maybe_deleted {
             self.allocated.remove(name);
             self.expired.remove(name);
         }

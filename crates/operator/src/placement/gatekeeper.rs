@@ -135,8 +135,8 @@ impl Gatekeeper {
                 self.claims.rebuild(nodes, &living, now)
             }
         };
-        let (unsettled, maybe_gone) = self.tracker.update(&cluster.pods);
-        let waiting = self.track_pods(&mut ledger, &unsettled, maybe_gone, now);
+        let (unsettled, maybe_deleted) = self.tracker.update(&cluster.pods);
+        let waiting = self.track_pods(&mut ledger, &unsettled, maybe_deleted, now);
         self.claims.expire(&mut ledger, &unsettled, now);
         // This comes before any reservation, so that a node found idle here gets no reservation in
         // the same reconcile.
@@ -154,13 +154,13 @@ impl Gatekeeper {
     }
 
     /// Updates claims and queue from the pods that are not settled. Returns the pods at the gate
-    /// without a reservation, in order of priority and age. `maybe_gone` contains the names of pods
+    /// without a reservation, in order of priority and age. `maybe_deleted` contains the names of pods
     /// that may have ended or been deleted.
     fn track_pods<'a>(
         &mut self,
         ledger: &mut Ledger,
         unsettled: &[&'a PodObject],
-        maybe_gone: BTreeSet<String>,
+        maybe_deleted: BTreeSet<String>,
         now: Now,
     ) -> Vec<(String, &'a PodObject)> {
         let mut present = BTreeSet::new();
@@ -184,7 +184,7 @@ impl Gatekeeper {
             }
             present.insert(name);
         }
-        self.claims.remove_gone(ledger, &present, maybe_gone, now.up);
+        self.claims.remove_gone(ledger, &present, maybe_deleted, now.up);
         self.queue.update(&present, &waiting, now.up);
         for name in &settled {
             present.remove(name);

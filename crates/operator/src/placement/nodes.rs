@@ -17,7 +17,7 @@ use kube::core::DeserializeGuard;
 use super::cluster::Cluster;
 use super::facts;
 use super::pod_tracker::PodTracker;
-use super::verdict::{Exclusion, Impossible, Verdict};
+use super::verdict::{Exclusion, PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 use crate::read::NodeObject;
 use crate::rollout::{Mps, Rollout};
@@ -277,14 +277,17 @@ impl Nodes {
         };
         let possible: Vec<&str> = self.0.values().filter(is_possible).map(|state| state.node.name.as_str()).collect();
         if possible.is_empty() {
-            return Verdict::Never { message: self.explain_exclusions(pod, checks), impossible: Impossible::Excluded };
+            return Verdict::Never {
+                message: self.explain_exclusions(pod, checks),
+                impossible: PermanentObstacle::Excluded,
+            };
         }
         match ledger.fit_for(pending, possible.iter().copied(), 1, &Tightest) {
             Ok(_) => Verdict::Waits(self.explain_exclusions(pod, checks)),
             Err(why) if why.may_pass() => Verdict::Waits(why.to_string()),
             Err(why) => {
                 let not_offered = matches!(why, NoFit::NotOffered { .. } | NoFit::NoNode);
-                let impossible = if not_offered { Impossible::NotOffered } else { Impossible::TooLarge };
+                let impossible = if not_offered { PermanentObstacle::NotOffered } else { PermanentObstacle::TooLarge };
                 Verdict::Never { message: why.to_string(), impossible }
             }
         }

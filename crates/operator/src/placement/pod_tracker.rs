@@ -59,7 +59,7 @@ impl PodTracker {
                 unsettled.push(&**pod);
             }
         }
-        let mut maybe_gone = std::mem::take(&mut self.unsettled_names);
+        let mut maybe_deleted = std::mem::take(&mut self.unsettled_names);
         let requested = &mut self.requested;
         self.rows.retain(|_, row| {
             let stays = row.update == update;
@@ -68,12 +68,12 @@ impl PodTracker {
                     change_sums(requested, &row.pod, u128::saturating_sub);
                 }
                 if row.settled && row.pod.requests_gpus() {
-                    maybe_gone.insert(full_name(&row.pod.metadata));
+                    maybe_deleted.insert(full_name(&row.pod.metadata));
                 }
             }
             stays
         });
-        (unsettled, maybe_gone)
+        (unsettled, maybe_deleted)
     }
 
     /// Remembers the names of the pods that are not settled. The next update returns them as pods
@@ -152,12 +152,12 @@ mod tests {
         tracker.mark_settled(&a);
         assert_eq!(names(&tracker.update(&both).0), ["default/b"]);
         let changed = [pod("a", "n", "1"), Arc::clone(&b)];
-        let (unsettled, maybe_gone) = tracker.update(&changed);
+        let (unsettled, maybe_deleted) = tracker.update(&changed);
         assert_eq!(names(&unsettled), ["default/a", "default/b"]);
-        assert_eq!(maybe_gone, BTreeSet::from(["default/a".to_owned()]), "the settled pod has changed");
+        assert_eq!(maybe_deleted, BTreeSet::from(["default/a".to_owned()]), "the settled pod has changed");
         tracker.mark_settled(&changed[0]);
-        let (unsettled, maybe_gone) = tracker.update(&changed[1..]);
-        assert_eq!((names(&unsettled), maybe_gone.len()), (vec!["default/b".to_owned()], 1), "gone");
+        let (unsettled, maybe_deleted) = tracker.update(&changed[1..]);
+        assert_eq!((names(&unsettled), maybe_deleted.len()), (vec!["default/b".to_owned()], 1), "gone");
     }
 
     #[test]

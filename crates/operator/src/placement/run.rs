@@ -32,9 +32,9 @@ const MAX_PATCHES_IN_FLIGHT: usize = 16;
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// The inputs of the controller.
-pub(crate) struct Parts {
+pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
-    /// Wakes this controller.
+    /// Wakers this controller.
     pub(crate) wake: Arc<Notify>,
     /// What each pod waits for, according to the plan for GPUs that are partitioned on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
@@ -128,8 +128,8 @@ impl Controller for Gate {
 }
 
 impl Gate {
-    pub(crate) fn new(parts: Parts) -> Self {
-        let Parts { context, wake, demand, hosts, unschedulable_after } = parts;
+    pub(crate) fn new(parts: ControllerInputs) -> Self {
+        let ControllerInputs { context, wake, demand, hosts, unschedulable_after } = parts;
         Self {
             context,
             wake,

@@ -16,7 +16,7 @@ use super::free_resources::FreeResources;
 use super::nodes::{NodeChecks, Nodes, Provider};
 use super::patch;
 use super::pod_tracker::PodTracker;
-use super::verdict::{Impossible, Verdict};
+use super::verdict::{PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 
 /// Maximum number of nodes that a pod is released to if the operator does not evaluate all of its
@@ -73,7 +73,7 @@ impl<'a> Candidate<'a> {
     /// Releases the pod without a reservation, because it was unplaceable for too long.
     pub(super) fn release_unplaceable(
         &self,
-        impossible: Option<Impossible>,
+        impossible: Option<PermanentObstacle>,
         message: String,
         waited: Duration,
     ) -> Release {
@@ -85,7 +85,7 @@ impl<'a> Candidate<'a> {
         // Without a reservation, the pod would fail on any node that offers the resource, including
         // nodes that it may not use now. If no node offers the resource, any node that is added may
         // serve the pod.
-        let needs_larger = impossible == Some(Impossible::TooLarge) || self.offered;
+        let needs_larger = impossible == Some(PermanentObstacle::TooLarge) || self.offered;
         let destination =
             if needs_larger { Destination::LargerGpus(&self.device_requests) } else { Destination::Anywhere };
         self.release(ReleaseReason::Unschedulable(message), destination, waited)

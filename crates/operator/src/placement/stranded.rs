@@ -9,9 +9,9 @@
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
 //! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | at once |
-//! | All its nodes were deleted. | after [`GONE_AFTER`] |
+//! | All its nodes were deleted. | after [`MISSING_NODE_DELAY`] |
 //! | All its nodes are cordoned, tainted or full. | after the time that also releases a pod as unschedulable |
-//! | It was released as unschedulable, and would wait or fit now. | after [`GONE_AFTER`] |
+//! | It was released as unschedulable, and would wait or fit now. | after [`MISSING_NODE_DELAY`] |
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -24,14 +24,14 @@ use super::pod_tracker::PodTracker;
 use crate::pods::{Controller, PodObject, Replacement, full_name};
 
 /// Time for which a pod's nodes must be missing before the operator acts. A watch may lag.
-pub(super) const GONE_AFTER: Duration = Duration::from_secs(20);
+pub(super) const MISSING_NODE_DELAY: Duration = Duration::from_secs(20);
 /// The first delay between two recreations for one controller. Each following delay is twice as
 /// long.
 const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum delay.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// Time for which a controller must have no stranded pod before its delay is reset.
-const FORGET_AFTER: Duration = Duration::from_secs(1800);
+const BACKOFF_RESET_DELAY: Duration = Duration::from_secs(1800);
 /// From this delay on, replacements also wait at the gate. Otherwise pods that the scheduler keeps
 /// refusing would reserve GPUs all the time.
 const GATE_DELAY_FROM: Duration = Duration::from_secs(40);
@@ -171,14 +171,14 @@ impl Stranded {
     ) -> Rescue {
         let mut rescue = Rescue::default();
         let mut present = BTreeSet::new();
-        self.owners.retain(|_, backoff| up < backoff.until.saturating_add(FORGET_AFTER));
+        self.owners.retain(|_, backoff| up < backoff.until.saturating_add(BACKOFF_RESET_DELAY));
         for (pod, reason) in found {
             let uid = pod.metadata.uid.clone().unwrap_or_default();
             let since = *self.since.entry(uid.clone()).or_insert(up);
             present.insert(uid.clone());
             let due = since.saturating_add(match reason {
                 Reason::Expired(_) => Duration::ZERO,
-                Reason::Gone(_) | Reason::Possible => GONE_AFTER,
+                Reason::Gone(_) | Reason::Possible => MISSING_NODE_DELAY,
                 Reason::Refused(_) => patience,
             });
             let due = due.max(self.failed.get(&uid).copied().unwrap_or_default());
@@ -399,7 +399,7 @@ mod tests {
             second += all(&mut stranded, second + 1).requeue.unwrap().as_secs() + 1;
         }
         assert_eq!(times, [10, 30, 70, 150, 310, 630, 1230, 1830, 2430]);
-        let rested = second + FORGET_AFTER.as_secs() + 600;
+        let rested = second + BACKOFF_RESET_DELAY.as_secs() + 600;
         all(&mut stranded, rested);
         assert_eq!(all(&mut stranded, rested + 1).requeue, Some(at(9)), "the delay restarts from the first");
     }

@@ -15,12 +15,12 @@ pub(super) enum Verdict {
     /// Not placeable now, but possibly later. Contains the explanation.
     Waits(String),
     /// Not placeable until nodes, GPUs or policies change.
-    Never { message: String, impossible: Impossible },
+    Never { message: String, impossible: PermanentObstacle },
 }
 
 /// Why a pod fits no GPU of the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Impossible {
+pub(super) enum PermanentObstacle {
     /// The pod may not use any node with GPUs.
     Excluded,
     /// The nodes that the pod may use do not offer what it requests.
@@ -32,7 +32,7 @@ pub(super) enum Impossible {
 
 impl Verdict {
     /// Why the pod fits no GPU. `None` if it may fit one later.
-    pub(super) fn impossible(&self) -> Option<Impossible> {
+    pub(super) fn impossible(&self) -> Option<PermanentObstacle> {
         match self {
             Self::Waits(_) => None,
             Self::Never { impossible, .. } => Some(*impossible),
@@ -50,7 +50,7 @@ impl Verdict {
             // pod.
             (Self::Never { impossible, .. }, Some(waiting))
                 if waiting.reason != Reason::Malformed
-                    && (impossible == Impossible::NotOffered || device_requests.iter().any(is_partitioned)) =>
+                    && (impossible == PermanentObstacle::NotOffered || device_requests.iter().any(is_partitioned)) =>
             {
                 (waiting.message.clone(), true)
             }

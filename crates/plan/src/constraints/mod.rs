@@ -1,19 +1,19 @@
 //! Decides which nodes a pod may run on, given the pods that are already placed. It applies
 //! kube-scheduler's required rules between pods.
 //!
-//! A [`NodeChecker`] reads the nodes and pods once for one pod, the [`Subject`], and then decides for
-//! each node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
+//! A [`NodeChecker`] reads the nodes and pods once for one pod, the [`Subject`], and then decides
+//! for each node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
 //! `PodTopologySpread` (`DoNotSchedule` only), `NodePorts`, and `VolumeBinding` for bound volumes.
 //! [`scheduling`](crate::scheduling) covers node selector, node affinity and taints.
 //!
 //! # Cost
 //!
-//! [`NodeChecker::new`] makes at most [`MAX_REQUIREMENTS`] comparisons for each node and twice as many
-//! for each neighbour. A subject with more rules is refused on every node
+//! [`NodeChecker::new`] makes at most [`MAX_REQUIREMENTS`] comparisons for each node and twice as
+//! many for each neighbour. A subject with more rules is refused on every node
 //! ([`Conflict::TooManyRules`]). A neighbour's anti-affinity terms and host ports beyond the limit
 //! are ignored. Nodes and pods are read only if a rule needs them. For a pod without rules, only
-//! the neighbours with anti-affinity or host ports are read. [`NodeChecker::refuse`] looks up each of the
-//! subject's rules once.
+//! the neighbours with anti-affinity or host ports are read. [`NodeChecker::refuse`] looks up each
+//! of the subject's rules once.
 mod affinity;
 mod conflict;
 mod pods;

@@ -11,8 +11,8 @@ pub struct Neighbour<'a> {
     pub namespace: &'a str,
     /// Its labels.
     pub labels: &'a Labels,
-    /// Name of the node. If the node is not passed to [`NodeChecker::new`](super::NodeChecker::new), only the
-    /// neighbour's ports count.
+    /// Name of the node. If the node is not passed to
+    /// [`NodeChecker::new`](super::NodeChecker::new), only the neighbour's ports count.
     pub node: &'a str,
     /// Its rules. Only anti-affinity and ports are read.
     pub rules: &'a Rules,

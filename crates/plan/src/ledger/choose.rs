@@ -31,8 +31,8 @@ pub enum NoFit {
         /// Units of the largest device.
         most: u32,
     },
-    /// Each request fits on a device, but no node has room for all requests together, even when it is
-    /// empty.
+    /// Each request fits on a device, but no node has room for all requests together, even when it
+    /// is empty.
     #[error("the parts of the request fit devices, but no node has room for all of them, even empty")]
     TooMany,
     /// A device is large enough, but has too few free units.
@@ -90,8 +90,8 @@ pub(super) fn requested_units(device_requests: &[DeviceRequest]) -> RequestedUni
 pub(super) type NodeRank = (f64, u32);
 
 impl Node {
-    /// How good the best placement of all requests is. The result equals that of [`Node::fit`], but it
-    /// is faster for one request, because it is computed for every node.
+    /// How good the best placement of all requests is. The result equals that of [`Node::fit`], but
+    /// it is faster for one request, because it is computed for every node.
     pub(super) fn rank_node<S: Score>(&self, wanted: &RequestedUnits<'_>, score: &S) -> Result<NodeRank, NoFit> {
         let mut resources = wanted.iter();
         let (Some((resource, units)), None) = (resources.next(), resources.next()) else {

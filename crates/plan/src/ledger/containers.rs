@@ -48,8 +48,8 @@ pub struct Part {
     pub needed: Units,
 }
 
-/// What a pod requests: one request for each part that must be on one device. Pass containers in the
-/// kubelet's order: init containers and sidecars as written, then the others.
+/// What a pod requests: one request for each part that must be on one device. Pass containers in
+/// the kubelet's order: init containers and sidecars as written, then the others.
 ///
 /// A container first takes units of completed init containers, and all units of one container are
 /// on one device. So an init container of 2 and a container of 5 are one request of 5. An init

@@ -6,8 +6,8 @@ use super::request::Units;
 /// The capacity of one resource on one device, and the units of it that are used and reserved.
 ///
 /// Either `reserved ≤ capacity − used`, or nothing is reserved: [`DeviceUnits::new`] starts without
-/// reservations, and only [`DeviceUnits::reserve`] adds one. If the facts change, a new stock is created
-/// and the reservations are added again.
+/// reservations, and only [`DeviceUnits::reserve`] adds one. If the facts change, a new value is
+/// created and the reservations are added again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct DeviceUnits {
     capacity: u32,

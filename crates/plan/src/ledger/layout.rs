@@ -8,7 +8,7 @@ use super::pack::{pack, tightest};
 use super::request::{DeviceRequest, Units};
 
 /// A pod's claim on one node.
-pub(super) struct Claimed<'a> {
+pub(super) struct NodeClaim<'a> {
     device_requests: &'a [DeviceRequest],
     /// The pod's annotated reservations on the node.
     noted: &'a [Reservation],
@@ -22,11 +22,11 @@ pub(super) fn claimed<'a>(
     pods: &BTreeSet<String>,
     node: &str,
     allocated: &'a BTreeMap<String, Vec<Allocation>>,
-) -> Vec<Claimed<'a>> {
+) -> Vec<NodeClaim<'a>> {
     let of = |pod: &String| {
         let claim = claims.get(pod);
         let noted = claim.and_then(|claim| claim.noted.get(node));
-        Claimed {
+        NodeClaim {
             device_requests: claim.map(|claim| claim.device_requests.as_slice()).unwrap_or_default(),
             noted: noted.map(Vec::as_slice).unwrap_or_default(),
             allocated: allocated.get(pod).map(Vec::as_slice).unwrap_or_default(),
@@ -43,7 +43,7 @@ fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
     note.units == part.units && note.resource == part.resource
 }
 
-impl<'a> Claimed<'a> {
+impl<'a> NodeClaim<'a> {
     /// Compares allocations with annotated reservations: returns the indices of reservations
     /// without an allocation, and the allocations without a reservation.
     fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
@@ -71,7 +71,7 @@ pub(super) fn follow_swaps(
         return;
     }
     let mut notes: Vec<Vec<Reservation>> = all.iter().map(|one| one.noted.to_vec()).collect();
-    let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(Claimed::compare_with_notes).unzip();
+    let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(NodeClaim::compare_with_notes).unzip();
     for (pod, parts) in elsewhere.into_iter().enumerate() {
         for part in parts {
             // A swap with an earlier pod may already have moved the reservation to this device.
@@ -109,7 +109,7 @@ pub(super) fn set_reservations(
 /// they do not all fit.
 pub(super) fn new_reservations(
     stocks: &BTreeMap<String, UnitsByDevice>,
-    claimed: &[Claimed<'_>],
+    claimed: &[NodeClaim<'_>],
 ) -> Option<Vec<Vec<Reservation>>> {
     let note = |resource: &str, units, device: &str| Reservation {
         resource: resource.to_owned(),
@@ -117,7 +117,7 @@ pub(super) fn new_reservations(
         device: device.to_owned(),
     };
     let given =
-        |one: &Claimed<'_>| one.allocated.iter().map(|part| note(&part.resource, part.units, &part.device)).collect();
+        |one: &NodeClaim<'_>| one.allocated.iter().map(|part| note(&part.resource, part.units, &part.device)).collect();
     let mut notes: Vec<Vec<Reservation>> = claimed.iter().map(given).collect();
     let mut wanted: BTreeMap<&str, Vec<(usize, Units)>> = BTreeMap::new();
     for (pod, one) in claimed.iter().enumerate() {
@@ -141,7 +141,7 @@ pub(super) fn new_reservations(
 /// device has room for.
 pub(super) fn reserve_missing(
     stocks: &mut BTreeMap<String, UnitsByDevice>,
-    claimed: &[Claimed<'_>],
+    claimed: &[NodeClaim<'_>],
 ) -> Vec<DeviceRequest> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
     let mut noted: Vec<&Reservation> = Vec::new();
@@ -220,9 +220,9 @@ type Missing<'a> = (Units, Option<&'a str>);
 
 /// Units that a pod still needs, by resource.
 ///
-/// Each allocation satisfies a request of its size, if there is one. Otherwise it satisfies a part of
-/// the smallest larger request, because one request can be several containers. Any further allocation
-/// reduces the remaining requests, the largest first.
+/// Each allocation satisfies a request of its size, if there is one. Otherwise it satisfies a part
+/// of the smallest larger request, because one request can be several containers. Any further
+/// allocation reduces the remaining requests, the largest first.
 pub(super) fn missing_units<'a>(
     device_requests: &'a [DeviceRequest],
     allocated: &'a [Allocation],

@@ -1,10 +1,10 @@
 //! The ledger: the units of each device that are free, used, and reserved for pods.
 //!
 //! A scheduler that adds up the units of a node's GPUs cannot see which units are on one GPU. So a
-//! pod is released only when the ledger has reserved units of one device for each of its [`DeviceRequest`]s.
-//! A [`Claim`] records what a released pod requests. A [`Reservation`] keeps units of a device.
-//! Reservations are kept by node, resource and size, not by pod: two pods with equal requests can
-//! swap their units.
+//! pod is released only when the ledger has reserved units of one device for each of its
+//! [`DeviceRequest`]s. A [`Claim`] records what a released pod requests. A [`Reservation`] keeps
+//! units of a device. Reservations are kept by node, resource and size, not by pod: two pods with
+//! equal requests can swap their units.
 //!
 //! [`Ledger::observe`] and every other change apply one rule to a node:
 //!
@@ -102,9 +102,9 @@ impl Ledger {
 
     /// Finds at most `most` places for a pod on these nodes, best first.
     ///
-    /// On each node, every request goes to the device with the best score, unless another request would
-    /// then not fit. If a placement exists, it is found. Nothing is reserved. A pod without requests
-    /// fits on every node.
+    /// On each node, every request goes to the device with the best score, unless another request
+    /// would then not fit. If a placement exists, it is found. Nothing is reserved. A pod without
+    /// requests fits on every node.
     ///
     /// [Nominated](Self::nominate) room is not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
@@ -137,8 +137,8 @@ impl Ledger {
     }
 
     /// Like [`Self::fit_for`] with [`Tightest`] on all nodes that `may` accepts, without checking
-    /// every node. Returns `None` if the pod has several requests, if nominations exist, or if the pod
-    /// fits nowhere: then call [`Self::fit_for`].
+    /// every node. Returns `None` if the pod has several requests, if nominations exist, or if the
+    /// pod fits nowhere: then call [`Self::fit_for`].
     pub fn fit_tightest(
         &self,
         waiting: PendingPod<'_>,
@@ -337,9 +337,9 @@ impl Ledger {
     /// become free anyway. When the victims are terminating, another call returns no further
     /// victims.
     ///
-    /// For each way to place the requests on devices, as many pods as possible are kept: protected pods
-    /// first, then those of higher priority, then those that started earlier. The best way has the
-    /// fewest protected victims, then the lowest maximum priority, then the lowest sum of
+    /// For each way to place the requests on devices, as many pods as possible are kept: protected
+    /// pods first, then those of higher priority, then those that started earlier. The best way has
+    /// the fewest protected victims, then the lowest maximum priority, then the lowest sum of
     /// priorities, then the fewest victims. Last, it has the latest start among the victims of the
     /// highest priority. If several ways are equal, the first by name is chosen.
     ///

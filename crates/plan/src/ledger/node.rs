@@ -29,7 +29,7 @@ pub(super) type UnitsByDevice = BTreeMap<String, DeviceUnits>;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Node {
     pub(super) model: String,
-    /// UnitsByDevice by resource, then by device.
+    /// Units by resource, then by device.
     pub(super) stocks: BTreeMap<String, UnitsByDevice>,
     /// Allocations of each pod.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,

@@ -2,8 +2,8 @@
 //!
 //! Victims are chosen as in kube-scheduler, with one difference. kube-scheduler adds up a node's
 //! GPUs, so the units that it frees may be useless because they are on two GPUs. Here each way to
-//! place the requests on devices is considered separately. A pod is preempted only if it frees units on
-//! a chosen device.
+//! place the requests on devices is considered separately. A pod is preempted only if it frees
+//! units on a chosen device.
 //!
 //! The room is then [nominated](super::Ledger::nominate): until it is reserved for the pod, pods of
 //! the same or lower priority do not see it as free.
@@ -17,8 +17,8 @@ use super::node::{Node, Nominated};
 use super::pack::{pack, tightest};
 use super::request::DeviceRequest;
 
-/// Maximum number of ways to place the requests on a node's devices. A pod of one container has one way
-/// for each device.
+/// Maximum number of ways to place the requests on a node's devices. A pod of one container has one
+/// way for each device.
 const MAX_OPTIONS: usize = 512;
 /// Maximum number of steps of the search for these ways.
 const MAX_STEPS: usize = 20_000;
@@ -190,9 +190,9 @@ impl<'a> NodeView<'a> {
         })
     }
 
-    /// All ways to place the requests on slots if all candidates were preempted, up to a limit. A way
-    /// is a slot for each request, in the order of `device_requests`. Ways that differ only in the order of equal
-    /// requests count as one.
+    /// All ways to place the requests on slots if all candidates were preempted, up to a limit. A
+    /// way is a slot for each request, in the order of `device_requests`. Ways that differ only in
+    /// the order of equal requests count as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
         // Find one way first, because the search below can stop at its limit without any.

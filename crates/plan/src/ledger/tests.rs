@@ -338,7 +338,7 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
 }
 
 /// Computed once, because it takes a second without optimization.
-static LEARNED: LazyLock<Value> = LazyLock::new(|| {
+static LEARNED_VALUE: LazyLock<Value> = LazyLock::new(|| {
     let mut observed = Observed::new(None);
     for per_gpu in [600, 400, 300] {
         observed.add(&Demand { cpu: 1, memory: 0, gpus: 1, per_gpu, models: Vec::new() });
@@ -358,7 +358,7 @@ proptest! {
         let device_requests = device_requests(&sizes);
         let wanted = requested_units(&device_requests);
         let node = &ledger.nodes["n"];
-        prop_assert_eq!(node.rank_node(&wanted, &*LEARNED), node.fit(&wanted, &*LEARNED).map(|(worth, _)| worth));
+        prop_assert_eq!(node.rank_node(&wanted, &*LEARNED_VALUE), node.fit(&wanted, &*LEARNED_VALUE).map(|(worth, _)| worth));
         prop_assert_eq!(node.rank_node(&wanted, &Tightest), node.fit(&wanted, &Tightest).map(|(worth, _)| worth));
     }
 }

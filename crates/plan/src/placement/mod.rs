@@ -13,7 +13,7 @@ pub mod value;
 
 use std::collections::BTreeMap;
 
-pub use demand::{Demand, Observed, Typical};
+pub use demand::{Demand, Observed, TypicalPod};
 pub use value::Value;
 
 /// One GPU in thousandths, the unit of placement.

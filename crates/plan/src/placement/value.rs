@@ -5,7 +5,7 @@
 //! value for pods that can run on few models. A pod goes where it reduces the value least.
 use std::collections::BTreeMap;
 
-use super::demand::{Demand, Typical};
+use super::demand::{Demand, TypicalPod};
 use super::{GPU, Node, Rank, Score, remaining};
 
 /// Additional value of a whole GPU if all pending pods request whole GPUs.
@@ -59,7 +59,7 @@ const fn to_f64(number: u64) -> f64 {
 
 impl Value {
     /// Learns from typical pods, separated by model, and from the nodes of the cluster.
-    pub fn learn(typical: &[Typical], nodes: &[Node]) -> Self {
+    pub fn learn(typical: &[TypicalPod], nodes: &[Node]) -> Self {
         let gpu_wanted: f64 = typical.iter().map(|kind| kind.weight * kind.total()).sum();
         let cpu_beside: f64 =
             typical.iter().filter(|kind| kind.gpus > 0).map(|kind| kind.weight * to_f64(kind.cpu)).sum();
@@ -172,7 +172,7 @@ impl Score for Value {
 }
 
 /// Sizes in hundredths, rounded up, and weights of the typical pods that share one GPU.
-fn shared_sizes(typical: &[Typical]) -> Vec<(usize, f64)> {
+fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
     let mut sizes: BTreeMap<u32, f64> = BTreeMap::new();
     for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
         *sizes.entry(kind.per_gpu).or_default() += kind.weight;
@@ -267,8 +267,8 @@ fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
 mod tests {
     use super::*;
 
-    fn kind(per_gpu: u32, weight: f64) -> Typical {
-        Typical { cpu: 1000, gpus: 1, per_gpu, models: Vec::new(), weight }
+    fn kind(per_gpu: u32, weight: f64) -> TypicalPod {
+        TypicalPod { cpu: 1000, gpus: 1, per_gpu, models: Vec::new(), weight }
     }
 
     #[test]

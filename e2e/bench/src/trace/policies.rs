@@ -1,5 +1,5 @@
 //! The placement policies that Cleave's is compared with.
-use cleave_plan::placement::demand::Typical;
+use cleave_plan::placement::demand::TypicalPod;
 use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, remaining};
 
 use super::random::Rng;
@@ -10,7 +10,7 @@ fn spread(node: &Node, demand: &Demand) -> f64 {
     0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
 }
 
-/// Chooses the node with the least capacity remaining, and on it the GPU with the least capacity remaining.
+/// Chooses the node with the least capacity left, and on it the GPU with the least capacity left.
 pub(super) struct BestFit;
 
 impl Score for BestFit {
@@ -25,17 +25,17 @@ impl Score for BestFit {
 
 /// Fragmentation gradient descent: chooses where the GPU capacity that typical pods cannot use
 /// grows least.
-pub(super) struct Fgd(Vec<Typical>);
+pub(super) struct Fgd(Vec<TypicalPod>);
 
 impl Fgd {
-    pub(super) fn new(typical: &[Typical]) -> Self {
+    pub(super) fn new(typical: &[TypicalPod]) -> Self {
         Self(typical.to_vec())
     }
 
     /// Free GPU capacity that typical pods cannot use.
     fn fragment(&self, model: &str, cpu: u64, gpus: &[u32]) -> f64 {
         let free: u32 = gpus.iter().sum();
-        let of = |kind: &Typical| {
+        let of = |kind: &TypicalPod| {
             let able = gpus.iter().filter(|&&free| free >= kind.per_gpu).count();
             let other = !kind.models.is_empty() && !kind.models.iter().any(|allowed| allowed == model);
             if kind.gpus == 0 || other || cpu < kind.cpu || able < kind.gpus as usize {

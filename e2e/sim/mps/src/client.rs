@@ -121,7 +121,7 @@ impl Mps {
             return Err(OUT_OF_MEMORY);
         }
         let (answers, replies) = mpsc::channel();
-        let state = Arc::new(Sticky::default());
+        let state = Arc::new(FirstError::default());
         let reader = (Arc::clone(&channel), Arc::clone(&state));
         thread::spawn(move || read(&reader.0, &reader.1, &answers));
         let (replies, allocated) = (Mutex::new(replies), AtomicU64::new(0));
@@ -164,7 +164,7 @@ pub struct MpsContext {
     channel: Arc<Connection>,
     _socket: Connection,
     replies: Mutex<Receiver<FromContext>>,
-    state: Arc<Sticky>,
+    state: Arc<FirstError>,
     device: Device,
     sms: u32,
     limit: Option<u64>,
@@ -290,12 +290,12 @@ impl Drop for MpsContext {
 
 /// Stores the first error that breaks a context.
 #[derive(Debug, Default)]
-struct Sticky {
+struct FirstError {
     error: Mutex<Option<i32>>,
     changed: Condvar,
 }
 
-impl Sticky {
+impl FirstError {
     fn lock(&self) -> MutexGuard<'_, Option<i32>> {
         self.error.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -307,7 +307,7 @@ impl Sticky {
 }
 
 /// Reads the server's messages during the life of a context: answers and notifications.
-fn read(socket: &Connection, state: &Sticky, answers: &Sender<FromContext>) {
+fn read(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
     let end = loop {
         match wire::recv(socket) {
             Ok(Some(FromContext::Broken(code))) => state.set(code),

@@ -4,7 +4,7 @@ use cleave_plan::units::{Percent, Sms};
 use serde::Serialize;
 
 use super::observed::{
-    Allocated, Bound, Exchange, GpuView, Log, Lowered, Observations, Outcome, Termination, TestedGpu,
+    Allocated, Bound, Exchange, GpuView, Log, LoweredLimits, Observations, Outcome, Termination, TestedGpu,
 };
 use crate::mps::protocol::{self, Command, ServerState, Terminated};
 use crate::nvml::ComputeMode;
@@ -242,8 +242,8 @@ fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     ]
 }
 
-fn judge_lowered(lowered: &Lowered, gpu: TestedGpu) -> (bool, String) {
-    let Lowered { set, requested_more, requested_less } = lowered;
+fn judge_lowered(lowered: &LoweredLimits, gpu: TestedGpu) -> (bool, String) {
+    let LoweredLimits { set, requested_more, requested_less } = lowered;
     let raised = Bound { view: *requested_more, ..*set };
     let good = limits_apply(set, gpu) && limits_apply(&raised, gpu) && limits_apply(requested_less, gpu);
     (
@@ -394,7 +394,7 @@ mod tests {
             listed_by_nvml: Outcome::Observed(Some(true)),
             bound: Outcome::Observed([HALF, FIFTH]),
             rounding: Outcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
-            lowered: Outcome::Observed(Lowered { set: HALF, requested_more: HALF.view, requested_less: FIFTH }),
+            lowered: Outcome::Observed(LoweredLimits { set: HALF, requested_more: HALF.view, requested_less: FIFTH }),
             memory: Outcome::Observed(Memory { limit_mib: 8192, half: Ok(()), all: Err(2) }),
             escape: Outcome::Observed(Bound { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF }),
             users: Outcome::Observed(HALF),
@@ -491,10 +491,11 @@ mod tests {
             assert_eq!(when(|seen| seen.defaults = Outcome::Observed(other)), ["defaults"]);
             assert_eq!(when(|seen| seen.users = Outcome::Observed(other)), ["users"]);
             assert_eq!(when(|seen| seen.link = Outcome::Observed(other)), ["link"]);
-            let raised = Lowered { set: HALF, requested_more: other.view, requested_less: FIFTH };
+            let raised = LoweredLimits { set: HALF, requested_more: other.view, requested_less: FIFTH };
             assert_eq!(when(|seen| seen.lowered = Outcome::Observed(raised)), ["lower"]);
         }
-        let deaf = Lowered { set: HALF, requested_more: HALF.view, requested_less: Bound { view: HALF.view, ..FIFTH } };
+        let deaf =
+            LoweredLimits { set: HALF, requested_more: HALF.view, requested_less: Bound { view: HALF.view, ..FIFTH } };
         assert_eq!(when(|seen| seen.lowered = Outcome::Observed(deaf)), ["lower"]);
         assert_eq!(when(|seen| seen.rounding = Outcome::Observed(vec![(10, 12), (33, 43)])), ["sms"]);
         for (half, all) in [(Ok(()), Ok(())), (Err(2), Err(2)), (Ok(()), Err(700))] {

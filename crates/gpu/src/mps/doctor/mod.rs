@@ -32,7 +32,7 @@ use self::facts::Facts;
 use self::judge::Verdict;
 use self::observed::{Observations, Outcome, TestedGpu};
 use self::own_daemon::OwnDaemon;
-use self::preconditions::Others;
+use self::preconditions::ForeignProcesses;
 use self::program::Program;
 use self::report::Report;
 use self::setup::{NVML_DEADLINE, Setup};
@@ -120,7 +120,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     };
     let preconditions = preconditions::check(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
     let skip_reason = preconditions.skip_reason();
-    let are_others_visible = preconditions.others == Others::Visible;
+    let are_others_visible = preconditions.others == ForeignProcesses::Visible;
     let seen = match (&skip_reason, &facts.control) {
         (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?,
         (reason, _) => Observations::none(reason.as_deref().unwrap_or_default()),

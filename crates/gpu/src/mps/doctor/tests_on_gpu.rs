@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::observed::{Bound, Exchange, GpuView, Log, Lowered, Memory, Observations, Outcome, Termination};
+use super::observed::{Bound, Exchange, GpuView, Log, LoweredLimits, Memory, Observations, Outcome, Termination};
 use super::own_daemon::{DaemonLog, OwnDaemon};
 use super::program::{Program, ProgramError, Running, Start};
 use super::setup::{NVML_DEADLINE, Setup};
@@ -326,13 +326,13 @@ impl Tests<'_> {
         Ok(self.program()?.view(&start).await?)
     }
 
-    async fn lowered(&self) -> Result<Lowered, NoResult> {
+    async fn lowered(&self) -> Result<LoweredLimits, NoResult> {
         self.set_usual_limits().await?;
         let set = self.under_usual_limits(self.view().await?);
         let requested_more = self.view_with_environment(100, self.setup.memory_mib).await?;
         let low = self.limit_mib / 2;
         let view = self.view_with_environment(LOW_PERCENT, low).await?;
-        Ok(Lowered { set, requested_more, requested_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
+        Ok(LoweredLimits { set, requested_more, requested_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
     }
 
     async fn memory(&self) -> Result<Memory, NoResult> {

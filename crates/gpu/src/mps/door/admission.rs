@@ -11,7 +11,7 @@ use tokio::time::{sleep, timeout};
 use super::handshake::{Introduction, Refusal, introduce_for, receive_introduction};
 use super::relay::relay;
 use super::{Door, MAX_SERVER_CONNECTIONS, Waiting};
-use crate::mps::control::{self, ControlError, Introduced};
+use crate::mps::control::{self, AcceptedClient, ControlError};
 use crate::mps::daemon::{ControlLock, Limits, Phase};
 use crate::mps::error::DaemonError;
 use crate::mps::process::PidFd;
@@ -269,11 +269,11 @@ impl Door {
         client: &Socket,
         who: Credentials,
         pidfd: &mut Option<PidFd>,
-        introduced: Introduced,
+        introduced: AcceptedClient,
         server: u32,
         permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
     ) -> Admission {
-        let Introduced { server: socket, daemon } = introduced;
+        let AcceptedClient { server: socket, daemon } = introduced;
         let (mut link, clients_end) = ServerLink::new(socket, permits, &self.id);
         let deadline = (HANDSHAKE_DEADLINE / (1 << self.stalled.get().min(8))).max(MIN_HANDSHAKE_DEADLINE);
         let result = link.pass_connection(client, clients_end, deadline).await;

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::world::{TestCluster, nodes_of, reconcile, refuse, released, replica};
 use crate::placement::claims::{MAX_RENEWALS, RESERVATION};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-use crate::placement::stranded::{GONE_AFTER, Recreation, Rescue};
+use crate::placement::stranded::{MISSING_NODE_DELAY, Recreation, Rescue};
 
 /// Seconds after which a pod that fits no GPU is released.
 const UNSCHEDULABLE_SECONDS: u64 = UNSCHEDULABLE_AFTER.as_secs();
@@ -133,7 +133,7 @@ fn released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
 fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
     let full: Change = |world| change_node(world, |node| node["status"]["allocatable"]["pods"] = json!("0"));
     let cases: [(&str, Change, Duration); 4] = [
-        ("no longer exist: n1.", |world| drop(world.nodes.remove("n1")), GONE_AFTER),
+        ("no longer exist: n1.", |world| drop(world.nodes.remove("n1")), MISSING_NODE_DELAY),
         (
             "n1: it is cordoned.",
             |world| change_node(world, |node| node["spec"]["unschedulable"] = json!(true)),
@@ -254,7 +254,7 @@ fn a_pod_released_as_unschedulable_is_recreated_once_a_gpu_is_large_enough() {
     // priority.
     change_node(&mut world, |node| node["metadata"]["labels"]["gen"] = json!("9"));
     reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS);
-    let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + GONE_AFTER.as_secs()).rescue;
+    let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + MISSING_NODE_DELAY.as_secs()).rescue;
     assert!(
         rescue.recreate[0].message.contains("released as unschedulable, but a GPU could hold it now"),
         "{rescue:?}"
