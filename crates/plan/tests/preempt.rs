@@ -190,10 +190,7 @@ fn requests_are_placed_on_the_devices_with_the_lowest_total_cost() {
     assert_eq!(preemption.victims, ["b1", "c1"]);
     let takes: Vec<(&str, u32)> =
         preemption.takes.iter().map(|take| (take.device.as_str(), take.units.get())).collect();
-    assert!(
-        takes == [("b", 4), ("c", 8)] || takes == [("c", 4), ("b", 8)],
-        "in the order of the device_requests: {takes:?}"
-    );
+    assert!(takes == [("b", 4), ("c", 8)] || takes == [("c", 4), ("b", 8)], "in the order of the requests: {takes:?}");
     assert_eq!(preempt(&ledger, &[4, 6], &known).unwrap().victims, ["b1"]);
     let many = preempt(&ledger, &[1; 30], &known).unwrap();
     assert_eq!((many.takes.len(), many.victims.len()), (30, 3), "more ways than can be looked at");

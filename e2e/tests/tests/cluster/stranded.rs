@@ -157,7 +157,7 @@ fn deployment_on_different_nodes(name: &str, replicas: u32) -> Value {
 #[test]
 fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = Scope::new(&cluster, "deployment_on_different_nodes")?;
+    let scope = Scope::new(&cluster, "apart")?;
     scope.policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     let added = AddedNodes::new(&cluster, &["node3", "node4", "node5", "node6"])?;
     let nodes: Vec<&str> = ["node1", "node2"].into_iter().chain(added.names.iter().map(String::as_str)).collect();
@@ -166,7 +166,7 @@ fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Res
     }
     cluster.create(
         &format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace),
-        &deployment_on_different_nodes("deployment_on_different_nodes", 6),
+        &deployment_on_different_nodes("apart", 6),
     )?;
     let on = wait_for("six of six run", Duration::from_secs(60), || {
         let pods = scope.pods()?;
@@ -180,10 +180,7 @@ fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Res
         Ok(Some(on))
     });
     // Delete the Deployment before its nodes are removed.
-    cluster.delete(
-        &format!("/apis/apps/v1/namespaces/{}/deployments/deployment_on_different_nodes", scope.namespace),
-        None,
-    )?;
+    cluster.delete(&format!("/apis/apps/v1/namespaces/{}/deployments/apart", scope.namespace), None)?;
     wait_until("the replicas are gone", || Ok(scope.pods()?.is_empty()))?;
     ensure!(on?.len() == nodes.len());
     Ok(())

@@ -583,7 +583,7 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
 
 /// Runs clients that exit while they have the server's socket.
 fn exit_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
-    on_the_same_server(bed, (0..4).map(|words| format!("exit_during_handshake={words}")))
+    on_the_same_server(bed, (0..4).map(|words| format!("vanish={words}")))
 }
 
 /// Runs clients that shut down the socket to the server.
