@@ -317,7 +317,7 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
 
-    /// Asks of a node's claims that fit on no device. The kubelet rejects a pod with such a
+    /// Requests of a node's claims that fit on no device. The kubelet rejects a pod with such a
     /// request.
     pub fn unplaced_requests(&self, node: &str) -> &[DeviceRequest] {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
