@@ -35,13 +35,13 @@ use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
         name = "Model",
         type_ = "string",
         json_path = ".status.summary.models",
-        description = "Models of the GPUs"
+        description = "GPU models"
     ),
     printcolumn(
         name = "Modes",
         type_ = "string",
         json_path = ".status.summary.modes",
-        description = "Modes that the GPUs are served in"
+        description = "Sharing modes of the GPUs"
     ),
     printcolumn(
         name = "Slices",
@@ -107,7 +107,7 @@ pub struct GpuSpec {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("[has(self.whole), has(self.mps), has(self.timeSlicing), has(self.mig)].filter(given, given).size() == 1")
-    .message("a partition is one of whole, mps, timeSlicing and mig"))]
+    .message("a partition must set exactly one of whole, mps, timeSlicing and mig"))]
 pub struct Partition {
     /// The undivided GPU, as one device of this resource.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -200,7 +200,7 @@ pub struct MigInstanceSpec {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("[has(self.whole), has(self.mps), has(self.timeSlicing)].filter(given, given).size() == 1")
-    .message("an instance's partition is one of whole, mps and timeSlicing"))]
+    .message("an instance's partition must set exactly one of whole, mps and timeSlicing"))]
 pub struct MigPartition {
     /// The undivided instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -23,7 +23,7 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason("NoGpu", "The pod waits for room on a GPU.", "Run `cleave explain pod`, or wait."),
     reason(
         "NoGpuFits",
-        "No GPU of the cluster can ever hold the pod. It was released as unschedulable.",
+        "The pod fits on no GPU of the cluster, even an unused one. It was released as unschedulable.",
         "Request fewer shares in one container, or change the policy.",
     ),
     reason(
@@ -36,7 +36,7 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason(
         "EvictedOutsideShare",
         "The pod exceeded its limits and is evicted, because the policy sets `enforcement: Evict`.",
-        "Use less, or request more shares.",
+        "Use less memory, or request more shares.",
     ),
     reason(
         "EvictionProtected",
@@ -99,16 +99,16 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "A change of MIG instances failed.",
         "Read the message. The agent attempts the change five times.",
     ),
-    reason("MemoryExceeded", "The agent reports a finding about a pod of the node. The pod gets the same Event.", ""),
-    reason("OutsideMps", "As above. The process may belong to no pod.", "End the process."),
+    reason("MemoryExceeded", "The agent reported a finding about a pod of the node. The pod has the same Event.", ""),
+    reason("OutsideMps", "A finding as above, possibly about a process without a pod.", "End the process."),
     reason("NoShare", "As above.", ""),
 ];
 
 /// Events that the operator publishes on nodes.
 pub const NODE_EVENTS_OF_OPERATOR: &[Reason] = &[
-    reason("GpuNodeLeftOut", "Plans leave the node out.", "Read the message."),
+    reason("GpuNodeLeftOut", "Plans exclude the node.", "Read the message."),
     reason("GpuNodeTakenBack", "Plans include the node again.", ""),
-    reason("GpuLeftOut", "Plans do not change one GPU.", "Read the message."),
+    reason("GpuLeftOut", "Plans do not repartition one GPU.", "Read the message."),
 ];
 
 /// Events that the operator publishes on the `DaemonSet` of the MPS hosts.
@@ -125,24 +125,24 @@ pub const DAEMONSET_EVENTS: &[Reason] = &[
 pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("Accepted", "The fields are valid for the selected GPUs.", ""),
     reason("Ready", "The GPUs are shared as the policy specifies.", ""),
-    reason("NoConflict", "No other policy took GPUs from it.", ""),
+    reason("NoConflict", "No other policy applies to GPUs that this policy selects.", ""),
     reason("Malformed", "The object does not match its definition.", "Correct the policy."),
     reason("Invalid", "Fields contradict each other.", "Correct the policy."),
     reason("NoNodeMatches", "No node has the labels of `nodeSelector`.", "Correct the selector, or label nodes."),
     reason("NoGpu", "The selected nodes have no GPU.", "Correct the selector."),
     reason("NoGpuMatches", "The selected nodes have GPUs, and `gpus` selects none.", "Correct `gpus`."),
-    reason("UnknownModel", "No selected node has a GPU of that model.", "Correct `gpus.models`."),
-    reason("UnknownGpu", "No selected node has that UUID or index.", "Correct `gpus`."),
-    reason("GpuTooSmall", "Not even one share fits on the GPU.", "Use smaller or fewer shares."),
+    reason("UnknownModel", "No selected node has a GPU of the specified model.", "Correct `gpus.models`."),
+    reason("UnknownGpu", "No selected node has a GPU with the specified UUID or index.", "Correct `gpus`."),
+    reason("GpuTooSmall", "One share does not fit on the GPU.", "Use smaller or fewer shares."),
     reason("MigNotSupported", "The GPU does not support MIG.", "Use another mode, or select other GPUs."),
     reason("LayoutNotPossible", "The MIG layout does not fit on the GPU.", "Change `mig.layout`."),
     reason("Overridden", "More specific or older policies apply to its GPUs.", "Change one of the policies."),
     reason("AgentNotReporting", "No agent reports the node's GPUs.", "Check the agent's pod on the node."),
-    reason("Applying", "The node is being changed.", "Wait."),
+    reason("Applying", "The node's GPUs are being repartitioned.", "Wait."),
     reason("WaitingForPods", "Pods use slices that would change. The message names them.", "Wait, or drain the GPU."),
     reason("ApplyRefused", "The agent refused the change.", "Read the message."),
-    reason("ApplyFailed", "The agent tried the change, and it failed.", "Read the message."),
-    reason("LeftOut", "Plans leave out a node or GPU.", "Read the message."),
+    reason("ApplyFailed", "The change failed on the node.", "Read the message."),
+    reason("LeftOut", "Plans exclude a node or a GPU.", "Read the message."),
     reason(
         "GpuUnhealthy",
         "The GPU or its MPS daemon cannot serve.",
@@ -163,7 +163,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("MpsUnavailable", "MPS daemons cannot serve.", "Read the logs of the node's MPS host."),
     reason("Waiting", "Pods use slices that would change.", "Wait, or drain the GPU."),
     reason("Refused", "The spec cannot be applied.", "Read the message."),
-    reason("NoSpec", "The agent has read no spec.", "Check that the operator runs."),
+    reason("NoSpec", "The agent has not read a spec.", "Check that the operator runs."),
     reason("Malformed", "The object does not match its definition.", "Check that the CRDs and the agent match."),
 ];
 

@@ -45,13 +45,13 @@ use serde::{Deserialize, Serialize};
         name = "In-Use",
         type_ = "integer",
         json_path = ".status.inUse",
-        description = "Number of units in use"
+        description = "Number of slices in use"
     ),
     printcolumn(
         name = "Ready",
         type_ = "string",
         json_path = ".status.conditions[?(@.type==\"Ready\")].status",
-        description = "Whether the GPUs are shared as the policy says"
+        description = "Whether the GPUs are shared as the policy specifies"
     ),
     printcolumn(
         name = "Reason",
@@ -80,9 +80,9 @@ use serde::{Deserialize, Serialize};
     validation = Rule::new("!has(self.mig) || self.mode in ['Mig', 'Auto']")
         .message("the section mig is for mode Mig or Auto"),
     validation = Rule::new("!has(self.dynamic) || self.mode == 'Auto' || (self.mode == 'Mig' && !(has(self.mig) && has(self.mig.layout))) || (self.mode == 'Mps' && has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')")
-        .message("dynamic sets when GPUs are repartitioned, and this policy never repartitions: it is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
+        .message("dynamic sets when GPUs are repartitioned, but this policy never repartitions GPUs: dynamic is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
     validation = Rule::new("!has(self.resourceName) || (self.mode == 'Mps' && !(has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')) || self.mode == 'TimeSlicing' || (self.mode == 'Mig' && has(self.mig) && has(self.mig.layout) && has(self.mig.sharing))")
-        .message("resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing with a layout; the names of other resources are fixed"),
+        .message("resourceName renames equal shares or replicas: set it only for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing with a layout; the names of other resources are fixed"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'Mps' || self.resourceName != 'nvidia.com/gpu-mps'")
         .message("nvidia.com/gpu-mps is the name of MPS shares of GPUs: choose another resourceName"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'TimeSlicing' || !(self.resourceName in ['nvidia.com/gpu-timeslice', 'nvidia.com/gpu.shared'])")
@@ -146,13 +146,13 @@ pub struct GpuSelector {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32), inner(length(max = 96)))]
     #[x_kube(validation = Rule::new(r"self.all(model, model.matches('^[A-Za-z0-9]([-A-Za-z0-9 ./()+]*[A-Za-z0-9)])?$'))")
-        .message("a model is a product name or a part of one, for example A100 or NVIDIA H200: letters, digits, spaces and -./()+ between them"))]
+        .message("a model is a product name or part of one, for example A100 or NVIDIA H200: letters, digits, spaces and -./()+ between them"))]
     pub models: Vec<String>,
     /// GPU UUIDs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256), inner(length(max = 40)))]
     #[x_kube(validation = Rule::new("self.all(uuid, uuid.matches('^GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'))")
-        .message("a GPU's UUID is written GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx, as nvidia-smi -L and `kubectl get gpunodes -o yaml` show it"))]
+        .message("a GPU's UUID is written GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx, as `nvidia-smi -L` and `kubectl get gpunodes -o yaml` print it"))]
     pub uuids: Vec<String>,
     /// NVML indices on each node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -185,7 +185,7 @@ pub enum Mode {
     validation = Rule::new("!(has(self.units) && has(self.unitMemory))")
         .message("set units (how many shares each GPU has) or unitMemory (how large a share is), not both"),
     validation = Rule::new("!(has(self.sizes) && self.sizes == 'Dynamic') || !(has(self.units) || has(self.unitMemory))")
-        .message("sizes: Dynamic makes slices as pods request them: leave units and unitMemory out")
+        .message("sizes: Dynamic creates slices as pods request them: leave units and unitMemory out")
 )]
 pub struct Mps {
     /// Number of shares of each GPU, 1 to 48. Mutually exclusive with `unitMemory`.
@@ -348,7 +348,7 @@ pub struct Mig {
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("has(self.mps) != has(self.timeSlicing)")
-        .message("mig.sharing needs mps or timeSlicing, one of the two"),
+        .message("mig.sharing needs either mps or timeSlicing"),
     validation = Rule::new("!has(self.mps) || has(self.mps.units) || has(self.mps.unitMemory)")
         .message("mig.sharing.mps needs units (how many shares each instance has) or unitMemory (how large a share is)")
 )]

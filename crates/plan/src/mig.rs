@@ -32,7 +32,7 @@ pub struct Profile {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// There are more profiles than the planner supports.
-    #[error("it reports {0} MIG profiles, more than 32")]
+    #[error("the GPU reports {0} MIG profiles, more than 32")]
     TooManyProfiles(usize),
     /// A placement is outside the GPU.
     #[error("MIG profile {name} of size {size} cannot start at memory slice {start}")]

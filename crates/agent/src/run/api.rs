@@ -333,7 +333,7 @@ async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiv
             Event { type_: EventType::Warning, reason, note: Some(note), action: "Watch".into(), secondary: None };
         if let Err(error) = recorder.publish(&event, &regarding).await {
             metrics.error("api-event");
-            tracing::warn!(error = &error as &dyn std::error::Error, "failed to publish an Event of a pod");
+            tracing::warn!(error = &error as &dyn std::error::Error, "failed to publish a pod Event");
         }
     }
 }

@@ -123,9 +123,9 @@ pub(super) fn unavailable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> 
 /// Why Cleave serves no GPUs on a node.
 fn not_serving(node: &Node) -> Option<String> {
     match node.agent {
-        None => Some("no Cleave agent runs on it".to_owned()),
-        Some(agent) if !agent.ready => Some("its agent is not ready".to_owned()),
-        Some(_) if node.reported().is_none() => Some("its agent has not reported its GPUs".to_owned()),
+        None => Some("no Cleave agent runs on the node".to_owned()),
+        Some(agent) if !agent.ready => Some("the agent is not ready".to_owned()),
+        Some(_) if node.reported().is_none() => Some("the agent has not reported the node's GPUs".to_owned()),
         Some(_) => None,
     }
 }

@@ -256,7 +256,7 @@ enum UpdateError {
     Api(#[from] kube::Error),
     #[error("the API server did not answer within {} s", REQUEST_TIMEOUT.as_secs())]
     Timeout,
-    #[error("the Secret {0} does not exist. It is part of the Helm release: run `helm upgrade` to create it again")]
+    #[error("the Secret {0} does not exist. It is part of the Helm release: run `helm upgrade` to recreate it")]
     NoSecret(String),
     #[error(transparent)]
     Certificate(#[from] Error),

@@ -240,7 +240,7 @@ impl Gate {
             let evicted = evict::evict(&self.context.client, pod, uid).await;
             match &evicted {
                 Evicted::Done => {
-                    tracing::info!(pod, preemptor, "evicted a pod for one of higher priority");
+                    tracing::info!(pod, preemptor, "preempted a pod");
                     publish(&self.context.recorder, &events::preempted(preemptor), &events::of_pod(pod, uid)).await;
                 }
                 Evicted::Protected(message) => {
@@ -318,7 +318,7 @@ impl Gate {
         metrics.hosts_outdated.set(i64::try_from(step.outdated).unwrap_or(i64::MAX));
         metrics.rollout_stopped.set(i64::from(step.stopped));
         for (node, why) in &step.waiting {
-            tracing::debug!(node, why, "an outdated MPS host stays for now");
+            tracing::debug!(node, why, "postponed the replacement of an MPS host");
         }
         let mut events = Vec::new();
         if let Some((message, regarding)) = &step.news {

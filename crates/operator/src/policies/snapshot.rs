@@ -278,7 +278,7 @@ pub fn build(observed: &Observed, plan: &Plan, history: &mut History, now: Durat
     for (name, node) in &observed.nodes {
         let Some(gpus) = node.reported() else {
             if node.agent.is_some() {
-                let left_out = Some("its agent has not reported its GPUs".to_owned());
+                let left_out = Some("the agent has not reported the node's GPUs".to_owned());
                 input.snapshot.nodes.push(PlanNode { name: name.clone(), left_out, ..PlanNode::default() });
             }
             continue;
@@ -332,11 +332,11 @@ impl NodeBuilder<'_> {
                 self.progress.get(&at) == Some(&Progress::Changing) && gpu.health.reason == HEALTH_MPS_UNAVAILABLE;
             if !gpu.health.healthy && !starting {
                 let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
-                planned.left_out = Some(format!("it is unhealthy: {why}"));
+                planned.left_out = Some(format!("unhealthy: {why}"));
             }
             if let Some(reason) = cordons.0.get(&gpu.uuid) {
                 let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
-                planned.left_out = Some(format!("it is cordoned{why}"));
+                planned.left_out = Some(format!("cordoned{why}"));
             }
             if by_demand.is_some() {
                 let failure = self.history.failures.get(&at);
@@ -344,7 +344,7 @@ impl NodeBuilder<'_> {
                     input.excluded_gpus.insert(at.clone(), reason.clone());
                 } else if let Some(failure) = failure.filter(|failure| self.now < failure.until) {
                     limit_next(input, failure.until, self.now);
-                    input.excluded_gpus.insert(at.clone(), format!("failed to repartition it: {}", failure.message));
+                    input.excluded_gpus.insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
                     pin(&mut planned);
                     // The plan gives the GPU its present slices as its partition.
                     if !changing && left_out.is_none() {
@@ -381,8 +381,8 @@ impl NodeBuilder<'_> {
     /// Returns why the node is excluded, if it is.
     fn exclusion(&self, deadline: Duration, input: &mut PlannerInput) -> Option<String> {
         match self.node.agent {
-            None => return Some("no Cleave agent runs on it".to_owned()),
-            Some(agent) if !agent.ready => return Some("its agent is not ready".to_owned()),
+            None => return Some("no Cleave agent runs on the node".to_owned()),
+            Some(agent) if !agent.ready => return Some("the agent is not ready".to_owned()),
             Some(_) => {}
         }
         let (_, since) = self.history.unread.get(self.name)?;
@@ -390,7 +390,7 @@ impl NodeBuilder<'_> {
             limit_next(input, since.saturating_add(deadline), self.now);
             return None;
         }
-        Some(format!("its agent did not read its GpuNode spec within {} s", deadline.as_secs()))
+        Some(format!("the agent did not read the GpuNode spec within {} s", deadline.as_secs()))
     }
 
     fn gpu(&self, gpu: &GpuStatus, by_demand: Option<&ByDemand>) -> Gpu {

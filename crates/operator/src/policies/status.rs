@@ -236,7 +236,7 @@ fn accepted(report: &Report) -> Verdict {
         }
         return Verdict::no(
             reason::NO_GPU_MATCHES,
-            format!("no GPU matches all lists of gpus; the selected nodes have {known}"),
+            format!("no GPU matches all lists in spec.gpus; the selected nodes have {known}"),
         );
     }
     if report.following.is_empty()
@@ -260,7 +260,7 @@ fn conflict(report: &Report) -> Verdict {
     let taken = report.overridden.iter().map(|(policy, gpus)| format!("{policy} has {}", gpu_list(gpus)));
     Verdict::yes(
         reason::OVERRIDDEN,
-        format!("more specific or older policies take GPUs that this policy selects too: {}", listed(taken.collect())),
+        format!("more specific or older policies apply to GPUs that this policy also selects: {}", listed(taken.collect())),
     )
 }
 
@@ -274,7 +274,7 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         None => {}
     }
     if report.nodes.is_empty() {
-        return Verdict::no(reason::NO_NODE_MATCHES, "no node matches nodeSelector");
+        return Verdict::no(reason::NO_NODE_MATCHES, "no node matches spec.nodeSelector");
     }
     if report.following.is_empty() && report.unsupported.is_empty() {
         return nothing_to_share(report);
@@ -293,10 +293,10 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         problems.entry(Problem::AgentNotReady).or_default().push(message);
     }
     for (what, why) in &report.left_out {
-        problems.entry(Problem::LeftOut).or_default().push(format!("{what} is left out of plans: {why}"));
+        problems.entry(Problem::LeftOut).or_default().push(format!("{what} is excluded from plans: {why}"));
     }
     let Some(first) = problems.keys().next().copied() else {
-        let how = if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy says" };
+        let how = if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy specifies" };
         return Verdict::yes(reason::READY, format!("{} {how}", subject(&report.following)));
     };
     let reason = match (first, report.unsupported.first()) {
@@ -334,7 +334,7 @@ fn nothing_to_share(report: &Report) -> Verdict {
             format!("the driver reports no GPU on the selected nodes: {}", listed(nodes)),
         );
     }
-    Verdict::no(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches gpus")
+    Verdict::no(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches spec.gpus")
 }
 
 /// What keeps a GPU from being ready. Ordered by importance.
@@ -390,7 +390,7 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
     let current = object.metadata.generation.is_none_or(|generation| status.observed_generation >= generation)
         && plan.nodes.get(&at.node).is_none_or(|desired| desired == &object.spec);
     if !current {
-        return Some((Problem::Applying, format!("{} has not received its new spec yet", at.node)));
+        return Some((Problem::Applying, format!("the agent of {} has not received the new spec yet", at.node)));
     }
     if status.plan_id != object.spec.plan_id {
         if let Some(step) = step {

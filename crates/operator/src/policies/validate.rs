@@ -277,7 +277,7 @@ fn selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
         return Err(Error::Text {
             field: "gpus.models",
             value: blank.clone(),
-            expected: "a product name or a part of one",
+            expected: "a product name or part of one",
         });
     }
     if let Some(wrong) = uuids.iter().find(|uuid| !is_gpu_uuid(uuid)) {
@@ -322,7 +322,7 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
     let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
     let rules = mps_rules(mps)?;
     if *sizes == Sizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
-        return Err(Error::Shape("sizes: Dynamic makes slices as pods request them: leave units and unitMemory out"));
+        return Err(Error::Shape("sizes: Dynamic creates slices as pods request them: leave units and unitMemory out"));
     }
     let size = match (units, unit_memory) {
         (Some(_), Some(_)) => return Err(Error::Shape("set units or unitMemory, not both")),

@@ -35,11 +35,11 @@ impl Tenants {
         self.context.metrics.expelled.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         let event = match evicted {
             Evicted::Done => {
-                tracing::info!(pod, node, message, "evicted a pod that left its share");
+                tracing::info!(pod, node, message, "evicted a pod that exceeded its limits");
                 events::expelled(node, message)
             }
             Evicted::Protected(why) => {
-                tracing::info!(pod, node, why, "a disruption budget protects a pod that left its share");
+                tracing::info!(pod, node, why, "a disruption budget protects a pod that exceeded its limits");
                 if !self.protected.insert(uid.clone()) {
                     return;
                 }
@@ -47,7 +47,7 @@ impl Tenants {
             }
             Evicted::Gone => return,
             Evicted::Failed(error) => {
-                return tracing::warn!(pod, node, error, "failed to evict a pod that left its share");
+                return tracing::warn!(pod, node, error, "failed to evict a pod that exceeded its limits");
             }
         };
         publish(&self.context.recorder, &event, &events::of_pod(pod, uid)).await;

@@ -136,7 +136,7 @@ fn a_nodes_agent_is_upgraded_before_its_mps_host() {
     let mut keeper = Gatekeeper::default();
     for second in [0, 10] {
         let step = reconcile(&mut keeper, &world, second).rollout.unwrap();
-        assert_eq!((step.replace.len(), step.waiting["n1"].as_str()), (0, "its agent is upgraded first"));
+        assert_eq!((step.replace.len(), step.waiting["n1"].as_str()), (0, "the agent is upgraded first"));
     }
     world.change(|world| &mut world.agents, "n1", of_revision("new"));
     reconcile(&mut keeper, &world, 20);

@@ -131,12 +131,12 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
     let cases: [(&str, Change, Duration); 4] = [
         ("no longer exist: n1.", |world| drop(world.nodes.remove("n1")), GONE_AFTER),
         (
-            "n1: it is cordoned.",
+            "n1: cordoned.",
             |world| change_node(world, |node| node["spec"]["unschedulable"] = json!(true)),
             UNSCHEDULABLE_AFTER,
         ),
-        ("n1: the pod does not tolerate its taint node.kubernetes.io/not-ready.", not_ready, UNSCHEDULABLE_AFTER),
-        ("n1: it does not have enough CPU, memory or another resource.", full, UNSCHEDULABLE_AFTER),
+        ("n1: the pod does not tolerate the taint node.kubernetes.io/not-ready.", not_ready, UNSCHEDULABLE_AFTER),
+        ("n1: not enough CPU, memory or another resource.", full, UNSCHEDULABLE_AFTER),
     ];
     for (why, happens, after) in cases {
         let (mut world, mut keeper) = released_to_n1(true);
@@ -150,7 +150,7 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
         let meta = &world.pods["team/a"]["metadata"];
         assert_eq!((pod.as_str(), uid.as_str()), ("team/a", meta["uid"].as_str().unwrap()));
         assert_eq!(version, meta["resourceVersion"].as_str().unwrap(), "the eviction requires this version");
-        assert!(message.contains(why) && message.contains("ReplicaSet web re-creates it"), "{message}");
+        assert!(message.contains(why) && message.contains("ReplicaSet web recreates it"), "{message}");
     }
 }
 
@@ -197,7 +197,7 @@ fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
     assert_eq!(rescue.recreate, [], "no controller would re-create it");
     let message = rescue.advise[0].message.as_deref().unwrap();
     assert!(
-        message.contains("did not bind this pod to n1") && message.contains("Delete it and create it again"),
+        message.contains("did not bind this pod to n1") && message.contains("Delete and recreate it"),
         "{message}"
     );
     // The scheduler binds the pod after all, and the condition becomes true.
@@ -252,7 +252,7 @@ fn a_pod_that_was_released_as_unschedulable_is_recreated_once_it_could_wait_for_
     reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS);
     let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + GONE_AFTER.as_secs()).rescue;
     assert!(
-        rescue.recreate[0].message.contains("released as unschedulable, but a GPU could hold it now"),
+        rescue.recreate[0].message.contains("released as unschedulable, but it would fit on a GPU now"),
         "{rescue:?}"
     );
 }
