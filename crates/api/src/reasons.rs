@@ -36,7 +36,7 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason(
         "EvictedOutsideShare",
         "The pod exceeded its limits and is evicted, because the policy sets `enforcement: Evict`.",
-        "Use less memory, or request more shares.",
+        "Keep the pod within its limits, or request more shares.",
     ),
     reason(
         "EvictionProtected",

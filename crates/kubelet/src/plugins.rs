@@ -256,7 +256,7 @@ impl Manager {
                 match &now {
                     DirectoryState::HeldByAnother => {
                         tracing::warn!(
-                            "another process serves from the device plugin directory; waiting for it to end"
+                            "another process uses the device plugin directory; waiting for it to exit"
                         );
                     }
                     DirectoryState::Failed(error) => {
@@ -670,11 +670,11 @@ impl Plugin {
                 Step::CheckAgain(after) => check_again = Some(after),
                 Step::Rebind => match session.rebind() {
                     Ok(()) => {
-                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound it again");
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated our device plugin socket, which was deleted");
                         self.show(|state| state.error = None);
                     }
                     Err(error) => {
-                        self.failed("our socket was deleted and cannot be bound again", &error);
+                        self.failed("failed to recreate our device plugin socket, which was deleted", &error);
                         check_again = Some(self.timings.register.cap);
                     }
                 },
@@ -682,7 +682,7 @@ impl Plugin {
                     if cause == Cause::NoStream {
                         *streamless = streamless.saturating_add(1);
                         self.show(|state| state.streamless += 1);
-                        tracing::warn!(resource = %self.name, "the kubelet has no stream of our devices; registering again");
+                        tracing::warn!(resource = %self.name, "the kubelet does not watch our devices; registering again");
                     } else {
                         tracing::info!(resource = %self.name, ?cause, "registering again");
                     }

@@ -363,7 +363,7 @@ fn an_unreported_node_may_have_the_missing_model() {
 fn a_policy_that_waits_names_the_pods() {
     let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.write();
-    world.assert_condition("p", "Ready", "False", "Applying", "n1 has not received its new spec yet");
+    world.assert_condition("p", "Ready", "False", "Applying", "the agent of n1 has not received the new spec yet");
     world.serve();
     world.assert_condition("p", "Ready", "True", "Ready", "");
     world.set_policy("p", "mode: Mps\nmps:\n  units: 5");

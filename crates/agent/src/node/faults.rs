@@ -198,7 +198,7 @@ impl ReportedFault {
                 note_for_culprit(self.fault.killed).to_owned()
             } else {
                 format!(
-                    "its program on {device} was broken by {}. Under MPS a fatal error breaks all programs on the GPU. Restart the program.",
+                    "the pod's program on {device} was broken by {}. Under MPS a fatal error breaks all programs on the GPU. Restart the program.",
                     cause_for_neighbour(pod, culprit, named, self.fault.killed)
                 )
             };
@@ -223,7 +223,7 @@ impl ReportedFault {
             warning: true,
             reason: "EndedInGpuFault",
             note: format!(
-                "pod {}/{}: its program did not exit after the fatal GPU error on {device} and was terminated. No program can use the GPU until all affected programs have exited.",
+                "pod {}/{}: the pod's program did not exit after the fatal GPU error on {device} and was terminated. No program can use the GPU until all affected programs have exited.",
                 pod.namespace, pod.name
             ),
             regarding: Some(pod.clone()),
@@ -252,10 +252,9 @@ fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) 
 /// The note for the pod that the log names, or whose program was killed.
 fn note_for_culprit(killed: bool) -> &'static str {
     if killed {
-        "its program was killed while its kernels ran on a shared GPU, which broke the other programs there. Programs that finish their \
-         kernels after SIGTERM, and get enough time to do so, break no other program."
+        "the pod's program was killed while its kernels ran on a shared GPU, which broke the other programs on that GPU. Let programs finish their kernels after SIGTERM, and set a grace period that is long enough."
     } else {
-        "the MPS server's log names its program in a fatal GPU error, such as an access to memory that is not its own. The error broke all \
+        "the MPS server's log names the pod's program in a fatal GPU error, such as an access to memory that does not belong to the program. The error broke all \
          programs on the GPU, including this one. The log often names a neighbour of the program that caused the error. Restart the program."
     }
 }
@@ -263,7 +262,7 @@ fn note_for_culprit(killed: bool) -> &'static str {
 /// The cause, for the Event of another affected pod.
 fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
-        (None, _) => return "a fatal GPU error of an unidentified program on the GPU, possibly its own".to_owned(),
+        (None, _) => return "a fatal GPU error of an unidentified program on the GPU, possibly the pod's own".to_owned(),
         (Some(_), Some(pod)) if pod.namespace == reader.namespace => format!("pod {}, which shares the GPU", pod.name),
         (Some(_), _) => "another pod, which shares the GPU".to_owned(),
     };
@@ -414,7 +413,7 @@ mod tests {
             "{}",
             events[0].2
         );
-        assert!(events[1].2.starts_with("pod ns/bad: the MPS server's log names its program"), "{}", events[1].2);
+        assert!(events[1].2.starts_with("pod ns/bad: the MPS server's log names the pod's program"), "{}", events[1].2);
         assert!(events[2].2.contains("names pod bad,"), "{}", events[2].2);
         assert!(events[3].2.contains("names another pod,"), "{}", events[3].2);
         for (to, _, note) in &events[1..] {

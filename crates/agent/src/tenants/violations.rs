@@ -186,8 +186,7 @@ impl ContainerOnDevice<'_> {
         if let Some(limit) = limit_mib.filter(|limit| bytes / MIB > limit.saturating_add(TOLERANCE_MIB)) {
             let message = format!(
                 "{} uses {} MiB of {}, but its shares allow {limit} MiB. Reduce its memory use or request more shares. \
-                 MPS limits each process on its own, and does not limit a process whose \
-                 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT it cannot parse",
+                 MPS limits each process separately, and does not limit a process whose CUDA_MPS_PINNED_DEVICE_MEM_LIMIT is invalid",
                 describe(&tenant, self.owner),
                 bytes / MIB,
                 self.uuid

@@ -168,7 +168,7 @@ async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_
     machine.set_spec("first", wanted(0));
     machine.wait_for_healthy(MIG_2G, 1).await;
     let status =
-        machine.wait_for_message("failed 5 times, and will not be tried again until the spec or the GPU changes").await;
+        machine.wait_for_message("failed 5 times; the agent does not retry until the spec or the GPU changes").await;
     let failed = status.steps.iter().find(|step| step.result == "Failed").unwrap();
     assert_eq!(
         (failed.gpu.as_str(), failed.action.as_str()),
@@ -237,7 +237,7 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     machine.set_spec("first", vec![partitioned(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.start_host();
     machine.start_agent(&[]);
-    let status = machine.wait_for_message("reset it (nvidia-smi --gpu-reset), or reboot the node").await;
+    let status = machine.wait_for_message("reset the GPU (nvidia-smi --gpu-reset), or reboot the node").await;
     assert_eq!(status.steps.iter().find(|step| step.action == "turn MIG mode on").unwrap().result, "Waiting");
     assert_eq!(status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
     machine.simgpu(&["reset", "0"]);

@@ -220,7 +220,7 @@ async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--seconds", "3600"]);
     node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
-    let logged = || fs::read_to_string(&log).ok()?.contains("its tenants are not checked").then_some(());
+    let logged = || fs::read_to_string(&log).ok()?.contains("tenants of the GPU are not checked").then_some(());
     node.machine.wait_until("the watch gives up", logged).await;
     assert!(node.machine.wait_for_status("a status", |_| true).await.findings.is_empty());
     assert!(node.programs[0].try_wait().unwrap().is_none());
@@ -235,7 +235,7 @@ async fn tenants_of_other_gpus_are_watched_while_one_gpu_hangs() {
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--gpu", "1"]);
     node.start(1, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
-    let logged = || fs::read_to_string(&log).ok()?.contains("its tenants are not checked").then_some(());
+    let logged = || fs::read_to_string(&log).ok()?.contains("tenants of the GPU are not checked").then_some(());
     node.machine.wait_until("the watch gives up on that GPU", logged).await;
     node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
     assert_eq!(node.wait_for_finding("MemoryExceeded").await.pod, "p");

@@ -41,7 +41,7 @@ pub enum HostError {
     #[error("another MPS host is running in {0}")]
     Taken(PathBuf),
     /// A system call for signals, inotify or standard output failed.
-    #[error("a system call that the MPS host needs failed")]
+    #[error("system call failed")]
     System(#[from] io::Error),
     /// An NVML call failed.
     #[error("cannot set the compute mode")]

@@ -27,7 +27,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     world.now += Duration::from_secs(1);
     let (plan, outcome) = world.pass();
     assert_eq!(world.written(), [other], "the pod gets the other node");
-    assert!(outcome.excluded_nodes[&unreachable].contains("did not read its GpuNode spec within 30 s"));
+    assert!(outcome.excluded_nodes[&unreachable].contains("did not read the GpuNode spec within 30 s"));
     let (reason, message, _) = world.ready(&plan);
     assert_eq!(reason, "LeftOut");
     assert!(message.contains(&format!("{unreachable} is excluded from plans: its agent did not read")), "{message}");

@@ -79,7 +79,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
         outcome.excluded_gpus
     );
     assert_waits(&outcome, "mig", Reason::NoRoom, "");
-    assert!(world.ready(&plan).1.contains("GPU 0 of n1 is excluded from plans: failed to repartition it: NVML"));
+    assert!(world.ready(&plan).1.contains("GPU 0 of n1 is excluded from plans: the last repartitioning failed: NVML"));
     world.apply();
     world.now += Duration::from_secs(4);
     world.pass();

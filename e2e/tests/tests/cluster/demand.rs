@@ -257,7 +257,7 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     // Only the stopped node can serve this pod. The operator plans for the node, gets no response,
     // and excludes it.
     request(&scope, "there", SLICE_10GB, 1)?;
-    wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeLeftOut"), &left_out, "left out")?;
+    wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeLeftOut"), &left_out, "exclude")?;
     drop(stopped);
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeTakenBack"), &taken_back, "again")?;
     scope.wait_until_running("there").map(drop)

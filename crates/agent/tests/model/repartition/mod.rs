@@ -139,7 +139,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         assert!(steps.contains(&("create MIG instance 3g.40gb at 0", "Failed")), "{steps:?}");
         assert!(
             node.messages()
-                .contains(&format!("the GPU is lost ({call}); failed 5 times, and will not be tried again until"))
+                .contains(&format!("the GPU is lost ({call}); failed 5 times; the agent does not retry until"))
         );
         assert!(!node.applied());
         let failures = node.events.iter().filter(|(reason, _)| *reason == "MigFailed").count();

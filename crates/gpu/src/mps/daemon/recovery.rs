@@ -49,7 +49,7 @@ impl Device {
             _ => return,
         };
         if let Err(error) = self.ask_within(&command, step.deadline()).await {
-            tracing::warn!(device = self.name, %error, ?step, "step against FAULT failed, the next one follows");
+            tracing::warn!(device = self.name, %error, ?step, "recovery step failed; trying the next step");
         }
     }
 
@@ -63,7 +63,7 @@ impl Device {
             };
             clients.signalable().map(send).collect()
         };
-        tracing::warn!(device = self.name, ?signal, clients = ?signalled, "signalling clients that keep the server in FAULT");
+        tracing::warn!(device = self.name, ?signal, clients = ?signalled, "sending signals to clients that keep the MPS server in FAULT");
         self.faults.borrow_mut().signalled(signalled);
         self.context.status_changed();
     }
@@ -79,7 +79,7 @@ impl Device {
     pub(super) async fn replace_unclean_server(&self) -> Result<(), DaemonError> {
         let phase = *self.phase.borrow();
         let Some(server) = phase.server.filter(|_| self.must_replace_server()) else { return Ok(()) };
-        tracing::info!(device = self.name, server, "replacing MPS server in which a client died with an open context");
+        tracing::info!(device = self.name, server, "replacing the MPS server after a client exited with an open context");
         // The server's exit is expected from here on.
         self.server_gone();
         self.ask_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;

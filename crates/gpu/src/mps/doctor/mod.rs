@@ -83,7 +83,7 @@ pub enum DoctorError {
         available: String,
     },
     /// A signal handler could not be installed, or standard output failed.
-    #[error("a system call that the doctor needs failed: {0}")]
+    #[error("system call failed: {0}")]
     System(#[from] io::Error),
     /// The doctor received a signal. It has stopped all processes that it started.
     #[error("stopped by a signal")]

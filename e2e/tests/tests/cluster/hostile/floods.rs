@@ -178,7 +178,7 @@ fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let flood: BTreeSet<String> = (0..FLOOD_PODS).map(name).collect();
     let (mut there, mut bound) = (0, 0);
     for pod in bed.scope.pods()?.iter().filter(|pod| flood.contains(&text(&pod["metadata"]["name"]))) {
-        ensure!(text(&pod["status"]["phase"]) != "Failed", "a pod was refused: {}", pod["status"]);
+        ensure!(text(&pod["status"]["phase"]) != "Failed", "a pod was rejected: {}", pod["status"]);
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
