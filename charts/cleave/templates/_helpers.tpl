@@ -32,7 +32,7 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
-{{/* The image of all components: by digest if there is one, otherwise by tag. */}}
+{{/* The image of all components: by digest if the digest is set, otherwise by tag. */}}
 {{- define "cleave.image" -}}
 {{- with (.Values.global).imageRegistry | default .Values.image.registry -}}
 {{ trimSuffix "/" . }}/
@@ -46,8 +46,10 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
 {{/*
-Image of the MPS host: (list . NAME). The one that the DaemonSet has, unless an upgrade of it is asked for: its pods are replaced only when
-they are deleted, so with another image in its template it would never be up to date, which is what `helm upgrade --wait`, Argo CD and Flux wait for.
+Image of the MPS host: (list . NAME). Without an upgrade of MPS hosts (mpsHost.upgrade), this is the
+image that the DaemonSet already has. MPS hosts are replaced only when they are deleted. With a new
+image in its template the DaemonSet would never be up to date, and `helm upgrade --wait`, Argo CD and
+Flux wait until it is.
 */}}
 {{- define "cleave.mpsHostImage" -}}
 {{- $root := index . 0 -}}
@@ -221,28 +223,28 @@ webhook
 
 {{/* Match conditions of the policy and the webhook that add the gate. */}}
 {{- define "cleave.gateConditions" -}}
-# Pods arrive here before validation. The API server has a better message for a pod without
-# containers.
+# Pods arrive here before validation. The API server's own message for a pod without containers is
+# better.
 - name: has-containers
   expression: object.spec.containers != null
 - name: requests-shares
   expression: >-
     {{ include "cleave.requestsShares" "object" }}
-# The API server calls again after a change of its own. The pod is gated then, and a second
+# The API server may call again after other mutations. The pod is already gated, and a second
 # mutation would be expensive.
 - name: is-not-gated
   expression: >-
     !{{ include "cleave.isGated" "object" }}
 # The API server rejects gates on pods that have a node. Mirrors of static pods have one. Another
-# policy rejects other such pods with a better message.
+# policy rejects other pods that have a node, with a better message.
 - name: has-no-node
   expression: object.spec.?nodeName.orValue('') == ''
 {{- end }}
 
 {{/*
 In CEL: whether k can be a resource of MPS shares, whose programs can break each other. Keep it equal
-to cleave-api's `names`. A policy may use such a name for time-slicing; those containers then sleep
-for nothing.
+to cleave-api's `names`. A policy may use such a name for time-slicing; its containers then sleep
+without need.
 */}}
 {{- define "cleave.isMps" -}}
 ((k.startsWith('nvidia.com/gpu-') && k != 'nvidia.com/gpu-timeslice') || (k.startsWith('nvidia.com/mig-') && k.endsWith('.shared')))

@@ -73,7 +73,11 @@ impl Allocator {
         }
         self.metrics.waited(false);
         self.table().pending.wait_timed_out();
-        tracing::info!(resource, units, "no known pod requests this number of slices; allocating without a reservation");
+        tracing::info!(
+            resource,
+            units,
+            "no known pod requests this number of slices; allocating without a reservation"
+        );
     }
 
     /// Locks the table. Drop the guard before any await and any I/O.
@@ -137,7 +141,10 @@ impl Allocator {
             let end = Instant::now() + READY_TIMEOUT;
             while !cdi::describes(folder, &allocation.devices) {
                 if Instant::now() > end {
-                    return Err(format!("the CDI specification does not contain {} yet", allocation.devices.join(", ")));
+                    return Err(format!(
+                        "the CDI specification does not contain {} yet",
+                        allocation.devices.join(", ")
+                    ));
                 }
                 tokio::time::sleep(CDI_POLL_INTERVAL).await;
             }

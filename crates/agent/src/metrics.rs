@@ -148,7 +148,11 @@ impl Tenants {
         registry.register("memory_bytes", memory, self.memory.clone());
         let limit = "Memory limit of a container's shares on a GPU";
         registry.register("memory_limit_bytes", limit, self.limit.clone());
-        registry.register("findings", "Findings about tenants that exceeded their limits, by kind", self.findings.clone());
+        registry.register(
+            "findings",
+            "Findings about tenants that exceeded their limits, by kind",
+            self.findings.clone(),
+        );
     }
 }
 

@@ -255,9 +255,7 @@ impl Manager {
             if changed {
                 match &now {
                     DirectoryState::HeldByAnother => {
-                        tracing::warn!(
-                            "another process uses the device plugin directory; waiting for it to exit"
-                        );
+                        tracing::warn!("another process uses the device plugin directory; waiting for it to exit");
                     }
                     DirectoryState::Failed(error) => {
                         tracing::error!(%error, "failed to use the device plugin directory");

@@ -150,11 +150,7 @@ impl Metrics {
             "Stranded pods evicted so that their controllers recreate them",
             self.recreated.clone(),
         );
-        registry.register(
-            "tenant_evictions",
-            "Pods evicted because they exceeded their limits",
-            self.expelled.clone(),
-        );
+        registry.register("tenant_evictions", "Pods evicted because they exceeded their limits", self.expelled.clone());
         registry.register(
             "tenant_conditions",
             "Writes of the pod condition cleave.dev/WithinShare",

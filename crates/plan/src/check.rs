@@ -172,7 +172,10 @@ impl Checker {
             *count += u64::from(slice.count);
             let most = if shared { gpu.mig_sharing.as_ref().map_or(0, |sharing| u64::from(sharing.units)) } else { 1 };
             if *count > most && !slice.in_use {
-                let text = format!("{} at memory slice {place}: {count} exist, more than the maximum of {most}", slice.resource);
+                let text = format!(
+                    "{} at memory slice {place}: {count} exist, more than the maximum of {most}",
+                    slice.resource
+                );
                 self.report(at, text);
             }
         }
@@ -221,7 +224,10 @@ impl Checker {
         }
         let clients: u64 = slices.iter().map(|slice| u64::from(slice.count)).sum();
         if clients > u64::from(MAX_CLIENTS) {
-            self.report(at, format!("the GPU has {clients} slices, and an MPS server serves at most {MAX_CLIENTS} clients"));
+            self.report(
+                at,
+                format!("the GPU has {clients} slices, and an MPS server serves at most {MAX_CLIENTS} clients"),
+            );
         }
     }
 

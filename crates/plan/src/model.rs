@@ -153,8 +153,9 @@ impl Tables {
                     None => known
                         .entry((&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)))
                         .or_insert_with_key(|(model, memory)| {
-                            Table::built_in(model, *memory)
-                                .ok_or_else(|| format!("the GPU reports no MIG profiles, and none are known for {model}"))
+                            Table::built_in(model, *memory).ok_or_else(|| {
+                                format!("the GPU reports no MIG profiles, and none are known for {model}")
+                            })
                         })
                         .clone(),
                 };
@@ -336,8 +337,9 @@ impl<'a> Model<'a> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
         for (name, quantity) in &pod.requests {
-            let milli =
-                quantity.milli().ok_or_else(|| format!("the requested amount of {name}, {quantity}, is not a quantity"))?;
+            let milli = quantity
+                .milli()
+                .ok_or_else(|| format!("the requested amount of {name}, {quantity}, is not a quantity"))?;
             if milli == 0 {
                 continue;
             }
@@ -347,8 +349,9 @@ impl<'a> Model<'a> {
                 needs.extend(dimension.map(|dimension| (dimension, milli)));
                 continue;
             };
-            let count =
-                quantity.count().ok_or_else(|| format!("the requested amount of {name}, {quantity}, is not a whole number"))?;
+            let count = quantity
+                .count()
+                .ok_or_else(|| format!("the requested amount of {name}, {quantity}, is not a whole number"))?;
             let too_many = || format!("the pod requests {count} {name}, more than any node has");
             let count =
                 u32::try_from(count).ok().filter(|&count| u64::from(count) <= MAX_SLICES).ok_or_else(too_many)?;

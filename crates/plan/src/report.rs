@@ -78,7 +78,8 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
             (Some(location), _) => placed(model, states, assignment, as_u32(index), location),
             (None, Some(group)) => waiting.entry(group).or_insert_with(|| unplaced(cluster, states, group)).clone(),
             (None, None) => {
-                let wrong = model.bad_pods.get(&as_u32(index)).map_or("the pod's requests are not valid", String::as_str);
+                let wrong =
+                    model.bad_pods.get(&as_u32(index)).map_or("the pod's requests are not valid", String::as_str);
                 format!("The pod cannot be planned: {wrong}.")
             }
         };
@@ -196,13 +197,19 @@ fn obstacle(
         if let Kind::Sized(gib) = demand.kind {
             let largest = classes().map(|class| class.memory).max().unwrap_or(0);
             if gib.saturating_mul(1024) > largest {
-                return format!("{resource} needs {} MiB, and the largest GPU has {largest} MiB", gib.saturating_mul(1024));
+                return format!(
+                    "{resource} needs {} MiB, and the largest GPU has {largest} MiB",
+                    gib.saturating_mul(1024)
+                );
             }
         }
         let most = |units: u32| classes().any(|class| class.pack(&[Demand { units, ..*demand }]).is_some());
         if demand.kind == Kind::Shares && !most(demand.units) {
             let most = (1..demand.units.min(64)).rev().find(|&units| most(units)).unwrap_or(0);
-            return format!("the pod requests {} {resource} of one GPU, and no GPU has more than {most} free", demand.units);
+            return format!(
+                "the pod requests {} {resource} of one GPU, and no GPU has more than {most} free",
+                demand.units
+            );
         }
     }
     if empty.offer(model, states, id, index, Rule::Any, &mut Vec::new()).is_none() {

@@ -262,7 +262,9 @@ fn note_for_culprit(killed: bool) -> &'static str {
 /// The cause, for the Event of another affected pod.
 fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
-        (None, _) => return "a fatal GPU error of an unidentified program on the GPU, possibly the pod's own".to_owned(),
+        (None, _) => {
+            return "a fatal GPU error of an unidentified program on the GPU, possibly the pod's own".to_owned();
+        }
         (Some(_), Some(pod)) if pod.namespace == reader.namespace => format!("pod {}, which shares the GPU", pod.name),
         (Some(_), _) => "another pod, which shares the GPU".to_owned(),
     };
@@ -278,14 +280,20 @@ fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
     let mut names: Vec<String> =
         pods.iter().take(MAX_NAMED_PODS).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
     if pods.len() > MAX_NAMED_PODS {
-        names.push(format!("{} more pods", pods.len() - MAX_NAMED_PODS));
+        names.push(match pods.len() - MAX_NAMED_PODS {
+            1 => "1 more pod".to_owned(),
+            more => format!("{more} more pods"),
+        });
     }
     let mut parts = Vec::new();
     if !names.is_empty() {
         parts.push(format!("programs of {}", names.join(", ")));
     }
     if unknown > 0 {
-        parts.push(format!("{unknown} programs of unknown pods"));
+        parts.push(match unknown {
+            1 => "1 program of an unknown pod".to_owned(),
+            _ => format!("{unknown} programs of unknown pods"),
+        });
     }
     if parts.is_empty() { "no programs of other pods".to_owned() } else { parts.join(" and ") }
 }

@@ -344,7 +344,9 @@ impl NodeBuilder<'_> {
                     input.excluded_gpus.insert(at.clone(), reason.clone());
                 } else if let Some(failure) = failure.filter(|failure| self.now < failure.until) {
                     limit_next(input, failure.until, self.now);
-                    input.excluded_gpus.insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
+                    input
+                        .excluded_gpus
+                        .insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
                     pin(&mut planned);
                     // The plan gives the GPU its present slices as its partition.
                     if !changing && left_out.is_none() {

@@ -260,7 +260,10 @@ fn conflict(report: &Report) -> Verdict {
     let taken = report.overridden.iter().map(|(policy, gpus)| format!("{policy} has {}", gpu_list(gpus)));
     Verdict::yes(
         reason::OVERRIDDEN,
-        format!("more specific or older policies apply to GPUs that this policy also selects: {}", listed(taken.collect())),
+        format!(
+            "more specific or older policies apply to GPUs that this policy also selects: {}",
+            listed(taken.collect())
+        ),
     )
 }
 
@@ -296,7 +299,8 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         problems.entry(Problem::LeftOut).or_default().push(format!("{what} is excluded from plans: {why}"));
     }
     let Some(first) = problems.keys().next().copied() else {
-        let how = if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy specifies" };
+        let how =
+            if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy specifies" };
         return Verdict::yes(reason::READY, format!("{} {how}", subject(&report.following)));
     };
     let reason = match (first, report.unsupported.first()) {

@@ -57,7 +57,9 @@ impl Conflict {
 impl std::fmt::Display for Conflict {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::PodAffinity { topology_key } => write!(f, "no pod in the node's topology domain ({topology_key}) matches the pod's affinity"),
+            Self::PodAffinity { topology_key } => {
+                write!(f, "no pod in the node's topology domain ({topology_key}) matches the pod's affinity")
+            }
             Self::PodAntiAffinity { topology_key } => {
                 write!(f, "a pod in the node's topology domain ({topology_key}) matches the pod's anti-affinity")
             }
@@ -65,7 +67,10 @@ impl std::fmt::Display for Conflict {
                 write!(f, "a pod in the node's topology domain ({topology_key}) has anti-affinity to this pod")
             }
             Self::Spread { topology_key, max_skew } => {
-                write!(f, "the pod would exceed the maximum skew of {max_skew} in the node's topology domain ({topology_key})")
+                write!(
+                    f,
+                    "the pod would exceed the maximum skew of {max_skew} in the node's topology domain ({topology_key})"
+                )
             }
             Self::NoTopologyKey { topology_key } => {
                 write!(f, "the topology label {topology_key}, which the pod's rules need, is missing")

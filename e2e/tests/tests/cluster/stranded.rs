@@ -248,7 +248,8 @@ fn a_released_pod_whose_node_is_cordoned_before_it_is_bound_gets_another_chance(
     };
     wait_until("the pod without a controller says what to do", || {
         let condition = placed()?;
-        Ok(condition.is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("Delete and recreate it")))
+        Ok(condition
+            .is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("Delete and recreate it")))
     })?;
     // The node accepts the pod again: no decision was permanent.
     cordon.set(false)?;

@@ -28,11 +28,11 @@ impl Device {
             Step::Wait => return,
             Step::SignalTerm => {
                 self.signal_clients(Signal::TERM);
-                format!("in FAULT until all clients have exited ({clients} remain): SIGTERM sent")
+                format!("in FAULT until all clients have exited ({clients} remaining): SIGTERM sent")
             }
             Step::SignalKill => {
                 self.signal_clients(Signal::KILL);
-                format!("in FAULT until all clients have exited ({clients} remain): SIGKILL sent")
+                format!("in FAULT until all clients have exited ({clients} remaining): SIGKILL sent")
             }
             Step::ShutDownServer => "in FAULT for too long: shutting the server down".to_owned(),
             Step::QuitDaemon => "in FAULT for too long: stopping the daemon".to_owned(),
@@ -79,7 +79,11 @@ impl Device {
     pub(super) async fn replace_unclean_server(&self) -> Result<(), DaemonError> {
         let phase = *self.phase.borrow();
         let Some(server) = phase.server.filter(|_| self.must_replace_server()) else { return Ok(()) };
-        tracing::info!(device = self.name, server, "replacing the MPS server after a client exited with an open context");
+        tracing::info!(
+            device = self.name,
+            server,
+            "replacing the MPS server after a client exited with an open context"
+        );
         // The server's exit is expected from here on.
         self.server_gone();
         self.ask_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;

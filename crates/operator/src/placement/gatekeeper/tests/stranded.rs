@@ -196,10 +196,7 @@ fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
     let rescue = reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue;
     assert_eq!(rescue.recreate, [], "no controller would re-create it");
     let message = rescue.advise[0].message.as_deref().unwrap();
-    assert!(
-        message.contains("did not bind this pod to n1") && message.contains("Delete and recreate it"),
-        "{message}"
-    );
+    assert!(message.contains("did not bind this pod to n1") && message.contains("Delete and recreate it"), "{message}");
     // The scheduler binds the pod after all, and the condition becomes true.
     world.change(
         |world| &mut world.pods,
