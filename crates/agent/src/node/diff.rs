@@ -160,7 +160,7 @@ impl Decision {
 fn manual_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
-        "MIG mode is {is}, and this agent must not change it (--mig-mode never). When no program uses the GPU, run nvidia-smi -i {} -mig {flag}",
+        "MIG mode is {is}, and this agent must not change MIG mode (--mig-mode never). When no program uses the GPU, run nvidia-smi -i {} -mig {flag}",
         gpu.pci
     )
 }

@@ -139,14 +139,14 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
             seen.registrations.iter().filter(|r| r.request.resource_name == resource).count(),
         )
     };
-    assert_eq!(lists(&after, MIG_3G), lists(&before, MIG_3G), "its stream sent no list");
-    assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "nor did that of the other GPU");
-    machine.wait_until("the end of the daemon", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    assert_eq!(lists(&after, MIG_3G), lists(&before, MIG_3G), "the GPU's stream sent no list");
+    assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "the other GPU's stream sent no list");
+    machine.wait_until("the daemon exits", || machine.host_status()?.daemons.is_empty().then_some(())).await;
 
     // The change that would destroy the instance waits for its pod and reports it.
     machine.set_spec("whole", vec![]);
     machine.wait_for_message("in use by ns/train").await;
-    machine.wait_until("the end of the free instances", || (machine.instances(0).len() == 1).then_some(())).await;
+    machine.wait_until("the free instances are destroyed", || (machine.instances(0).len() == 1).then_some(())).await;
     assert!(machine.instances(0).contains(&kept));
     machine.pods.hold(&[]);
     machine.applied("whole").await;
@@ -219,7 +219,7 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
     let uuid = machine.instances(0)[0].1.clone().unwrap();
     let program = OutsideProgram(machine.start_outside_pods(&uuid));
     machine
-        .wait_until("the program", || {
+        .wait_until("the program runs", || {
             machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(())
         })
         .await;

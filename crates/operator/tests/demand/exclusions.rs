@@ -144,8 +144,12 @@ fn a_gpu_that_is_lost_keeps_its_spec() {
     world.settle();
     let before = world.object("n1").spec.clone();
     let gpu = &mut world.status("n1").gpus[0];
-    gpu.health =
-        Health { healthy: false, reason: "GpuLost".into(), message: "it fell off the bus".into(), ..Health::default() };
+    gpu.health = Health {
+        healthy: false,
+        reason: "GpuLost".into(),
+        message: "the GPU fell off the bus".into(),
+        ..Health::default()
+    };
     gpu.slices.clear();
     gpu.allocations.clear();
     for _ in 0..3 {

@@ -83,7 +83,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     world.apply();
     world.now += Duration::from_secs(4);
     world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "the backoff lasts");
+    assert_eq!(world.written(), [] as [&str; 0], "the backoff has not ended");
     // During the backoff, a pod can use the GPU's present slices.
     world.pod("whole", WHOLE, 1);
     let (_, outcome) = world.pass();
@@ -91,7 +91,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     world.end("whole");
     world.now += Duration::from_secs(1);
     world.pass();
-    assert_eq!(world.written(), ["n1"], "it retries");
+    assert_eq!(world.written(), ["n1"], "the operator retries");
     fail(&mut world);
     world.pass();
     world.apply();
@@ -215,7 +215,7 @@ fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     world.pod("whole", WHOLE, 1);
     world.pod("mig", SMALL, 1);
     let (_, outcome) = world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "its slice would be removed");
+    assert_eq!(world.written(), [] as [&str; 0], "the pod's slice would be removed");
     assert_waits(&outcome, "whole", Reason::NoRoom, "");
     // No other pod gets that slice.
     world.pod("two", TEN, 1);

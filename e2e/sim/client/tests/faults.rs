@@ -135,7 +135,7 @@ fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
         let client = node.busy(kernel_ms);
         let pid = client.pid();
         client.kill(Signal::KILL);
-        until("the server has noticed", || !node.client_list(server).contains(&pid));
+        until("the server no longer lists the client", || !node.client_list(server).contains(&pid));
     };
     die("0.1");
     (0..11).for_each(|_| die("10"));
@@ -149,7 +149,7 @@ fn a_death_without_neighbours_breaks_a_later_client() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     node.busy("1000").kill(Signal::KILL);
-    until("the server has noticed", || node.client_list(server).is_empty());
+    until("the server no longer lists the client", || node.client_list(server).is_empty());
     assert_eq!(node.ask(&format!("get_server_status {server}")), "ACTIVE\n");
     let mut later = node.running(&["--kernel-ms", "1", "--busy", "forever"]);
     assert_eq!(later.error(), 700);
@@ -164,7 +164,7 @@ fn a_terminated_or_orderly_client_breaks_no_neighbour() {
     assert_eq!(node.ask(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
     assert_eq!(terminated.error(), 810);
     assert_eq!(terminated.wait().code(), Some(810 - 3 * 256));
-    until("it has disconnected", || node.client_list(server) == [neighbour.pid()]);
+    until("the client has disconnected", || node.client_list(server) == [neighbour.pid()]);
     let lingering = node.busy_with("1000", &["--linger", "forever"]);
     let terminate = format!("terminate_client {server} {}", lingering.pid());
     assert_eq!((node.ask(&terminate).as_str(), node.ask(&terminate).as_str()), ("0\n", "201\n"));
@@ -228,7 +228,7 @@ fn a_directory_has_one_daemon_even_in_the_background() {
     let pid: u32 = std::fs::read_to_string(node.socket("nvidia-cuda-mps-control.pid")).unwrap().parse().unwrap();
     let quit = started(node.control().arg("quit"));
     assert!(quit.status.success(), "{quit:?}");
-    until("the daemon is gone", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
+    until("the daemon has exited", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
     let nobody = started(node.control().arg("get_server_list"));
     assert!(String::from_utf8_lossy(&nobody.stderr).contains("Cannot find MPS control daemon process"));
 }
@@ -302,7 +302,7 @@ fn a_lost_gpu_ends_the_server_and_its_clients() {
     let mut client = node.running(&["--hold", "forever"]);
     node.lose_gpu();
     assert_eq!(client.error(), 806);
-    until("the server has ended", || node.ask("get_server_list").is_empty());
+    until("the server has exited", || node.ask("get_server_list").is_empty());
     assert_eq!(node.first_line(&[])["error"], 100);
 }
 
@@ -326,10 +326,10 @@ fn processes_of_one_program_are_separate_clients() {
     assert_eq!(node.client_list(server).len(), 5);
     all.signal(Signal::TERM);
     assert_eq!(all.wait().code(), Some(0));
-    until("all have disconnected", || node.client_list(server).is_empty());
+    until("all clients have disconnected", || node.client_list(server).is_empty());
     let mut killed = node.client(&["--processes", "2", "--hold", "forever"]);
     (0..2).for_each(|_| assert_eq!(killed.line()["viaMps"], true));
     killed.signal(Signal::KILL);
     killed.wait();
-    until("all have disconnected", || node.client_list(server).is_empty());
+    until("all clients have disconnected", || node.client_list(server).is_empty());
 }

@@ -169,7 +169,7 @@ fn jumps_of_the_clock_lose_no_share_reservation_or_grace_and_restart_nothing() -
         let deleted = Instant::now();
         cluster.delete(&scope.pod_path(&leaving), Some(GRACE))?;
         clocks.set(off)?;
-        wait_until("its client is terminated", || Ok(clients(&scope, &leaving)? == 0))?;
+        wait_until("the pod's client is terminated", || Ok(clients(&scope, &leaving)? == 0))?;
         let took = deleted.elapsed();
         ensure!(
             took >= Duration::from_secs(6),

@@ -43,7 +43,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
     assert_eq!(
         released(&reconcile(&mut Gatekeeper::default(), &world, 2)),
         [],
-        "the same for an operator that takes over"
+        "an operator that takes over decides the same"
     );
     // Anti-affinity of one pod also excludes other pods that have no rules.
     let world = world.pod("plain", 2);

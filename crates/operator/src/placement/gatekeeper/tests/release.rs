@@ -145,7 +145,7 @@ fn a_pod_whose_release_is_always_refused_reserves_nothing_and_reports_the_reason
         keeper.release_failed("team/b");
         delays.push(delay.as_secs());
         second += delay.as_secs();
-        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "held")], "the delay is over");
+        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "held")], "the delay has ended");
         keeper.release_refused("team/a", "no", at(second).up);
     }
     assert_eq!(delays, [1, 2, 4, 8, 16, 32, 60, 60]);

@@ -164,7 +164,7 @@ fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
         assert!(keeper.ledger().unwrap().claim("team/a").is_some());
     }
     let actions = reconcile(&mut Gatekeeper::default(), &world, 4 * RESERVATION.as_secs());
-    assert_eq!(actions.rescue.recreate, [], "the same for an operator that starts then");
+    assert_eq!(actions.rescue.recreate, [], "an operator that starts later decides the same");
     // Other pods do not get its shares.
     let full = world.clone().pod("b", 9);
     assert_eq!(released(&reconcile(&mut keeper, &full, 4 * RESERVATION.as_secs())), []);
@@ -189,7 +189,7 @@ fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
     assert_eq!(
         reconcile(&mut Gatekeeper::default(), &world, RESERVATION.as_secs()).rescue.recreate.len(),
         1,
-        "the same for a new operator"
+        "a new operator decides the same"
     );
     let (mut world, mut keeper) = released_to_n1(false);
     refuse(&mut world, "team/a");
@@ -295,7 +295,7 @@ fn a_temporary_obstacle_when_a_reservation_ends_strands_no_pod() {
     assert_eq!((rescue.recreate, rescue.advise), (vec![], vec![]));
     untaint(&mut world);
     reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1);
-    assert!(keeper.ledger().unwrap().claim("team/a").is_some(), "its shares are still reserved");
+    assert!(keeper.ledger().unwrap().claim("team/a").is_some(), "the pod's shares are still reserved");
 }
 
 #[test]
