@@ -66,7 +66,7 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
     reason(
         "NamedInGpuFault",
         "The MPS server's log names the pod's program in a fault. The log often names a neighbour of the cause.",
-        "Look for errors of the program.",
+        "Check the program for errors.",
     ),
     reason("BrokenByGpuFault", "A fault of a neighbour's program broke the pod's program.", "Restart the program."),
     reason(

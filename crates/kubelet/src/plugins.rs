@@ -245,7 +245,7 @@ impl Manager {
             if *self.run.borrow() != Run::Serve {
                 break;
             }
-            tracing::warn!(directory = %self.directory.path().display(), "device plugin directory was replaced; restarting in the new one");
+            tracing::warn!(directory = %self.directory.path().display(), "device plugin directory was replaced; restarting in the new directory");
         }
     }
 

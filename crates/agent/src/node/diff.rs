@@ -66,7 +66,7 @@ pub fn decide(
             },
             None | Some([]) => target_layout(None, gpu, was_mig),
             Some([one]) => target_layout(Some(one), gpu, was_mig),
-            Some(_) => Err("the spec names this GPU twice".into()),
+            Some(_) => Err("the spec lists the GPU twice".into()),
         };
         match target {
             Ok(wanted) => decision.plan_gpu(gpu, before, wanted, usage, rules),
@@ -173,7 +173,7 @@ fn describe(layout: &Layout) -> String {
     }
     let parts: Vec<String> = counts.iter().map(|(resource, count)| format!("{count} {resource}")).collect();
     match parts.as_slice() {
-        [] => "serve nothing".into(),
+        [] => "serve no slices".into(),
         parts => format!("serve {}", parts.join(", ")),
     }
 }

@@ -130,7 +130,7 @@ impl View<'_> {
             let elsewhere = nodes.iter().any(|node| !totals(node).is_empty());
             return Some(if elsewhere {
                 format!(
-                    "{resource} is offered only on nodes that refuse the pod. A SharingPolicy can offer it on others."
+                    "{resource} is offered only on nodes that refuse the pod. A SharingPolicy can offer it on other nodes."
                 )
             } else {
                 format!("No GPU offers {resource}. A SharingPolicy can offer it.")
@@ -140,8 +140,7 @@ impl View<'_> {
         let most = of_resource.map(|ask| ask.units.get()).max().unwrap_or(0);
         (most > largest).then(|| {
             format!(
-                "A container requests {most} {resource} of one GPU, and the largest has {largest}. Request at most \
-                 {largest}, or apply a SharingPolicy that offers more of them on each GPU."
+                "A container requests {most} {resource} of one GPU, and the largest GPU has {largest}. Request at most {largest}, or apply a SharingPolicy that offers more on each GPU."
             )
         })
     }

@@ -57,7 +57,7 @@ pub(crate) enum DaemonError {
     Prepare { path: PathBuf, source: io::Error },
     #[error("the MPS control daemon exited with {exit}{}", after_colon(.last_line))]
     Exited { exit: Exit, last_line: String },
-    #[error("the MPS server stayed in FAULT: its daemon was replaced and exited with {0}")]
+    #[error("the MPS server stayed in FAULT: the MPS daemon was replaced and exited with {0}")]
     StuckInFault(Exit),
     #[error("{0}")]
     Control(#[from] ControlError),
@@ -125,7 +125,7 @@ pub(crate) enum ComputeModeError {
 pub(crate) enum TerminateError {
     #[error("no MPS daemon is running for {0}")]
     NoDaemon(String),
-    #[error("client {0} is stopped (SIGSTOP or a debugger): MPS would hang until it continues")]
+    #[error("client {0} is stopped (SIGSTOP or a debugger): MPS would hang until the client continues")]
     ClientStopped(u32),
     #[error("the MPS daemon is busy")]
     Busy,

@@ -244,7 +244,7 @@ impl Gate {
                     publish(&self.context.recorder, &events::preempted(preemptor), &events::of_pod(pod, uid)).await;
                 }
                 Evicted::Protected(message) => {
-                    tracing::info!(pod, preemptor, message, "a disruption budget protects a pod");
+                    tracing::info!(pod, preemptor, message, "a disruption budget prevented an eviction");
                     self.keeper.protect(pod, up);
                     // Reconcile again, because other pods may make room instead.
                     self.wake.notify_one();
@@ -287,7 +287,7 @@ impl Gate {
             }
             Evicted::Gone => {}
             Evicted::Protected(why) => {
-                tracing::info!(pod, why, "a disruption budget protects a stranded pod");
+                tracing::info!(pod, why, "a disruption budget prevented the eviction of a stranded pod");
                 self.keeper.eviction_failed(uid, self.started.elapsed());
             }
             Evicted::Failed(error) => {

@@ -39,7 +39,7 @@ impl Tenants {
                 events::expelled(node, message)
             }
             Evicted::Protected(why) => {
-                tracing::info!(pod, node, why, "a disruption budget protects a pod that exceeded its limits");
+                tracing::info!(pod, node, why, "a disruption budget prevented the eviction of a pod that exceeded its limits");
                 if !self.protected.insert(uid.clone()) {
                     return;
                 }

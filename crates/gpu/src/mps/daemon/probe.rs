@@ -75,7 +75,7 @@ impl Device {
             None => {
                 // Its doors are closed, so clients can no longer connect. Running clients may
                 // finish.
-                let message = format!("no longer desired, waiting for clients to exit: {clients}");
+                let message = format!("the daemon is no longer desired; waiting for clients to exit: {clients}");
                 self.set_state(DaemonState::Stopping, Some(&message));
                 None
             }

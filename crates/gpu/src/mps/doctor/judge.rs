@@ -302,7 +302,7 @@ fn clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let by_nvml = Check {
         name: "nvml",
         expected: "NVML lists MPS clients, marked as such",
-        impact: "pods that bypass MPS or exceed their memory are not found",
+        impact: "pods that bypass MPS or exceed their memory are not detected",
     };
     let ended = Check {
         name: "terminate",
