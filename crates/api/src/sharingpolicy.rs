@@ -93,7 +93,7 @@ pub struct SharingPolicySpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "labels")]
     #[x_kube(validation = Rule::new("size(self) > 0")
-        .message("nodeSelector is empty: leave it out to select every node, or name a label"))]
+        .message("nodeSelector is empty: omit it to select every node, or name a label"))]
     pub node_selector: Option<BTreeMap<String, String>>,
     /// GPUs of the selected nodes. Default: every GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -139,7 +139,7 @@ fn labels(_: &mut SchemaGenerator) -> Schema {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(has(self.models) && size(self.models) > 0) || (has(self.uuids) && size(self.uuids) > 0) || (has(self.indices) && size(self.indices) > 0)")
-    .message("gpus selects nothing: leave it out to select every GPU, or set models, uuids or indices"))]
+    .message("gpus selects nothing: omit it to select every GPU, or set models, uuids or indices"))]
 pub struct GpuSelector {
     /// Product names as NVML reports them, or parts of them between word boundaries, such as `A100`
     /// or `NVIDIA H200`.
@@ -185,7 +185,7 @@ pub enum Mode {
     validation = Rule::new("!(has(self.units) && has(self.unitMemory))")
         .message("set units (how many shares each GPU has) or unitMemory (how large a share is), not both"),
     validation = Rule::new("!(has(self.sizes) && self.sizes == 'Dynamic') || !(has(self.units) || has(self.unitMemory))")
-        .message("sizes: Dynamic creates slices as pods request them: leave units and unitMemory out")
+        .message("sizes: Dynamic creates slices as pods request them: omit units and unitMemory")
 )]
 pub struct Mps {
     /// Number of shares of each GPU, 1 to 48. Mutually exclusive with `unitMemory`.
@@ -332,7 +332,7 @@ pub struct Mig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16), inner(length(max = 32)))]
     #[x_kube(validation = Rule::new("size(self) > 0")
-        .message("layout is empty: leave it out to partition GPUs as pods request, or name a profile"))]
+        .message("layout is empty: omit it to partition GPUs as pods request, or name a profile"))]
     #[x_kube(validation = Rule::new("size(self) <= 8")
         .message("layout names more than 8 profiles: no GPU can have that many MIG instances"))]
     #[x_kube(validation = Rule::new(r"self.all(profile, profile.matches('^[1-9]g\\.[1-9][0-9]{0,2}gb([+-](me|gfx|me\\.all))?$'))")

@@ -63,7 +63,7 @@ impl View<'_> {
         }
         let deleted = pod.metadata.deletion_timestamp.is_some();
         if let Some(node) = pod.node() {
-            let deleted = if deleted { " It is being deleted, and keeps its GPUs until it is gone." } else { "" };
+            let deleted = if deleted { " It is being deleted, and its GPUs stay allocated until its containers exit." } else { "" };
             return verdict(State::Bound, format!("The pod is on node {node}.{deleted}"));
         }
         if deleted {
