@@ -71,7 +71,7 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
     reason("BrokenByGpuFault", "A fault of a neighbour's program broke the pod's program.", "Restart the program."),
     reason(
         "EndedInGpuFault",
-        "The MPS host stopped the pod's program (SIGTERM, then SIGKILL) because it kept the GPU's MPS server in state FAULT.",
+        "The MPS host stopped the pod's program (SIGTERM, then SIGKILL) because the program kept the GPU's MPS server in state FAULT.",
         "Let the program exit on CUDA errors.",
     ),
 ];
@@ -139,13 +139,13 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("Overridden", "More specific or older policies apply to its GPUs.", "Change one of the policies."),
     reason("AgentNotReporting", "No agent has reported the node's GPUs.", "Check the agent's pod on the node."),
     reason("Applying", "The node's GPUs are being repartitioned.", "Wait."),
-    reason("WaitingForPods", "Pods use slices that would change. The message names them.", "Wait, or drain the GPU."),
+    reason("WaitingForPods", "Pods use slices that would change. The message names the pods.", "Wait, or drain the GPU."),
     reason("ApplyRefused", "The agent refused the change.", "Read the message."),
     reason("ApplyFailed", "The change failed on the node.", "Read the message."),
     reason("LeftOut", "Plans exclude a node or a GPU.", "Read the message."),
     reason(
         "GpuUnhealthy",
-        "The GPU or its MPS daemon cannot serve.",
+        "The GPU or its MPS daemon cannot serve slices.",
         "See [Handle failing GPUs](../how-to/failing-gpus.md).",
     ),
 ];

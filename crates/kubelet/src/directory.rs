@@ -37,7 +37,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 pub enum DirectoryError {
     /// The path is too long for the address of a unix socket.
     #[error(
-        "{directory} is too long: with a socket's name it has {length} bytes, and a unix socket's path may have {MAX_SOCKET_PATH}"
+        "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH}"
     )]
     TooLong {
         /// The directory.

@@ -186,7 +186,7 @@ impl ReportedFault {
             warning: true,
             reason: "GpuFault",
             note: format!(
-                "{device}: {}. It broke {}.",
+                "{device}: {}. The fault broke {}.",
                 cause_for_node(culprit, named, self.fault.killed),
                 affected_programs(&others, unknown)
             ),
@@ -477,7 +477,7 @@ mod tests {
         let report = test.update(&view(7, Some(fault(2, Some(0), 2))));
         assert_eq!(events(&report).len(), 1);
         assert!(events(&report)[0].2.contains(
-            "process 100 of no known pod, but it often names a neighbour. It broke 2 programs of unknown pods"
+            "process 100 of no known pod, but it often names a neighbour. The fault broke 2 programs of unknown pods"
         ));
     }
 

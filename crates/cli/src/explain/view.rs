@@ -74,7 +74,7 @@ impl View<'_> {
         if !others.is_empty() {
             let others = others.join(", ");
             let message =
-                format!("The pod waits for {others}. Cleave places it when its own gate is the only one left.");
+                format!("The pod waits for {others}. Cleave places the pod when the placement gate is the only remaining gate.");
             return verdict(State::OtherGate, message);
         }
         if pod.spec.scheduling_gates.is_empty() { self.released_verdict() } else { self.gated_verdict() }

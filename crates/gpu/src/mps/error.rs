@@ -104,13 +104,13 @@ impl std::fmt::Display for LastSeen {
 /// Why a compute mode was not set.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ComputeModeError {
-    #[error("cannot start the process that sets it: {0}")]
+    #[error("cannot start the child process: {0}")]
     Spawn(io::Error),
-    #[error("cannot read the output of the process that sets it: {0}")]
+    #[error("cannot read the output of the child process: {0}")]
     Output(io::Error),
     #[error("{output} ({exit})")]
     Failed { output: String, exit: Exit },
-    #[error("the process that sets it printed no compute mode: {0:?}")]
+    #[error("the child process printed no compute mode: {0:?}")]
     UnknownOutput(String),
     #[error("NVML did not answer within {} s", .after.as_secs())]
     Timeout { after: Duration },
