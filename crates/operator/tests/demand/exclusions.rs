@@ -30,7 +30,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     assert!(outcome.excluded_nodes[&unreachable].contains("did not read the GpuNode spec within 30 s"));
     let (reason, message, _) = world.ready(&plan);
     assert_eq!(reason, "LeftOut");
-    assert!(message.contains(&format!("{unreachable} is excluded from plans: its agent did not read")), "{message}");
+    assert!(message.contains(&format!("{unreachable} is excluded from plans: the agent did not read")), "{message}");
     world.apply_on(other);
     // The agent applies the spec, and plans include the node again with its new partition.
     world.apply();
