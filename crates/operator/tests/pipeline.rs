@@ -339,7 +339,7 @@ fn a_policy_that_matches_nothing_reports_what_exists() {
         "Accepted",
         "False",
         "GpuTooSmall",
-        "GPU 0 of n1: it has 22906 MiB for shares, and one share needs 40960 MiB",
+        "GPU 0 of n1: the GPU has 22906 MiB for shares, and one share needs 40960 MiB",
     );
     assert!(world.plan().nodes["n1"].gpus[0].partition.whole.is_some());
 }
