@@ -29,7 +29,7 @@ use_release() {
   release=$(dirname "$checksums")
   release_version=${release##*/release-}
   say "Using release $release_version from ${release#"$root"/}"
-  (cd "$release" && sha256sum --check --quiet SHA256SUMS) || die "$release is not as it was built: run make release again"
+  (cd "$release" && sha256sum --check --quiet SHA256SUMS) || die "$release has changed since it was built: run make release again"
   chart=$release/cleave-$release_version.tgz
   mkdir -p "$demo_dir"
   tar -xzf "$release/cleave-$release_version-linux-amd64.tar.gz" -C "$demo_dir"

@@ -74,7 +74,11 @@ impl Allocator {
         }
         self.metrics.count_wait(false);
         self.table().pending.wait_timed_out();
-        tracing::info!(resource, units, "no known pod has a request of this size; allocating without a reservation");
+        tracing::info!(
+            resource,
+            units,
+            "no known pod requests this number of slices; allocating without a reservation"
+        );
     }
 
     /// Locks the table. Drop the guard before any await and any I/O.
@@ -108,7 +112,7 @@ impl Allocator {
         let Denied::Split(sentence) = denied else { return };
         self.metrics.count_split_request(resource);
         if table.events.len() < MAX_EVENTS {
-            let note = format!("a pod was refused: {sentence}");
+            let note = format!("a pod was rejected: {sentence}");
             table.events.push(NodeEvent { warning: true, reason: "SharesSplit", note, regarding: None, related: None });
         }
         self.allocated.notify_one();
@@ -138,7 +142,10 @@ impl Allocator {
             let end = Instant::now() + READY_TIMEOUT;
             while !cdi::describes(folder, &allocation.devices) {
                 if Instant::now() > end {
-                    return Err(format!("{} are not in the CDI specification yet", allocation.devices.join(", ")));
+                    return Err(format!(
+                        "the CDI specification does not contain {} yet",
+                        allocation.devices.join(", ")
+                    ));
                 }
                 tokio::time::sleep(CDI_POLL_INTERVAL).await;
             }

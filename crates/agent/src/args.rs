@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::gpu::health::DEFAULT_QUIET_PERIOD;
 use crate::termination::shutdown::Period;
 
-/// Serves this node's GPUs to the kubelet, and keeps them as the node's `GpuNode` specifies.
+/// Serve this node's GPUs to the kubelet, and apply its GpuNode.
 #[derive(Debug, Clone, clap::Args)]
 pub struct AgentArgs {
     /// Name of this node, and of its `GpuNode`.
@@ -18,7 +18,7 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub run_dir: PathBuf,
 
-    /// Directory on the host's disk for the checkpoint. It has to survive a reboot.
+    /// Directory on the host's disk for the checkpoint. It must survive a reboot.
     #[arg(long, env = "CLEAVE_STATE_DIR", value_name = "DIR", default_value = "/var/lib/cleave")]
     pub state_dir: PathBuf,
 
@@ -47,18 +47,18 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
     pub nvml_library: Option<PathBuf>,
 
-    /// Path of the host's root file system in this process. The driver and its device nodes are
-    /// searched below it.
+    /// Path of the host's root file system in this process. The agent searches for the driver and
+    /// its device nodes below this path.
     #[arg(long, env = "CLEAVE_HOST_ROOT", value_name = "DIR", default_value = "/")]
     pub host_root: PathBuf,
 
     /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`.
-    /// It is mounted read-only at `--container-driver-root` in each container that gets a GPU. By
-    /// default nothing is mounted.
+    /// The directory is mounted read-only at `--container-driver-root` in each container that gets
+    /// a GPU. By default nothing is mounted.
     #[arg(long, env = "CLEAVE_DRIVER_ROOT", value_name = "HOST_DIR")]
     pub driver_root: Option<PathBuf>,
 
-    /// Where containers see the directory of `--driver-root`.
+    /// Mount path of the directory of `--driver-root` in containers.
     #[arg(long, env = "CLEAVE_CONTAINER_DRIVER_ROOT", value_name = "DIR", default_value = "/usr/local/nvidia")]
     pub container_driver_root: PathBuf,
 
@@ -83,8 +83,8 @@ pub struct AgentArgs {
     #[arg(long = "container-env", value_name = "NAME=VALUE")]
     pub container_envs: Vec<EnvArg>,
 
-    /// Whether the agent changes the MIG mode of unused GPUs as the `GpuNode` specifies. MIG
-    /// instances are created and destroyed in both cases.
+    /// Whether the agent changes the MIG mode of unused GPUs as the `GpuNode` specifies. The agent
+    /// creates and destroys MIG instances with either setting.
     #[arg(long, env = "CLEAVE_MIG_MODE", value_enum, default_value_t = MigMode::Manage)]
     pub mig_mode: MigMode,
 
@@ -94,8 +94,8 @@ pub struct AgentArgs {
     pub ignore_xids: Vec<u64>,
 
     /// Seconds without a further error after which a suspect GPU can be healthy again, once NVML
-    /// answers. If too short, a GPU that fails under load is offered again between failures. If too
-    /// long, a single error costs capacity for longer.
+    /// answers. If the time is too short, a GPU that fails under load serves slices between
+    /// failures. If it is too long, a single error costs capacity for longer.
     #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = DEFAULT_QUIET_PERIOD.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub suspect_quiet: u64,
 

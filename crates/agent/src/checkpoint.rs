@@ -70,13 +70,13 @@ pub enum CheckpointError {
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
     /// The content does not have the form of a checkpoint.
-    #[error("it is damaged")]
+    #[error("the file is damaged")]
     Damaged(#[source] serde_json::Error),
     /// Another version of the agent wrote it.
-    #[error("it has version {0}; this agent reads {FORMAT_VERSION}")]
+    #[error("the file has version {0}; this agent reads version {FORMAT_VERSION}")]
     Version(u32),
     /// A value is impossible, for this reason.
-    #[error("it is damaged: {0}")]
+    #[error("the file is damaged: {0}")]
     Invalid(String),
 }
 
@@ -242,7 +242,7 @@ mod tests {
         let store = Store::new(directory.path());
         store.save(br#"{"version": 2, "layouts": "of another shape"}"#).unwrap();
         let error = store.load().unwrap_err();
-        assert!(error.to_string().ends_with("has version 2; this agent reads 1"), "{error}");
+        assert!(error.to_string().ends_with("has version 2; this agent reads version 1"), "{error}");
         let aside = store.move_aside().unwrap();
         assert!(store.load().unwrap().is_none());
         assert!(fs::read_to_string(aside).unwrap().contains("another shape"));

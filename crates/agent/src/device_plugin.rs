@@ -139,7 +139,7 @@ impl Resource for Served {
                     resource = self.resource,
                     allocation = allocation.id(),
                     why,
-                    "a container's start waits"
+                    "delaying a container's start"
                 );
                 Refusal::NotReady(format!("{}: {why}", self.resource))
             })?;

@@ -144,11 +144,15 @@ struct Tenants {
 
 impl Tenants {
     fn register(&self, registry: &mut Registry) {
-        let memory = "Memory of a shared GPU that a container's processes use, by NVML";
+        let memory = "Memory that a container's processes use on a shared GPU, as NVML reports it";
         registry.register("memory_bytes", memory, self.memory.clone());
-        let limit = "Memory limit of a container's shares of a GPU";
+        let limit = "Memory limit of a container's shares on a GPU";
         registry.register("memory_limit_bytes", limit, self.limit.clone());
-        registry.register("findings", "Findings of tenants that left their shares, by kind", self.findings.clone());
+        registry.register(
+            "findings",
+            "Findings about tenants that exceeded their limits, by kind",
+            self.findings.clone(),
+        );
     }
 }
 
@@ -168,9 +172,9 @@ impl Metrics {
         );
         let waits = "GetPreferredAllocation calls that waited for the API server to report the pod";
         registry.register("pod_waits", waits, metrics.waits.clone());
-        registry.register("slices", "Slices listed to the kubelet", metrics.total.clone());
+        registry.register("slices", "Slices advertised to the kubelet", metrics.total.clone());
         registry.register("slices_in_use", "Slices in use by containers", metrics.in_use.clone());
-        registry.register("slices_unhealthy", "Slices listed as Unhealthy", metrics.unhealthy.clone());
+        registry.register("slices_unhealthy", "Slices reported to the kubelet as Unhealthy", metrics.unhealthy.clone());
         registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
@@ -186,7 +190,7 @@ impl Metrics {
         let terminations =
             "Terminations of MPS clients of terminating pods: done, failed attempts, and clients that were too late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
-        registry.register("errors", "Failed operations, by kind; they are retried", metrics.errors.clone());
+        registry.register("errors", "Failed operations that are retried, by kind", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;
         metrics
     }

@@ -69,7 +69,7 @@ async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
         assert!(refusal.message().contains(expected), "{refusal:?}");
     }
     machine.kubelet.allocate(MPS, &[&a]).await.unwrap();
-    machine.wait_until("the event", || (machine.events() == ["SharesSplit"]).then_some(())).await;
+    machine.wait_until("the Event is published", || (machine.events() == ["SharesSplit"]).then_some(())).await;
 }
 
 #[tokio::test]
@@ -120,16 +120,16 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
     machine.pods.set_devices(&[]);
     let after = machine.wait_for_healthy(MPS, 10).await;
     machine.wait_for_status("applied", |status| status.plan_id == "second").await;
-    assert_eq!(after.registrations.len(), before.registrations.len(), "no resource was registered again");
+    assert_eq!(after.registrations.len(), before.registrations.len(), "no resource is registered twice");
     // The stream of the removed resource ends, and the stream of the new resource starts.
     machine.set_spec("third", vec![]);
     machine.wait_for_healthy(WHOLE, 2).await;
     machine
-        .wait_for_view("the end of the shares", |seen| {
+        .wait_for_view("the shares disappear", |seen| {
             seen.endpoints.get(MPS).is_none_or(|endpoint| !endpoint.connected)
         })
         .await;
-    machine.wait_until("the end of the daemons", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    machine.wait_until("the daemons exit", || machine.host_status()?.daemons.is_empty().then_some(())).await;
     let show = machine.simgpu(&["show"]);
     assert!(!show.contains("Exclusive"), "the compute mode was restored: {show}");
 }
@@ -147,14 +147,14 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
     let daemon = machine.host_status().unwrap().daemons[&uuid].pid;
     let desired = machine.desired().unwrap();
     machine
-        .wait_until("the checkpoint", || {
+        .wait_until("the checkpoint is written", || {
             fs::read_to_string(machine.path("state/agent.json")).ok()?.contains(&used[0]).then_some(())
         })
         .await;
 
     for checkpoint_state in ["intact", "damaged", "of a newer version", "missing"] {
         machine.kill_agent();
-        machine.wait_for_view("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
+        machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS].connected).await;
         let checkpoint = machine.path("state/agent.json");
         match checkpoint_state {
             "damaged" => fs::write(&checkpoint, "{\"version\":1,").unwrap(),
@@ -205,21 +205,21 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
         let text = fs::read_to_string(machine.path("state/agent.json")).ok()?;
         parts.iter().all(|part| text.contains(part)).then_some(())
     };
-    machine.wait_until("the checkpoint", || known(&[&used[0], "\"xid\":119"])).await;
+    machine.wait_until("the checkpoint is written", || known(&[&used[0], "\"xid\":119"])).await;
     let desired = machine.desired().unwrap();
 
     machine.reboot();
-    machine.wait_for_view("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
+    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS].connected).await;
     machine.start_agent_without_api_server();
     let all = |seen: &cleave_kubelet::fake::FakeKubeletState| {
         let endpoint = &seen.endpoints[MPS];
         endpoint.connected && endpoint.devices.len() == 20
     };
-    machine.wait_for_view("the shares of before", all).await;
+    machine.wait_for_view("the allocated shares are the same", all).await;
     machine.start_host();
     // The reboot has cleared the fault.
     machine.wait_for_healthy(MPS, 20).await;
-    assert_eq!(machine.desired().unwrap(), desired, "the same daemons and doors");
+    assert_eq!(machine.desired().unwrap(), desired, "the daemons and doors are the same");
     // The kubelet restarts a container with its response from before the reboot. It calls only
     // PreStartContainer.
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
@@ -276,11 +276,11 @@ async fn the_supervisor_restarts_a_killed_agent() {
         let registered = |seen: &cleave_kubelet::fake::FakeKubeletState| {
             seen.registrations.len() > before && seen.endpoints[MPS].connected
         };
-        machine.wait_for_view("another registration", registered).await;
+        machine.wait_for_view("the agent registers again", registered).await;
         assert_ne!(machine.supervised_pid(), Some(agent));
     }
     machine.wait_for_healthy(MPS, 10).await;
-    assert!(machine.stop_agent().success(), "on SIGTERM it ends without an error");
+    assert!(machine.stop_agent().success(), "the agent exits without an error on SIGTERM");
 }
 
 #[tokio::test]
@@ -294,16 +294,18 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
     machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
     kill_pid(pid);
     machine
-        .wait_for_status("the absence of the daemon", |status| {
-            status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active")
-        })
+        .wait_for_status("no daemon runs", |status| status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active"))
         .await;
     let share = ids(&uuid, [0]);
     machine.pods.set_devices(&[container_devices("p", MPS, &share)]);
     machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
-    machine.wait_until("a new daemon", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(())).await;
-    machine.wait_until("the events", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(())).await;
+    machine
+        .wait_until("a new daemon starts", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(()))
+        .await;
+    machine
+        .wait_until("the Events are published", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(()))
+        .await;
     assert_eq!(machine.kubelet.state().borrow().endpoints[MPS].lists, lists, "the kubelet got no new list");
 
     machine.kill_host();
@@ -321,14 +323,15 @@ async fn a_container_starts_only_after_its_door_is_open() {
     machine.kill_host();
     let id = format!("{}::0", machine.uuids[0]);
     machine.kubelet.allocate(MPS, &[&id]).await.unwrap();
-    let allocation =
-        machine.wait_until("the allocation", || machine.desired()?.allocations.keys().next().cloned()).await;
+    let allocation = machine
+        .wait_until("the allocation is recorded", || machine.desired()?.allocations.keys().next().cloned())
+        .await;
     let ids = [id.as_str()];
     let mut start = Box::pin(machine.kubelet.pre_start(MPS, &ids));
     let door = machine.path("run/alloc").join(&allocation).join("control");
     tokio::select! {
         early = &mut start => panic!("without an MPS host: {early:?}"),
-        () = machine.wait_until("the directory", || door.parent()?.is_dir().then_some(())) => {}
+        () = machine.wait_until("the directory exists", || door.parent()?.is_dir().then_some(())) => {}
     }
     drop(start);
     machine.start_host();
@@ -348,7 +351,7 @@ async fn an_allocation_without_a_pod_is_removed_with_its_directory() {
     }
     let directories = || Some(fs::read_dir(machine.path("run/alloc")).ok()?.count());
     assert_eq!(directories(), Some(2));
-    machine.wait_until("one directory", || (directories()? == 1).then_some(())).await;
+    machine.wait_until("exactly one directory exists", || (directories()? == 1).then_some(())).await;
     assert_eq!(machine.desired().unwrap().allocations.len(), 1);
     machine.kubelet.pre_start(MPS, &[&kept]).await.unwrap();
 }
@@ -367,7 +370,9 @@ async fn a_lost_gpu_affects_no_others_and_recovers() {
     machine.kubelet.allocate(WHOLE, &[&format!("{}::0", machine.uuids[2])]).await.unwrap();
     machine.simgpu(&["restore", "1"]);
     machine.wait_for_healthy(SLICED, 4).await;
-    machine.wait_until("the events", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(())).await;
+    machine
+        .wait_until("the Events are published", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(()))
+        .await;
 }
 
 #[tokio::test]
@@ -391,7 +396,7 @@ async fn a_hanging_driver_blocks_no_allocations() {
     let id = format!("{}::0", machine.uuids[0]);
     machine.kubelet.allocate(SLICED, &[&id]).await.unwrap();
     machine.kubelet.pre_start(SLICED, &[&id]).await.unwrap();
-    let status = machine.wait_for_status("the hanging driver", |status| !status.gpus[0].health.healthy).await;
+    let status = machine.wait_for_status("the driver hangs", |status| !status.gpus[0].health.healthy).await;
     assert_eq!(status.gpus[0].health.reason, "DriverUnavailable");
     assert!(
         status

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
 
-/// Desired state of the GPUs of the node with the same name. It is complete: the agent makes no
-/// choices.
+/// Desired state of the GPUs of the node with the same name. It is complete: the agent applies it
+/// without further decisions.
 #[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "cleave.dev",
@@ -31,17 +31,12 @@ use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
         json_path = ".status.summary.gpus",
         description = "Number of GPUs of the node"
     ),
-    printcolumn(
-        name = "Model",
-        type_ = "string",
-        json_path = ".status.summary.models",
-        description = "Models of the GPUs"
-    ),
+    printcolumn(name = "Model", type_ = "string", json_path = ".status.summary.models", description = "GPU models"),
     printcolumn(
         name = "Modes",
         type_ = "string",
         json_path = ".status.summary.modes",
-        description = "Modes that the GPUs are served in"
+        description = "Sharing modes of the GPUs"
     ),
     printcolumn(
         name = "Slices",
@@ -67,8 +62,8 @@ use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeSpec {
-    /// Hash of `gpus`. The status repeats it to report which spec the node matches. Empty until the
-    /// operator has seen the node's GPUs and planned them.
+    /// Hash of `gpus`. The status repeats the hash to report which spec the node matches. Empty
+    /// until the operator has planned the node's GPUs.
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub plan_id: String,
@@ -88,10 +83,10 @@ pub struct GpuSpec {
     /// Name of the `SharingPolicy` that this entry comes from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
-    /// What happens to a pod that exceeds its limits.
+    /// What Cleave does with a pod that exceeds its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
-    /// How the GPU is served. Under `mig`, its instances are served and not the GPU itself.
+    /// How the GPU is served. If `mig` is set, the GPU's instances are served instead of the GPU.
     pub partition: Partition,
     /// An administrator cordoned the GPU: its free slices are reported to the kubelet as Unhealthy.
     /// Slices in use are not affected.
@@ -107,7 +102,7 @@ pub struct GpuSpec {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("[has(self.whole), has(self.mps), has(self.timeSlicing), has(self.mig)].filter(given, given).size() == 1")
-    .message("a partition is one of whole, mps, timeSlicing and mig"))]
+    .message("a partition must set exactly one of whole, mps, timeSlicing and mig"))]
 pub struct Partition {
     /// The undivided GPU, as one device of this resource.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -153,14 +148,14 @@ pub struct MpsSlices {
     pub resource: String,
     /// Number of slices. Device ids are `<uuid>::<first>`, `<uuid>::<first + 1>` and so on.
     pub count: u32,
-    /// Number in the first device id. Device ids stay the same when slices of other resources come
-    /// and go.
+    /// Number in the first device id. Device ids do not change when slices of other resources are
+    /// added or removed.
     #[serde(default)]
     pub first: u32,
     /// Memory limit of k slices in MiB, at index k - 1. Empty means no limit.
     ///
-    /// This is a list and not a product, because k of n shares of a GPU are not k times one share
-    /// rounded down.
+    /// The limits are listed and not computed, because the limit of k shares is not k times the
+    /// rounded limit of one share.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memory_mib: Vec<u64>,
     /// Active thread percentage of k slices, at index k - 1. Empty means no limit.
@@ -200,7 +195,7 @@ pub struct MigInstanceSpec {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("[has(self.whole), has(self.mps), has(self.timeSlicing)].filter(given, given).size() == 1")
-    .message("an instance's partition is one of whole, mps and timeSlicing"))]
+    .message("an instance's partition must set exactly one of whole, mps and timeSlicing"))]
 pub struct MigPartition {
     /// The undivided instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -220,7 +215,7 @@ pub struct GpuNodeStatus {
     /// Generation of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// The `spec.planId` that the node matches. Empty if it matches none.
+    /// The `spec.planId` that the node matches. Empty if the node matches none.
     #[serde(default)]
     pub plan_id: String,
     /// Version of the agent.
@@ -235,17 +230,17 @@ pub struct GpuNodeStatus {
     /// Summary of `gpus` for `kubectl get`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub summary: Option<Summary>,
-    /// What all GPUs of one model have in common, by model. It is kept here and not in each GPU,
-    /// because the whole status is written whenever a pod comes or goes.
+    /// Properties of GPU models. They are not repeated for each GPU, because the agent writes the
+    /// whole status whenever a pod starts or ends.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<ModelStatus>,
     /// The GPUs, by index.
     #[serde(default)]
     pub gpus: Vec<GpuStatus>,
-    /// Steps that were done, waited or failed to match the spec, of the last change only.
+    /// Steps of the last change: done, waiting, refused or failed.
     #[serde(default)]
     pub steps: Vec<StepStatus>,
-    /// Tenants that exceeded their limits, the first 32. An empty list means that the agent looked
+    /// The first 32 tenants that exceeded their limits. An empty list means that the agent checked
     /// and found none.
     #[serde(default)]
     #[schemars(length(max = 32))]
@@ -295,7 +290,7 @@ impl GpuNodeStatus {
     }
 }
 
-/// What all GPUs of one model have in common.
+/// Properties of all GPUs of one model.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ModelStatus {
@@ -312,9 +307,9 @@ pub struct ModelStatus {
 pub struct Summary {
     /// Number of GPUs.
     pub gpus: u32,
-    /// Their models without duplicates, in the order of the GPUs' indices.
+    /// GPU models without duplicates, in the order of the GPUs' indices.
     pub models: String,
-    /// The modes that the GPUs are served in: `Mps`, or `Mps=3,Whole=1`.
+    /// Sharing modes of the GPUs: `Mps`, or `Mps=3,Whole=1`.
     pub modes: String,
     /// Slices in use, of those advertised to the kubelet: `7/31`.
     pub slices: String,
@@ -380,7 +375,7 @@ pub struct GpuStatus {
     /// Slices, by device and resource.
     #[serde(default)]
     pub slices: Vec<SliceStatus>,
-    /// Slices that containers hold.
+    /// Slices that are allocated to containers.
     #[serde(default)]
     pub allocations: Vec<AllocationStatus>,
     /// Whether the GPU can serve slices.
@@ -440,7 +435,7 @@ pub struct MigInstanceStatus {
     /// Compute instance id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_instance: Option<u32>,
-    /// Health of this instance, if it alone has a fault.
+    /// Health of this instance, if a fault affects only this instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub health: Option<Health>,
 }
@@ -464,7 +459,8 @@ pub struct SliceStatus {
     pub unhealthy: u32,
 }
 
-/// Slices of one GPU that one container holds, as the kubelet's PodResources API reports them.
+/// Slices of one GPU that are allocated to one container, as the kubelet's PodResources API reports
+/// them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct AllocationStatus {
@@ -487,8 +483,8 @@ pub struct AllocationStatus {
     /// Memory limit of each of the container's processes in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
-    /// Part of the memory limit that each process's CUDA context takes, in MiB. The process can
-    /// allocate the rest. Set only if it was measured for this GPU and driver.
+    /// Part of the memory limit that each process's CUDA context uses, in MiB. The process can
+    /// allocate the rest. Set only if the value was measured for this GPU and driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_mib: Option<u64>,
     /// Number of MPS clients.
@@ -502,9 +498,9 @@ pub struct AllocationStatus {
 pub struct Health {
     /// Whether the GPU can serve.
     pub healthy: bool,
-    /// What makes the GPU healthy again: `Suspect` (a time without further faults and an answer
-    /// from NVML), `NeedsReset` (a reset, or `cleave uncordon`), `Lost` (an answer from NVML).
-    /// Empty if the GPU is healthy, or if another part of the node prevents it from serving.
+    /// What makes the GPU healthy again. `Suspect`: a period without further faults and an answer
+    /// from NVML. `NeedsReset`: a reset, or `cleave uncordon`. `Lost`: an answer from NVML. Empty
+    /// if the GPU is healthy, or if another part of the node prevents the GPU from serving.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
     /// Why the GPU cannot serve: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
@@ -534,13 +530,13 @@ pub struct MpsStatus {
     /// Process id of the control daemon on the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// Hard if the door can set the limits of each allocation on this driver, otherwise Advisory.
+    /// Hard if doors can set the limits of each allocation with this driver, otherwise Advisory.
     #[serde(default)]
     pub door: String,
     /// Number of restarts since the MPS host started.
     #[serde(default)]
     pub restarts: u32,
-    /// What is wrong, as a sentence.
+    /// The problem, as a sentence.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
 }
@@ -555,11 +551,11 @@ pub struct StepStatus {
     pub action: String,
     /// Result: Done, Waiting, Refused or Failed.
     pub result: String,
-    /// `InUse` for a step that waits until pods or processes release what it would remove. Empty
-    /// otherwise.
+    /// `InUse` for a step that waits until pods or processes no longer use the slices to remove.
+    /// Empty otherwise.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// Why, as a sentence. For Waiting and Refused it names the pods that hold the slices.
+    /// The reason, as a sentence. For Waiting and Refused it names the pods that use the slices.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
 }
@@ -591,7 +587,7 @@ pub struct FindingStatus {
     pub pid: Option<u32>,
     /// What happened and what to do.
     pub message: String,
-    /// When it was found.
+    /// When the agent found it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Time>,
 }

@@ -20,10 +20,10 @@ const fn reason(name: &'static str, meaning: &'static str, action: &'static str)
 
 /// Events of pods that the operator publishes.
 pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
-    reason("NoGpu", "The pod waits for room on a GPU.", "Run `cleave explain pod`, or wait."),
+    reason("NoGpu", "The pod waits until a GPU has room.", "Run `cleave explain pod`, or wait."),
     reason(
         "NoGpuFits",
-        "No GPU of the cluster can ever hold the pod. It was released as unschedulable.",
+        "The pod fits on no GPU of the cluster, even an unused one. It was released as unschedulable.",
         "Request fewer shares in one container, or change the policy.",
     ),
     reason(
@@ -36,7 +36,7 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason(
         "EvictedOutsideShare",
         "The pod exceeded its limits and is evicted, because the policy sets `enforcement: Evict`.",
-        "Use less, or request more shares.",
+        "Keep the pod within its limits, or request more shares.",
     ),
     reason(
         "EvictionProtected",
@@ -60,27 +60,27 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
     reason("NoShare", "A process of the pod uses a GPU without shares.", "Request shares."),
     reason(
         "CausedGpuFault",
-        "The pod's program died with work in flight and broke programs of other pods.",
+        "The pod's program was killed while its kernels ran, which broke programs of other pods.",
         "Let programs exit before their pods are deleted.",
     ),
     reason(
         "NamedInGpuFault",
-        "The MPS server's log names the pod's program in a fault. The log often names a neighbour.",
-        "Look for errors of the program.",
+        "The MPS server's log names the pod's program in a fault. The log often names a neighbour of the cause.",
+        "Check the program for errors.",
     ),
     reason("BrokenByGpuFault", "A fault of a neighbour's program broke the pod's program.", "Restart the program."),
     reason(
         "TerminatedInGpuFault",
-        "The MPS host stopped the pod's program (SIGTERM, then SIGKILL) because it kept the GPU's MPS server in state FAULT.",
+        "The MPS host stopped the pod's program (SIGTERM, then SIGKILL) because the program kept the GPU's MPS server in state FAULT.",
         "Let the program exit on CUDA errors.",
     ),
 ];
 
 /// Events that agents publish on their Node and its `GpuNode`.
 pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
-    reason("GpuUnhealthy", "A GPU cannot serve.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
-    reason("GpuResetPending", "A GPU works and needs a reset.", "Drain and reset it when convenient."),
-    reason("Recovered", "A GPU or its MPS daemon serves again.", ""),
+    reason("GpuUnhealthy", "A GPU cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
+    reason("GpuResetPending", "A GPU works, but needs a reset.", "Drain and reset it when convenient."),
+    reason("Recovered", "A GPU or its MPS daemon serves slices again.", ""),
     reason("MpsUnavailable", "An MPS daemon does not serve.", "Read the logs of the node's MPS host."),
     reason(
         "GpuFault",
@@ -99,16 +99,16 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "A change of MIG instances failed.",
         "Read the message. The agent attempts the change five times.",
     ),
-    reason("MemoryExceeded", "The agent reports a finding about a pod of the node. The pod gets the same Event.", ""),
-    reason("OutsideMps", "As above. The process may belong to no pod.", "End the process."),
+    reason("MemoryExceeded", "The agent reported a finding about a pod of the node. The pod has the same Event.", ""),
+    reason("OutsideMps", "A finding as above, possibly about a process without a pod.", "End the process."),
     reason("NoShare", "As above.", ""),
 ];
 
 /// Events that the operator publishes on nodes.
 pub const NODE_EVENTS_OF_OPERATOR: &[Reason] = &[
-    reason("GpuNodeExcluded", "Plans leave the node out.", "Read the message."),
+    reason("GpuNodeExcluded", "Plans exclude the node.", "Read the message."),
     reason("GpuNodeIncluded", "Plans include the node again.", ""),
-    reason("GpuExcluded", "Plans do not change one GPU.", "Read the message."),
+    reason("GpuExcluded", "Plans do not repartition one GPU.", "Read the message."),
 ];
 
 /// Events that the operator publishes on the `DaemonSet` of the MPS hosts.
@@ -116,8 +116,8 @@ pub const DAEMONSET_EVENTS: &[Reason] = &[
     reason("MpsHostReplaced", "The MPS host of an idle node was replaced.", ""),
     reason(
         "MpsHostUpgradeStopped",
-        "A new MPS host does not serve. The rollout is stopped.",
-        "Repair it, or run `helm rollback`.",
+        "A new MPS host does not serve. The rollout has stopped.",
+        "Repair the MPS host, or run `helm rollback`.",
     ),
 ];
 
@@ -125,27 +125,31 @@ pub const DAEMONSET_EVENTS: &[Reason] = &[
 pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("Accepted", "The fields are valid for the selected GPUs.", ""),
     reason("Ready", "The GPUs are shared as the policy specifies.", ""),
-    reason("NoConflict", "No other policy took GPUs from it.", ""),
+    reason("NoConflict", "No other policy applies to GPUs that this policy selects.", ""),
     reason("Malformed", "The object does not match its definition.", "Correct the policy."),
     reason("Invalid", "Fields contradict each other.", "Correct the policy."),
     reason("NoNodeMatches", "No node has the labels of `nodeSelector`.", "Correct the selector, or label nodes."),
     reason("NoGpu", "The selected nodes have no GPU.", "Correct the selector."),
-    reason("NoGpuMatches", "The selected nodes have GPUs, and `gpus` selects none.", "Correct `gpus`."),
-    reason("UnknownModel", "No selected node has a GPU of that model.", "Correct `gpus.models`."),
-    reason("UnknownGpu", "No selected node has that UUID or index.", "Correct `gpus`."),
-    reason("GpuTooSmall", "Not even one share fits on the GPU.", "Use smaller or fewer shares."),
-    reason("MigNotSupported", "The GPU does not support MIG.", "Use another mode, or select other GPUs."),
+    reason("NoGpuMatches", "The selected nodes have GPUs, but `gpus` selects none of them.", "Correct `gpus`."),
+    reason("UnknownModel", "No selected node has a GPU of the specified model.", "Correct `gpus.models`."),
+    reason("UnknownGpu", "No selected node has a GPU with the specified UUID or index.", "Correct `gpus`."),
+    reason("GpuTooSmall", "One share does not fit on the GPU.", "Use smaller or fewer shares."),
+    reason("MigNotSupported", "The GPU does not support MIG.", "Set a different mode, or select other GPUs."),
     reason("LayoutNotPossible", "The MIG layout does not fit on the GPU.", "Change `mig.layout`."),
     reason("Overridden", "More specific or older policies apply to its GPUs.", "Change one of the policies."),
-    reason("AgentNotReporting", "No agent reports the node's GPUs.", "Check the agent's pod on the node."),
-    reason("Applying", "The node is being changed.", "Wait."),
-    reason("WaitingForPods", "Pods use slices that would change. The message names them.", "Wait, or drain the GPU."),
+    reason("AgentNotReporting", "No agent has reported the node's GPUs.", "Check the agent's pod on the node."),
+    reason("Applying", "The node's GPUs are being repartitioned.", "Wait."),
+    reason(
+        "WaitingForPods",
+        "Pods use slices that would change. The message names the pods.",
+        "Wait, or drain the GPU.",
+    ),
     reason("ApplyRefused", "The agent refused the change.", "Read the message."),
-    reason("ApplyFailed", "The agent tried the change, and it failed.", "Read the message."),
-    reason("Excluded", "Plans leave out a node or GPU.", "Read the message."),
+    reason("ApplyFailed", "The change failed on the node.", "Read the message."),
+    reason("Excluded", "Plans exclude a node or a GPU.", "Read the message."),
     reason(
         "GpuUnhealthy",
-        "The GPU or its MPS daemon cannot serve.",
+        "The GPU or its MPS daemon cannot serve slices.",
         "See [Handle failing GPUs](../how-to/failing-gpus.md).",
     ),
 ];
@@ -156,15 +160,19 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("Applied", "`Applied` is True: the node matches its spec.", ""),
     reason("Healthy", "`GpusHealthy` is True: every GPU can serve.", ""),
     reason("Starting", "NVML has not answered yet.", "Wait."),
-    reason("NoDriver", "There is no driver, or it does not answer.", "Set `driver.nvmlLibrary` or `driver.path`."),
+    reason("NoDriver", "The driver is missing or does not answer.", "Set `driver.nvmlLibrary` or `driver.path`."),
     reason("NoGpu", "The driver reports no GPU.", ""),
-    reason("GpuUnhealthy", "GPUs cannot serve.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
-    reason("ResetPending", "`GpusHealthy` is True: a GPU works and needs a reset.", "Reset it when convenient."),
+    reason("GpuUnhealthy", "GPUs cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
+    reason("ResetPending", "`GpusHealthy` is True. A GPU works, but needs a reset.", "Reset it when convenient."),
     reason("MpsUnavailable", "MPS daemons cannot serve.", "Read the logs of the node's MPS host."),
     reason("Waiting", "Pods use slices that would change.", "Wait, or drain the GPU."),
     reason("Refused", "The spec cannot be applied.", "Read the message."),
-    reason("NoSpec", "The agent has read no spec.", "Check that the operator runs."),
-    reason("Malformed", "The object does not match its definition.", "Check that the CRDs and the agent match."),
+    reason("NoSpec", "The agent has not read a spec.", "Check that the operator runs."),
+    reason(
+        "Malformed",
+        "The object does not match its definition.",
+        "Check that the CRDs and the agent have the same version.",
+    ),
 ];
 
 /// Reasons of a pod's conditions.
@@ -176,7 +184,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
         "Do not set or unset `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
     ),
     reason("NoShare", "`cleave.dev/WithinShare` is False.", "Request shares."),
-    reason("WithinShare", "`cleave.dev/WithinShare` is True: the finding is over.", ""),
+    reason("WithinShare", "`cleave.dev/WithinShare` is True: the violation has ended.", ""),
     reason(
         "Stranded",
         "`cleave.dev/Placed` is False: no node accepts the released pod, and it has no controller.",

@@ -45,13 +45,13 @@ use serde::{Deserialize, Serialize};
         name = "In-Use",
         type_ = "integer",
         json_path = ".status.inUse",
-        description = "Number of units in use"
+        description = "Number of slices in use"
     ),
     printcolumn(
         name = "Ready",
         type_ = "string",
         json_path = ".status.conditions[?(@.type==\"Ready\")].status",
-        description = "Whether the GPUs are shared as the policy says"
+        description = "Whether the GPUs are shared as the policy specifies"
     ),
     printcolumn(
         name = "Reason",
@@ -80,22 +80,22 @@ use serde::{Deserialize, Serialize};
     validation = Rule::new("!has(self.mig) || self.mode in ['Mig', 'Auto']")
         .message("the section mig is for mode Mig or Auto"),
     validation = Rule::new("!has(self.dynamic) || self.mode == 'Auto' || (self.mode == 'Mig' && !(has(self.mig) && has(self.mig.layout))) || (self.mode == 'Mps' && has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')")
-        .message("dynamic sets when GPUs are repartitioned, and this policy never repartitions: it is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
+        .message("dynamic sets when GPUs are repartitioned, but this policy never repartitions GPUs: dynamic is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
     validation = Rule::new("!has(self.resourceName) || (self.mode == 'Mps' && !(has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')) || self.mode == 'TimeSlicing' || (self.mode == 'Mig' && has(self.mig) && has(self.mig.layout) && has(self.mig.sharing))")
-        .message("resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing with a layout; the names of other resources are fixed"),
+        .message("resourceName renames equal shares or replicas: set it only for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing with a layout; the names of other resources are fixed"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'Mps' || self.resourceName != 'nvidia.com/gpu-mps'")
         .message("nvidia.com/gpu-mps is the name of MPS shares of GPUs: choose another resourceName"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'TimeSlicing' || !(self.resourceName in ['nvidia.com/gpu-timeslice', 'nvidia.com/gpu.shared'])")
         .message("nvidia.com/gpu-timeslice and nvidia.com/gpu.shared are names of time-sliced replicas of GPUs: choose another resourceName")
 )]
 pub struct SharingPolicySpec {
-    /// Labels that a node must have. If it is left out, every node is selected.
+    /// Labels that a node must have. Default: every node is selected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "labels")]
     #[x_kube(validation = Rule::new("size(self) > 0")
-        .message("nodeSelector is empty: leave it out to select every node, or name a label"))]
+        .message("nodeSelector is empty: omit it to select every node, or name a label"))]
     pub node_selector: Option<BTreeMap<String, String>>,
-    /// GPUs of the selected nodes. If it is left out, every GPU is selected.
+    /// GPUs of the selected nodes. Default: every GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpus: Option<GpuSelector>,
     /// How the GPUs are shared.
@@ -109,10 +109,10 @@ pub struct SharingPolicySpec {
     /// MIG settings, for `mode: Mig` and `Auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<Mig>,
-    /// How long to gather pending pods before GPUs are repartitioned.
+    /// How long the operator collects pending pods before it repartitions GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dynamic: Option<Dynamic>,
-    /// What happens to a pod that exceeds its limits.
+    /// What Cleave does with a pod that exceeds its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
     /// Another extended resource name for the shares or replicas: `nvidia.com/gpu.shared`, or
@@ -139,20 +139,20 @@ fn labels(_: &mut SchemaGenerator) -> Schema {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(has(self.models) && size(self.models) > 0) || (has(self.uuids) && size(self.uuids) > 0) || (has(self.indices) && size(self.indices) > 0)")
-    .message("gpus selects nothing: leave it out to select every GPU, or set models, uuids or indices"))]
+    .message("gpus selects nothing: omit it to select every GPU, or set models, uuids or indices"))]
 pub struct GpuSelector {
-    /// Product names as NVML reports them, or a part of one between word boundaries, such as `A100`
+    /// Product names as NVML reports them, or parts of them between word boundaries, such as `A100`
     /// or `NVIDIA H200`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32), inner(length(max = 96)))]
     #[x_kube(validation = Rule::new(r"self.all(model, model.matches('^[A-Za-z0-9]([-A-Za-z0-9 ./()+]*[A-Za-z0-9)])?$'))")
-        .message("a model is a product name or a part of one, for example A100 or NVIDIA H200: letters, digits, spaces and -./()+ between them"))]
+        .message("a model is a product name or part of one, for example A100 or NVIDIA H200: letters, digits, spaces and -./()+ between them"))]
     pub models: Vec<String>,
     /// GPU UUIDs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256), inner(length(max = 40)))]
     #[x_kube(validation = Rule::new("self.all(uuid, uuid.matches('^GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'))")
-        .message("a GPU's UUID is written GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx, as nvidia-smi -L and `kubectl get gpunodes -o yaml` show it"))]
+        .message("a GPU's UUID is written GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx, as `nvidia-smi -L` and `kubectl get gpunodes -o yaml` print it"))]
     pub uuids: Vec<String>,
     /// NVML indices on each node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -185,7 +185,7 @@ pub enum Mode {
     validation = Rule::new("!(has(self.units) && has(self.unitMemory))")
         .message("set units (how many shares each GPU has) or unitMemory (how large a share is), not both"),
     validation = Rule::new("!(has(self.sizes) && self.sizes == 'Dynamic') || !(has(self.units) || has(self.unitMemory))")
-        .message("sizes: Dynamic makes slices as pods request them: leave units and unitMemory out")
+        .message("sizes: Dynamic creates slices as pods request them: omit units and unitMemory")
 )]
 pub struct Mps {
     /// Number of shares of each GPU, 1 to 48. Mutually exclusive with `unitMemory`.
@@ -212,10 +212,10 @@ pub struct Mps {
     /// Compute mode of the GPU while its daemon runs. The previous mode is restored afterwards.
     #[serde(default)]
     pub compute_mode: ComputeMode,
-    /// Whether sized slices (`nvidia.com/gpu-10gb`) are made when pods request them.
+    /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them.
     #[serde(default)]
     pub sizes: Sizes,
-    /// Limits on the processes of one allocation. If it is left out, there are none.
+    /// Limits on the processes of one allocation. Default: no limits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clients: Option<Clients>,
 }
@@ -289,8 +289,8 @@ pub struct Clients {
     #[x_kube(validation = Rule::new("self >= 1 && self <= 48")
         .message("clients.max must be from 1 to 48: the MPS server of a GPU serves 48 clients at most"))]
     pub max: Option<u32>,
-    /// Limits each process to its part of the memory (the allocation's memory divided by `max`)
-    /// rather than to all of it.
+    /// Whether each process is limited to the allocation's memory divided by `max`, instead of the
+    /// allocation's whole memory.
     #[serde(default)]
     pub split: bool,
 }
@@ -327,12 +327,12 @@ pub enum Interval {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Mig {
-    /// MIG profiles of each GPU, such as `[3g.40gb, 4g.40gb]`. If it is left out, instances are
-    /// made as pods request them.
+    /// MIG profiles of each GPU, such as `[3g.40gb, 4g.40gb]`. Default: the operator plans
+    /// instances as pods request them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16), inner(length(max = 32)))]
     #[x_kube(validation = Rule::new("size(self) > 0")
-        .message("layout is empty: leave it out to partition GPUs as pods request, or name a profile"))]
+        .message("layout is empty: omit it to partition GPUs as pods request, or name a profile"))]
     #[x_kube(validation = Rule::new("size(self) <= 8")
         .message("layout names more than 8 profiles: no GPU can have that many MIG instances"))]
     #[x_kube(validation = Rule::new(r"self.all(profile, profile.matches('^[1-9]g\\.[1-9][0-9]{0,2}gb([+-](me|gfx|me\\.all))?$'))")
@@ -348,7 +348,7 @@ pub struct Mig {
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("has(self.mps) != has(self.timeSlicing)")
-        .message("mig.sharing needs mps or timeSlicing, one of the two"),
+        .message("mig.sharing needs either mps or timeSlicing"),
     validation = Rule::new("!has(self.mps) || has(self.mps.units) || has(self.mps.unitMemory)")
         .message("mig.sharing.mps needs units (how many shares each instance has) or unitMemory (how large a share is)")
 )]
@@ -361,21 +361,21 @@ pub struct MigSharing {
     pub time_slicing: Option<TimeSlicing>,
 }
 
-/// How long to gather pending pods before GPUs are repartitioned.
+/// How long the operator collects pending pods before it repartitions GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!(has(self.idle) && has(self.timeout)) || !self.idle.matches('^([0-9]{1,6}(ms|s|m))+$') || !self.timeout.matches('^([0-9]{1,6}(ms|s|m))+$') || duration(self.idle) <= duration(self.timeout)")
     .message("dynamic.timeout is the longest wait and cannot be shorter than dynamic.idle"))]
 pub struct Dynamic {
-    /// Plan when no further pod arrived for this long, for example `500ms`.
+    /// The operator plans when no further pod has arrived for this long, for example `500ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
         .message("idle must be a duration, for example 500ms, 10s or 1m30s"))]
     pub idle: Option<String>,
-    /// Plan after this long at the latest, for example `10s`. It is also how long a node may take
-    /// to apply a partition before its pods are planned elsewhere: at least 5 s, and 30 s if it is
-    /// left out.
+    /// Maximum time before the operator plans, for example `10s`. Also the maximum time for a node
+    /// to apply a partition before the operator plans its pods elsewhere: at least 5 s, and 30 s by
+    /// default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
@@ -383,7 +383,7 @@ pub struct Dynamic {
     pub timeout: Option<String>,
 }
 
-/// What happens to a pod that exceeds its limits.
+/// What Cleave does with a pod that exceeds its limits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Enforcement {
     /// The finding is reported: an Event, a metric and a condition.

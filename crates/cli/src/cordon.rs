@@ -100,7 +100,7 @@ async fn change(
             Err(error) => return Err(error).with_context(|| format!("failed to update GpuNode {}", args.node)),
         }
     }
-    bail!("failed to update GpuNode {}: it changed {MAX_WRITE_ATTEMPTS} times meanwhile. Try again.", args.node)
+    bail!("failed to update GpuNode {}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.", args.node)
 }
 
 /// The annotations that cordon a GPU. An empty reason preserves an existing reason.

@@ -23,11 +23,11 @@ use crate::plan::render;
 /// The input format, in the help of `cleave simulate`.
 pub(crate) const FORMAT: &str = "\
 Input:
-  The files hold SharingPolicy, Pod, Deployment, ReplicaSet, StatefulSet, Job,
-  PriorityClass, Node and GpuNode objects and Lists of them, as printed by
-  `kubectl get -o yaml`. Other kinds are ignored. Pods wait in the order of the
-  files. A node has the GPUs of the GpuNode with its name, or whole GPUs that
-  its Node describes:
+  The files contain SharingPolicy, Pod, Deployment, ReplicaSet, StatefulSet,
+  Job, PriorityClass, Node and GpuNode objects and Lists of them, as printed by
+  `kubectl get -o yaml`. Other kinds are ignored. Pods arrive in the order of
+  the files. A node has the GPUs of the GpuNode with the same name, or the whole
+  GPUs that the Node object describes:
 
     kind: Node
     metadata: {name: n1, labels: {zone: a}}

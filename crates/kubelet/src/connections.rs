@@ -65,7 +65,7 @@ impl Connections {
                     }
                 };
                 let Ok(slot) = Arc::clone(&slots).try_acquire_owned() else {
-                    tracing::warn!(limit = MAX_CONNECTIONS, "too many connections; closed the new one");
+                    tracing::warn!(limit = MAX_CONNECTIONS, "closed a connection: too many are open");
                     continue;
                 };
                 let cut = Box::pin(cut.clone().cancelled_owned());

@@ -37,7 +37,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 pub enum DirectoryError {
     /// The path is too long for the address of a unix socket.
     #[error(
-        "{directory} is too long: with a socket's name it has {length} bytes, and a unix socket's path may have {MAX_SOCKET_PATH}"
+        "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH}"
     )]
     TooLong {
         /// The directory.
@@ -120,7 +120,7 @@ impl Directory {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
             Err(error) => {
-                tracing::warn!(directory = %self.path.display(), %error, "failed to list sockets of earlier starts");
+                tracing::warn!(directory = %self.path.display(), %error, "failed to list sockets of earlier plugin processes");
                 return;
             }
         };
@@ -135,9 +135,9 @@ impl Directory {
             // that the queue of a listening process is full, or that permission is missing.
             if matches!(&probe, Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused) {
                 match std::fs::remove_file(&path) {
-                    Ok(()) => tracing::info!(socket = %path.display(), "removed a socket of an earlier start"),
+                    Ok(()) => tracing::info!(socket = %path.display(), "removed a socket of an earlier plugin process"),
                     Err(error) => {
-                        tracing::warn!(socket = %path.display(), %error, "failed to remove a socket of an earlier start");
+                        tracing::warn!(socket = %path.display(), %error, "failed to remove a socket of an earlier plugin process");
                     }
                 }
             }

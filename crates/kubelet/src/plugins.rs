@@ -246,7 +246,7 @@ impl Manager {
             if *self.run.borrow() != Run::Serve {
                 break;
             }
-            tracing::warn!(directory = %self.directory.path().display(), "device plugin directory was replaced; restarting in the new one");
+            tracing::warn!(directory = %self.directory.path().display(), "device plugin directory was replaced; restarting in the new directory");
         }
     }
 
@@ -256,9 +256,7 @@ impl Manager {
             if changed {
                 match &now {
                     DirectoryState::HeldByAnother => {
-                        tracing::warn!(
-                            "another process serves from the device plugin directory; waiting for it to end"
-                        );
+                        tracing::warn!("another process uses the device plugin directory; waiting for it to exit");
                     }
                     DirectoryState::Failed(error) => {
                         tracing::error!(%error, "failed to use the device plugin directory");
@@ -671,11 +669,11 @@ impl Plugin {
                 Step::CheckAgain(after) => check_again = Some(after),
                 Step::Rebind => match session.rebind() {
                     Ok(()) => {
-                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound it again");
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated our device plugin socket, which was deleted");
                         self.publish(|state| state.error = None);
                     }
                     Err(error) => {
-                        self.failed("our socket was deleted and cannot be bound again", &error);
+                        self.failed("failed to recreate our device plugin socket, which was deleted", &error);
                         check_again = Some(self.timings.register.cap);
                     }
                 },
@@ -683,7 +681,7 @@ impl Plugin {
                     if cause == Cause::NoStream {
                         *streamless = streamless.saturating_add(1);
                         self.publish(|state| state.streamless += 1);
-                        tracing::warn!(resource = %self.name, "the kubelet has no stream of our devices; registering again");
+                        tracing::warn!(resource = %self.name, "the kubelet does not watch our devices; registering again");
                     } else {
                         tracing::info!(resource = %self.name, ?cause, "registering again");
                     }

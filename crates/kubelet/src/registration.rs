@@ -27,7 +27,7 @@ pub(crate) fn unix(path: &str) -> Option<Endpoint> {
 pub(crate) enum RegisterError {
     /// No process listens at `kubelet.sock`. The kubelet binds the socket before it listens, and a
     /// killed kubelet leaves the socket behind.
-    #[error("no process answers at kubelet.sock")]
+    #[error("no process listens on kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
     /// The kubelet refused the registration, or stopped during the call.
     #[error("the kubelet refused: {}", .0.message())]
@@ -36,7 +36,7 @@ pub(crate) enum RegisterError {
     #[error("the kubelet did not answer within {0:?}")]
     Deadline(Duration),
     /// The path is not valid for a socket.
-    #[error("{0:?} is not a path that can be dialled")]
+    #[error("{0:?} cannot be used as a socket address")]
     Path(std::path::PathBuf),
 }
 
@@ -77,7 +77,7 @@ pub(crate) enum SelfDialError {
     Call(#[source] Box<tonic::Status>),
     #[error("our own socket did not answer within {0:?}")]
     Deadline(Duration),
-    #[error("our own socket's path cannot be dialled")]
+    #[error("our own socket's path cannot be used as an address")]
     Path,
 }
 

@@ -87,7 +87,7 @@ impl ResourceName {
     pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
         let refuse = |why| Err(InvalidResourceName { name: beginning(name), why });
         let Some((domain, short)) = name.split_once('/') else {
-            return refuse("it needs a domain, as in `example.com/device`");
+            return refuse("a domain is required, as in `example.com/device`");
         };
         if name.contains("kubernetes.io/") {
             return refuse("`kubernetes.io` is reserved for native resources");

@@ -25,7 +25,7 @@ async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
     let pods = PodResources::new(&socket, DEADLINE).expect("a client");
     let elsewhere = pods.clone();
     let nobody = tokio::spawn(async move { elsewhere.list().await }).await.expect("a task");
-    assert!(matches!(nobody, Err(PodResourcesError::Call(_))), "nobody serves yet");
+    assert!(matches!(nobody, Err(PodResourcesError::Call(_))), "no process serves yet");
     for round in 0..3 {
         let kubelet = FakePodResources::start(&socket).expect("a kubelet");
         assert_eq!(pods.list().await.expect("a list"), []);
@@ -47,7 +47,7 @@ async fn a_kubelet_that_hangs_times_out() {
     kubelet.hang(true);
     let pods = PodResources::new(&socket, Duration::from_millis(20)).expect("a client");
     let answer = tokio::time::timeout(DEADLINE, pods.list()).await.expect("an end");
-    let error = answer.expect_err("a hanging kubelet");
+    let error = answer.expect_err("the kubelet hangs");
     assert_eq!(error.to_string(), "the kubelet's PodResources did not answer within 20ms");
     kubelet.hang(false);
     PodResources::new(&socket, DEADLINE).expect("a client").list().await.expect("a list");

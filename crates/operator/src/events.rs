@@ -97,7 +97,7 @@ impl EventPublisher {
         let mut events = Vec::new();
         for (node, why) in &outcome.excluded_nodes {
             if self.excluded_nodes.get(node) != Some(why) {
-                let note = format!("the node is left out of GPU plans: {why}");
+                let note = format!("GPU plans exclude the node: {why}");
                 events.push((node_reference(observed, node), event(EventType::Warning, "GpuNodeExcluded", &note)));
             }
         }
@@ -107,7 +107,7 @@ impl EventPublisher {
         }
         self.excluded_nodes.clone_from(&outcome.excluded_nodes);
         for (at, why) in outcome.excluded_gpus.iter().filter(|(at, why)| self.excluded_gpus.get(*at) != Some(*why)) {
-            let note = format!("GPU {} stays as it is: {why}", at.1);
+            let note = format!("GPU {} is not repartitioned: {why}", at.1);
             events.push((node_reference(observed, &at.0), event(EventType::Warning, "GpuExcluded", &note)));
         }
         self.excluded_gpus.clone_from(&outcome.excluded_gpus);
@@ -137,7 +137,7 @@ pub(crate) fn pod_reference(pod: &str, uid: &str) -> ObjectReference {
 /// Creates the Event of a pod that was released as unschedulable.
 pub(crate) fn unschedulable_event(message: &str) -> Event {
     let note = format!(
-        "{message}. No GPU in the cluster can hold the pod, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then re-create the pod."
+        "{message}. The pod fits on no GPU of the cluster, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then recreate the pod."
     );
     event(EventType::Warning, "NoGpuFits", &note)
 }
@@ -155,21 +155,21 @@ pub(crate) fn preempted_event(by: &str) -> Event {
 
 /// Creates the Event of a pod that is evicted because it used a GPU outside its share.
 pub(crate) fn outside_share_event(node: &str, message: &str) -> Event {
-    let note = format!("evicted from {node}, because the GPU's policy sets enforcement: Evict: {message}");
+    let note = format!("evicted from {node}, because the GPU's policy sets `enforcement: Evict`: {message}");
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictedOutsideShare", &note) }
 }
 
 /// Creates the Event of a pod whose eviction a disruption budget refuses.
 pub(crate) fn protected_event(message: &str) -> Event {
     let note = format!(
-        "failed to evict the pod, which uses a GPU outside its share, because a disruption budget protects it: {message}"
+        "failed to evict the pod, which exceeded its limits, because a disruption budget protects it: {message}"
     );
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }
 
 /// Creates the Event of an MPS host that a host of its `DaemonSet`'s newest revision replaces.
 pub(crate) fn host_replaced_event(node: &str, pod: &str, uid: &str) -> Event {
-    let note = format!("replacing {pod} by a pod of the newest revision, because nothing uses MPS on node {node}");
+    let note = format!("replacing {pod} with a pod of the newest revision, because nothing uses MPS on node {node}");
     // The recorder merges Events that differ only in their note. A different `secondary` prevents
     // that.
     let secondary = Some(pod_reference(pod, uid));
@@ -237,7 +237,7 @@ mod tests {
             ("NoGpu", Some("No node can hold it. n1: it is full."))
         );
         assert!(publisher.events(&full, &cluster, at(600)).is_empty(), "the same reason");
-        let other = outcome(1, Reason::NoRoom, "No node can hold it. n1: it is cordoned.");
+        let other = outcome(1, Reason::NoRoom, "No node can hold it. n1: cordoned.");
         assert_eq!(publisher.events(&other, &cluster, at(601)).len(), 1);
         assert!(publisher.events(&full, &cluster, at(602)).is_empty(), "not too often");
     }
@@ -269,7 +269,7 @@ mod tests {
     fn a_node_gets_events_when_plans_exclude_it_and_include_it_again() {
         let mut publisher = EventPublisher::default();
         let excluded = Outcome {
-            excluded_nodes: BTreeMap::from([("n1".into(), "its agent is not ready".into())]),
+            excluded_nodes: BTreeMap::from([("n1".into(), "the agent is not ready".into())]),
             ..Outcome::default()
         };
         let reasons = |events: Vec<(ObjectReference, Event)>| {

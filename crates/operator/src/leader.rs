@@ -140,10 +140,10 @@ impl LeaseGuard {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The request failed.
-    #[error("the lease could not be read or written")]
+    #[error("failed to read or write the lease")]
     Api(#[source] kube::Error),
     /// The API server did not answer in time.
-    #[error("the API server did not answer about the lease within {} s", REQUEST_TIMEOUT.as_secs())]
+    #[error("the API server did not answer a request for the lease within {} s", REQUEST_TIMEOUT.as_secs())]
     Timeout,
 }
 

@@ -129,11 +129,11 @@ impl Metrics {
         let registry = registry.sub_registry_with_prefix("cleave_operator");
         registry.register("passes", "Passes over the whole cluster", self.passes.clone());
         registry.register("writes", "Objects written", self.writes.clone());
-        registry.register("watch_errors", "Errors of watches; each watch retries", self.watch_errors.clone());
-        registry.register("malformed_objects", "Malformed objects", self.malformed.clone());
-        registry.register("policies", "Valid policies", self.policies.clone());
+        registry.register("watch_errors", "Watch errors; every watch is retried", self.watch_errors.clone());
+        registry.register("malformed_objects", "Objects that do not match their definition", self.malformed.clone());
+        registry.register("policies", "SharingPolicies that are valid", self.policies.clone());
         registry.register("nodes", "Nodes with a desired state", self.nodes.clone());
-        registry.register("plans", "Plans of GPUs shared by demand", self.plans.clone());
+        registry.register("plans", "Plans for GPUs that are partitioned on demand", self.plans.clone());
         registry.register("plan_seconds", "Time to compute one plan", self.plan_seconds.clone());
         registry.register(
             "reaction_seconds",
@@ -151,38 +151,38 @@ impl Metrics {
         registry.register("evictions", "Pods evicted for pods of higher priority", self.evictions.clone());
         registry.register(
             "stranded_pods_recreated",
-            "Stranded pods evicted so that their controllers re-create them",
+            "Stranded pods evicted so that their controllers recreate them",
             self.stranded_pods_recreated.clone(),
         );
         registry.register(
             "tenant_evictions",
-            "Pods evicted because they used a GPU outside their share",
+            "Pods evicted because they exceeded their limits",
             self.tenant_evictions.clone(),
         );
         registry.register(
             "tenant_conditions",
-            "Conditions written about whether pods keep within their share",
+            "Writes of the pod condition cleave.dev/WithinShare",
             self.tenant_conditions.clone(),
         );
         registry.register(
             "mps_hosts_outdated",
-            "MPS hosts of an older revision than their DaemonSet's newest",
+            "MPS hosts of an older revision than the newest of their DaemonSet",
             self.hosts_outdated.clone(),
         );
-        registry.register("mps_hosts_replaced", "MPS hosts deleted to be replaced", self.hosts_replaced.clone());
+        registry.register("mps_hosts_replaced", "MPS hosts deleted for replacement", self.hosts_replaced.clone());
         registry.register(
             "mps_host_upgrade_stopped",
-            "1 while replacement of MPS hosts is stopped because a replaced host does not serve",
+            "1 while the replacement of MPS hosts is stopped because a replaced host does not serve",
             self.rollout_stopped.clone(),
         );
         registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());
         registry.register(
             "fragmentation_ratio",
-            "Part of the free memory of GPUs shared by demand that is on partly used GPUs",
+            "Fraction of the free memory of GPUs partitioned on demand that is on partly used GPUs",
             self.fragmentation.clone(),
         );
         registry.register("nodes_excluded", "Nodes excluded from plans", self.nodes_excluded.clone());
-        registry.register("leader", "1 while this process holds the lease", self.leader.clone());
+        registry.register("leader", "1 while this process is the leader", self.leader.clone());
     }
 
     /// Updates the metrics that are read on each scrape.

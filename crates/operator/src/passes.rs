@@ -170,7 +170,7 @@ impl Passes {
             ([], false) => "unchanged",
             (some, _) => {
                 let violations: Vec<String> = some.iter().take(8).map(ToString::to_string).collect();
-                tracing::error!(violations = violations.join("; "), "discarded a plan that violates its rules");
+                tracing::error!(violations = violations.join("; "), "discarded a plan that violates constraints");
                 "refused"
             }
         };
@@ -335,7 +335,7 @@ impl Passes {
                 }
                 // The node changed after this pass read it.
                 Some(Err(kube::Error::Api(status))) if matches!(status.code, 409 | 422) => {
-                    tracing::debug!(node, message = status.message, "the node changed; its taint is updated later");
+                    tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
                     false
                 }
                 Some(Err(error)) => {

@@ -43,7 +43,7 @@ pub(crate) async fn write(
                 status = condition.status,
                 reason = condition.reason,
                 message = condition.message,
-                "wrote the pod's condition"
+                "wrote a pod condition"
             );
             true
         }
@@ -53,16 +53,16 @@ pub(crate) async fn write(
                 pod,
                 code = status.code,
                 message = status.message,
-                "skipped the condition: the pod changed or is gone"
+                "skipped a pod condition: the pod changed or no longer exists"
             );
             true
         }
         Ok(Err(error)) => {
-            tracing::warn!(pod, error = &error as &dyn std::error::Error, "failed to write the pod's condition");
+            tracing::warn!(pod, error = &error as &dyn std::error::Error, "failed to write a pod condition");
             false
         }
         Err(_) => {
-            tracing::warn!(pod, "failed to write the pod's condition: the API server did not answer");
+            tracing::warn!(pod, "failed to write a pod condition: the API server did not answer");
             false
         }
     }

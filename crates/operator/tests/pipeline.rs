@@ -275,7 +275,7 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
     assert_eq!(found, [("3g.40gb", 0, "nvidia.com/mig-3g.40gb"), ("1g.10gb+me", 4, "nvidia.com/mig-1g.10gb.me")]);
     assert!(plan.nodes["n1"].gpus[1].partition.whole.is_some(), "a T4 stays whole");
     world.assert_condition("cut", "Accepted", "True", "Accepted", "");
-    world.assert_condition("cut", "Ready", "False", "MigNotSupported", "GPU 1 of n1: it does not support MIG");
+    world.assert_condition("cut", "Ready", "False", "MigNotSupported", "GPU 1 of n1: the GPU does not support MIG");
 
     world.set_policy(
         "cut",
@@ -288,7 +288,7 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
     assert_eq!(mps.compute_mode, cleave_api::sharingpolicy::ComputeMode::Default);
 
     world.set_policy("cut", "gpus:\n  models: [A100]\nmode: Mig\nmig:\n  layout: [3g.40gb, 3g.40gb, 1g.10gb+me]");
-    world.assert_condition("cut", "Accepted", "False", "LayoutNotPossible", "do not fit on it at the same time");
+    world.assert_condition("cut", "Accepted", "False", "LayoutNotPossible", "do not fit on the GPU at the same time");
 }
 
 #[test]
@@ -301,7 +301,7 @@ fn the_more_specific_policy_wins_and_the_other_reports_it() {
     world.serve();
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("first"));
     world.assert_condition("all", "Conflict", "True", "Overridden", "first has GPU 0 of n1");
-    world.assert_condition("all", "Ready", "True", "Ready", "3 GPUs of n1 are shared as the policy says");
+    world.assert_condition("all", "Ready", "True", "Ready", "3 GPUs of n1 are shared as the policy specifies");
     world.assert_condition("first", "Conflict", "False", "NoConflict", "");
     let statuses = world.report();
     assert_eq!((statuses["all"].gpus, statuses["all"].nodes, statuses["all"].total), (3, 1, 30));
@@ -335,13 +335,13 @@ fn a_policy_that_matches_nothing_reports_what_exists() {
     );
     world.assert_condition("uuid", "Accepted", "False", "UnknownGpu", "GPU-ffffffff");
     world.assert_condition("index", "Accepted", "False", "NoGpuMatches", "no GPU matches all lists");
-    world.assert_condition("nowhere", "Ready", "False", "NoNodeMatches", "no node matches nodeSelector");
+    world.assert_condition("nowhere", "Ready", "False", "NoNodeMatches", "no node matches spec.nodeSelector");
     world.assert_condition(
         "large",
         "Accepted",
         "False",
         "GpuTooSmall",
-        "GPU 0 of n1: it has 22906 MiB for shares, and one share needs 40960 MiB",
+        "GPU 0 of n1: the GPU has 22906 MiB for shares, and one share needs 40960 MiB",
     );
     assert!(world.plan().nodes["n1"].gpus[0].partition.whole.is_some());
 }
@@ -365,7 +365,7 @@ fn an_unreported_node_may_have_the_missing_model() {
 fn a_policy_that_waits_names_the_pods() {
     let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     world.write();
-    world.assert_condition("p", "Ready", "False", "Applying", "n1 has not received its new spec yet");
+    world.assert_condition("p", "Ready", "False", "Applying", "the agent of n1 has not received the new spec yet");
     world.serve();
     world.assert_condition("p", "Ready", "True", "Ready", "");
     world.set_policy("p", "mode: Mps\nmps:\n  units: 5");

@@ -150,7 +150,7 @@ async fn a_free_lease_is_taken_renewed_and_released() {
     // lease.
     while guard.is_current() {
         answer(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &refused(500, "InternalError")).await;
-        assert!(renewed.elapsed() < cleave_operator::leader::LEASE, "it leads without a lease");
+        assert!(renewed.elapsed() < cleave_operator::leader::LEASE, "the operator leads without a lease");
     }
 
     // After `stop` is cancelled, the lease is released only once all writers have stopped.
@@ -203,7 +203,7 @@ async fn a_lease_of_another_process_is_not_released() {
         if let Ok(Some((request, reply))) =
             tokio::time::timeout(cleave_operator::leader::GUARD, server.next_request()).await
         {
-            assert_eq!(request.method(), "GET", "it writes to a lease of another process");
+            assert_eq!(request.method(), "GET", "the operator writes to another process's lease");
             let body = Body::from(lease(Some("b")).to_string().into_bytes());
             reply.send_response(Response::builder().status(StatusCode::OK).body(body).unwrap());
         }

@@ -96,16 +96,16 @@ impl Checker {
                     Some([plan]) => self.gpu(node, gpu, plan),
                     Some(_) if twice => {}
                     Some(many) if many.iter().all(|plan| !plan.changed) => {}
-                    Some(_) => self.report(&gpu.uuid, "it is in the plan more than once, and changed"),
-                    None => self.report(&gpu.uuid, "it is not in the plan"),
+                    Some(_) => self.report(&gpu.uuid, "the GPU is in the plan more than once, and changes"),
+                    None => self.report(&gpu.uuid, "the GPU is not in the plan"),
                 }
             }
         }
         for (node, uuid) in planned.keys().filter(|key| !observed.contains(*key)) {
-            self.report(uuid, format!("there is no such GPU on node {node}"));
+            self.report(uuid, format!("node {node} has no such GPU"));
         }
         if plan.changed != plan.gpus.iter().any(|gpu| gpu.changed) {
-            self.report("plan", "`changed` does not match its GPUs");
+            self.report("plan", "`changed` does not match the GPUs");
         }
     }
 
@@ -114,16 +114,16 @@ impl Checker {
         let everything = |_: &Slice| true;
         let changed = count_slices(&gpu.slices, everything) != count_slices(&plan.slices, everything);
         if changed != plan.changed {
-            self.report(at, "`changed` does not match its slices");
+            self.report(at, "`changed` does not match the slices");
         }
         if count_slices(&gpu.slices, |slice| slice.in_use) != count_slices(&plan.slices, |slice| slice.in_use) {
-            self.report(at, "slices in use change");
+            self.report(at, "the slices in use differ");
         }
         if !changed {
             return;
         }
         if gpu.fixed || gpu.exclusion.is_some() || node.exclusion.is_some() || gpu.mode == Mode::Unknown {
-            self.report(at, "it changes although it must not");
+            self.report(at, "the GPU changes although it must not");
         }
         let known = built_in(&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)).unwrap_or_default();
         let profiles = gpu.profiles.as_ref().unwrap_or(&known);
@@ -142,18 +142,18 @@ impl Checker {
             }
         }
         if [&mig, &mps, &replica_slices].iter().filter(|slices| !slices.is_empty()).count() > 1 {
-            self.report(at, "it has two kinds of partition at once");
+            self.report(at, "the GPU has two kinds of partition at once");
         }
         for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&replica_slices, Mode::TimeSlicing)] {
             if !slices.is_empty() && gpu.mode != mode && gpu.mode != Mode::Auto {
-                self.report(at, format!("its mode is {:?}, and it is partitioned for {mode:?}", gpu.mode));
+                self.report(at, format!("the GPU's mode is {:?}, and the plan partitions it for {mode:?}", gpu.mode));
             }
         }
         self.mig(at, gpu, profiles, &mig);
         self.mps(at, gpu, &mps);
         let replicas: u64 = replica_slices.iter().map(|slice| u64::from(slice.count)).sum();
         if gpu.replicas.is_some_and(|most| replicas > u64::from(most)) {
-            self.report(at, format!("it has {replicas} replicas, more than its limit"));
+            self.report(at, format!("the GPU has {replicas} replicas, more than its limit"));
         }
     }
 
@@ -171,31 +171,34 @@ impl Checker {
             *count += u64::from(slice.count);
             let most = if shared { gpu.mig_sharing.as_ref().map_or(0, |sharing| u64::from(sharing.units)) } else { 1 };
             if *count > most && !slice.in_use {
-                let text = format!("{} at {place} exists {count} times", slice.resource);
+                let text = format!(
+                    "{} at memory slice {place}: {count} exist, more than the maximum of {most}",
+                    slice.resource
+                );
                 self.report(at, text);
             }
         }
         let (mut taken, mut extra, mut counts) = (BTreeSet::new(), 0, BTreeMap::new());
         for (place, name) in instances.keys() {
             let Some(profile) = profiles.iter().find(|profile| device::mig_resource(&profile.name) == *name) else {
-                self.report(at, format!("it does not have the profile {name}"));
+                self.report(at, format!("the GPU does not support the profile {name}"));
                 continue;
             };
             if !profile.starts.contains(place) {
-                self.report(at, format!("{name} cannot start at {place}"));
+                self.report(at, format!("{name} cannot start at memory slice {place}"));
             }
             if (*place..place.saturating_add(profile.size).min(4096)).any(|slice| !taken.insert(slice)) {
-                self.report(at, format!("{name} at {place} overlaps another"));
+                self.report(at, format!("{name} at memory slice {place} overlaps another instance"));
             }
             extra += u32::from(profile.name.contains("+me"));
             let count: &mut u32 = counts.entry(name).or_default();
             *count += 1;
             if profile.count.is_some_and(|most| *count > most) {
-                self.report(at, format!("it has more {name} than it can have"));
+                self.report(at, format!("the GPU has more {name} than it supports"));
             }
         }
         if extra > 1 {
-            self.report(at, "two instances with the extra media engines");
+            self.report(at, "two instances have the extra media engines");
         }
     }
 
@@ -211,16 +214,19 @@ impl Checker {
         let memory = gpu.memory.as_mebibytes().unwrap_or(0);
         let units = u64::from(gpu.units.unwrap_or(MAX_CLIENTS));
         if shares > units {
-            self.report(at, format!("{shares} shares exceed its {units} units"));
+            self.report(at, format!("{shares} shares exceed the GPU's maximum of {units}"));
         }
         let needed = u128::from(sized) * u128::from(units) + u128::from(shares) * u128::from(memory);
         let of = if gpu.units.is_some() { needed } else { u128::from(sized) * u128::from(units) };
         if of > u128::from(memory) * u128::from(units) {
-            self.report(at, format!("{sized} MiB of slices and {shares} shares exceed its {memory} MiB"));
+            self.report(at, format!("{sized} MiB of slices and {shares} shares exceed the GPU's {memory} MiB"));
         }
         let clients: u64 = slices.iter().map(|slice| u64::from(slice.count)).sum();
         if clients > u64::from(MAX_CLIENTS) {
-            self.report(at, format!("it has {clients} slices, and an MPS server serves {MAX_CLIENTS} clients"));
+            self.report(
+                at,
+                format!("the GPU has {clients} slices, and an MPS server serves at most {MAX_CLIENTS} clients"),
+            );
         }
     }
 
@@ -235,14 +241,14 @@ impl Checker {
         }
         for (name, (count, _)) in &pods {
             if answers.get(name).copied().unwrap_or(0) != *count {
-                self.report(name, "it must be either placed or unplaced, once");
+                self.report(name, "the pod must be listed exactly once, as placed or unplaced");
             }
         }
         for name in answers.keys().filter(|name| !pods.contains_key(*name)) {
-            self.report(name, "there is no such pod");
+            self.report(name, "the snapshot has no such pod");
         }
         for unplaced in plan.unplaced.iter().filter(|unplaced| unplaced.reason.is_empty()) {
-            self.report(&unplaced.pod, "no reason is given");
+            self.report(&unplaced.pod, "the reason is empty");
         }
 
         // Slices that are free in the plan. Each pod reduces their number.
@@ -260,11 +266,11 @@ impl Checker {
         for placement in &plan.placements {
             let Some((_, pod)) = pods.get(placement.pod.as_str()) else { continue };
             let Some(node) = nodes.get(placement.node.as_str()) else {
-                self.report(&pod.name, format!("there is no node {}", placement.node));
+                self.report(&pod.name, format!("the snapshot has no node {}", placement.node));
                 continue;
             };
             if node.exclusion.is_some() || Constraints::of(pod).admit(node).is_err() {
-                self.report(&pod.name, format!("it may not run on {}", node.name));
+                self.report(&pod.name, format!("the pod may not run on node {}", node.name));
             }
             for (name, request) in &pod.requests {
                 *used.entry((&node.name, name)).or_default() += request.milli().unwrap_or(u64::MAX);
@@ -286,7 +292,7 @@ impl Checker {
             };
             let before = node.requested.get(resource).and_then(super::Quantity::milli).unwrap_or(0);
             if !of_gpus && amount.saturating_add(before) > all {
-                self.report(&node.name, format!("its pods request more {resource} than it has"));
+                self.report(&node.name, format!("the node's pods request more {resource} than the node has"));
             }
         }
     }
@@ -337,7 +343,7 @@ impl Checker {
             *got.entry(resource).or_default() += u64::from(*count);
             if resource == device::WHOLE && plan.slices.is_empty() {
                 if *count != 1 || !self.taken_whole.insert((placement.node.clone(), gpu.clone())) {
-                    self.report(&pod.name, format!("GPU {gpu} is given more than once"));
+                    self.report(&pod.name, format!("GPU {gpu} is allocated more than once"));
                 }
                 continue;
             }
@@ -351,7 +357,7 @@ impl Checker {
             let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
             let shares = !slice && resource != device::WHOLE && device::sized(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {
-                self.report(&pod.name, format!("its {resource} are of two GPUs"));
+                self.report(&pod.name, format!("the pod's {resource} come from two GPUs"));
             }
         }
         for (name, request) in &pod.requests {
@@ -361,11 +367,11 @@ impl Checker {
                 || device::sized(name).is_some()
                 || [device::SHARES, device::REPLICAS].contains(&name.as_str());
             if (is_gpu || got.contains_key(name.as_str())) && got.remove(name.as_str()).unwrap_or(0) != wanted {
-                self.report(&pod.name, format!("it does not get its {wanted} {name}"));
+                self.report(&pod.name, format!("the pod does not get the {wanted} {name} that it requests"));
             }
         }
         for resource in got.keys() {
-            self.report(&pod.name, format!("it gets {resource}, which it did not request"));
+            self.report(&pod.name, format!("the pod gets {resource}, which it does not request"));
         }
     }
 }

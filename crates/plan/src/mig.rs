@@ -32,7 +32,7 @@ pub struct Profile {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// The GPU has more profiles than the planner supports.
-    #[error("it reports {0} MIG profiles, more than 32")]
+    #[error("the GPU reports {0} MIG profiles, more than 32")]
     TooManyProfiles(usize),
     /// A placement is outside the GPU.
     #[error("MIG profile {name} of size {size} cannot start at memory slice {start}")]
@@ -598,7 +598,7 @@ mod tests {
         assert!(matches!(Table::new(&twice), Err(TableError::Repeated(_))));
         let many: Vec<Profile> = (0..40).map(|index| profile(&format!("1g.{index}gb"), 1, &[0])).collect();
         assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
-        let none = Table::new(&[]).expect("nothing is valid");
+        let none = Table::new(&[]).expect("an empty list is valid");
         assert_eq!((none.slices, none.room(0)), (0, 0));
         // 16 instances with 31 placements each have many more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();

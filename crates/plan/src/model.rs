@@ -152,8 +152,9 @@ impl Tables {
                     None => known
                         .entry((&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)))
                         .or_insert_with_key(|(model, memory)| {
-                            Table::built_in(model, *memory)
-                                .ok_or_else(|| format!("it reports no MIG profiles, and none are known for {model}"))
+                            Table::built_in(model, *memory).ok_or_else(|| {
+                                format!("the GPU reports no MIG profiles, and none are known for {model}")
+                            })
                         })
                         .clone(),
                 };
@@ -249,7 +250,7 @@ impl<'a> Model<'a> {
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
             let quantity = map.get(name)?;
             if quantity.milli().is_none() {
-                bad.get_or_insert_with(|| format!("its {of} {name} is {quantity}, which is not a quantity"));
+                bad.get_or_insert_with(|| format!("{of} {name} is {quantity}, which is not a quantity"));
             }
             quantity.milli()
         };
@@ -335,8 +336,9 @@ impl<'a> Model<'a> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
         for (name, quantity) in &pod.requests {
-            let milli =
-                quantity.milli().ok_or_else(|| format!("its request for {name}, {quantity}, is not a quantity"))?;
+            let milli = quantity
+                .milli()
+                .ok_or_else(|| format!("the requested amount of {name}, {quantity}, is not a quantity"))?;
             if milli == 0 {
                 continue;
             }
@@ -346,9 +348,10 @@ impl<'a> Model<'a> {
                 needs.extend(dimension.map(|dimension| (dimension, milli)));
                 continue;
             };
-            let count =
-                quantity.count().ok_or_else(|| format!("its request for {name}, {quantity}, is not a whole number"))?;
-            let too_many = || format!("it requests {count} {name}, more than any node has");
+            let count = quantity
+                .count()
+                .ok_or_else(|| format!("the requested amount of {name}, {quantity}, is not a whole number"))?;
+            let too_many = || format!("the pod requests {count} {name}, more than any node has");
             let count =
                 u32::try_from(count).ok().filter(|&count| u64::from(count) <= MAX_SLICES).ok_or_else(too_many)?;
             units.push(match kind {
@@ -477,13 +480,13 @@ impl<'b> ClassBuilder<'b> {
             }
         }
         if class.memory == 0 && (families.has(Family::Mps)) {
-            note = Some(format!("its memory is {}", gpu.memory));
+            note = Some(format!("{} is not a valid memory size of a GPU", gpu.memory));
         }
         if let Err(reason) = self.cells(gpu, &mut class) {
             note = Some(reason);
         }
         if gpu.mode == Mode::Unknown {
-            note = Some("this version does not know its mode".to_owned());
+            note = Some("this version does not know the GPU's mode".to_owned());
         }
         let out = match (&gpu.exclusion, twice) {
             (Some(reason), _) => Some(reason.clone()),
@@ -542,7 +545,7 @@ impl<'b> ClassBuilder<'b> {
         let mut instances = Vec::new();
         for slice in &gpu.slices {
             let Some((resource, kind)) = self.names.get(&slice.resource) else {
-                reject(format!("it has slices of {}, which is not a known resource", slice.resource));
+                reject(format!("the GPU has slices of {}, which is not a known resource", slice.resource));
                 continue;
             };
             let of_mig =
@@ -554,10 +557,10 @@ impl<'b> ClassBuilder<'b> {
                     Some(instance) => instances.push(instance),
                     None => reject(match slice.placement {
                         Some(place) => format!(
-                            "it has {} at memory slice {place}, where that profile cannot start",
+                            "the GPU has {} at memory slice {place}, where that profile cannot start",
                             slice.resource
                         ),
-                        None => format!("it has {} without a placement", slice.resource),
+                        None => format!("the GPU has {} without a placement", slice.resource),
                     }),
                 }
             }
@@ -569,7 +572,7 @@ impl<'b> ClassBuilder<'b> {
         merge(&mut class.in_use);
         merge(&mut class.free);
         if class.in_use.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
-            reject(format!("it has more than {MAX_EQUAL_SLICES} equal slices"));
+            reject(format!("the GPU has more than {MAX_EQUAL_SLICES} equal slices"));
         }
         instances.sort_unstable();
         let plain = class.in_use.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
@@ -578,7 +581,7 @@ impl<'b> ClassBuilder<'b> {
         if let Some(shared) = &class.table
             && (doubled || shared.table.combined_mask(&instances).is_none())
         {
-            reject("its MIG instances overlap or exceed what it can have".to_owned());
+            reject("the GPU's MIG instances overlap, or exceed the number that it supports".to_owned());
         }
         if let Err(reason) = class.check_consistency() {
             reject(reason);

@@ -140,13 +140,13 @@ impl Class {
         }
         if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.is_subset_of(one))
         {
-            return Err("it has slices that cannot be on one GPU together".to_owned());
+            return Err("the GPU has slices that cannot exist on one GPU together".to_owned());
         }
         let (room, units) = (u128::from(self.memory), self.shares.map_or(1, |(_, units)| units));
         let of_mps = cells().filter(|cell| self.family_of(cell) == Some(Family::Mps));
         let taken: u128 = of_mps.map(|cell| self.scaled_memory(cell.kind, cell.count)).sum();
         if taken > room * u128::from(units) {
-            return Err(format!("its slices exceed its memory of {} MiB", self.memory));
+            return Err(format!("the GPU's slices exceed its memory of {} MiB", self.memory));
         }
         Ok(())
     }

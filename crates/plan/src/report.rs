@@ -78,8 +78,9 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
             (Some(location), _) => placed(model, states, assignment, as_u32(index), location),
             (None, Some(group)) => waiting.entry(group).or_insert_with(|| unplaced(cluster, states, group)).clone(),
             (None, None) => {
-                let wrong = model.bad_pods.get(&as_u32(index)).map_or("its requests are not valid", String::as_str);
-                format!("It cannot be planned: {wrong}.")
+                let wrong =
+                    model.bad_pods.get(&as_u32(index)).map_or("the pod's requests are not valid", String::as_str);
+                format!("The pod cannot be planned: {wrong}.")
             }
         };
         report.pods.push(PodReport { pod: pod.name.clone(), placed: location.is_some(), reason });
@@ -109,7 +110,7 @@ fn placed(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32,
         }
     }
     if takes.is_empty() {
-        return format!("{name} has room for it. It requests no GPU.");
+        return format!("{name} has room. The pod requests no GPU.");
     }
     let mut text = format!("On {name},");
     for (at, ((gpu, resource), count)) in takes.iter().enumerate() {
@@ -119,7 +120,7 @@ fn placed(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32,
         let _ = match (*resource == WHOLE, states.summary(state).changed) {
             (true, true) => write!(text, ", which becomes whole again"),
             (true, false) => write!(text, ", which is free"),
-            (false, true) => write!(text, ", repartitioned, gives {count} {resource}"),
+            (false, true) => write!(text, " provides {count} {resource} after repartitioning"),
             (false, false) => write!(text, " has {count} {resource} free"),
         };
     }
@@ -131,7 +132,7 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
     let model = cluster.model;
     let Some(group) = model.groups.get(id as usize) else { return String::new() };
     if model.nodes.is_empty() {
-        return "There are no nodes.".to_owned();
+        return "The cluster has no nodes.".to_owned();
     }
     let mut by_reason: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for (node, index) in model.nodes.iter().zip(0..) {
@@ -153,9 +154,10 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
         })
         .collect();
     if more > 0 {
-        texts.push(format!("{more} more nodes: other reasons"));
+        let nodes = if more == 1 { "node" } else { "nodes" };
+        texts.push(format!("{more} more {nodes}: other reasons"));
     }
-    format!("No node can take it. {}.", texts.join("; "))
+    format!("No node can run the pod. {}.", texts.join("; "))
 }
 
 /// Why pods of a group cannot be placed on a node.
@@ -169,7 +171,7 @@ fn obstacle(
 ) -> String {
     let &Cluster { model, empty, .. } = cluster;
     if let Some(reason) = &node.exclusion {
-        return format!("left out of the plan, {reason}");
+        return format!("excluded from the plan: {reason}");
     }
     if let Err(refused) = group.constraints.admit(node.node) {
         return refused.to_string();
@@ -190,25 +192,34 @@ fn obstacle(
         if !classes().any(|class| class.weight(demand).is_some()) {
             let known = node.gpus.clone().filter_map(|gpu| model.gpu(gpu)?.note.as_ref());
             let why = known.map(|note| format!(" ({note})")).next().unwrap_or_default();
-            return format!("none of its GPUs can be partitioned into {resource}{why}");
+            return format!("no GPU can be partitioned into {resource}{why}");
         }
         if let Kind::Sized(gib) = demand.kind {
             let largest = classes().map(|class| class.memory).max().unwrap_or(0);
             if gib.saturating_mul(1024) > largest {
-                return format!("{resource} is {} MiB, its largest GPU has {largest} MiB", gib.saturating_mul(1024));
+                return format!(
+                    "{resource} needs {} MiB, and the largest GPU has {largest} MiB",
+                    gib.saturating_mul(1024)
+                );
             }
         }
         let most = |units: u32| classes().any(|class| class.pack(&[Demand { units, ..*demand }]).is_some());
         if demand.kind == Kind::Shares && !most(demand.units) {
             let most = (1..demand.units.min(64)).rev().find(|&units| most(units)).unwrap_or(0);
-            return format!("{} {resource} of one GPU are requested, and none has more than {most} free", demand.units);
+            return format!(
+                "the pod requests {} {resource} of one GPU, and no GPU has more than {most} free",
+                demand.units
+            );
         }
     }
     if empty.find_location(model, states, id, index, Rule::Any, &mut Vec::new()).is_none() {
         let (many, what) = (count > 1, demands.first().map_or("", |demand| model.resource(demand.resource)));
         let what = if many && demands.len() == 1 { format!("{count} {what}") } else { what.to_owned() };
         return if demands.iter().all(|demand| demand.kind == Kind::Whole) {
-            format!("fewer than {count} of its GPUs are unused")
+            match count {
+                1 => "no GPU is unused".to_owned(),
+                _ => format!("fewer than {count} GPUs are unused"),
+            }
         } else {
             format!("slices in use leave no room for {what}")
         };
@@ -221,9 +232,9 @@ fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> Strin
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();
     let what = if higher.is_empty() {
-        "its room goes to other pods, to place as many as possible"
+        "other pods are placed instead, to place as many pods as possible"
     } else {
-        "its room goes to pods of higher priority"
+        "pods of higher priority are placed instead"
     };
     if higher.is_empty() {
         higher = on.iter().copied().filter(|&pod| cluster.priority(pod) == group.priority).collect();
@@ -233,7 +244,7 @@ fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> Strin
     let named: Vec<&str> = higher.iter().take(3).map(name).collect();
     let more = higher.len() - named.len();
     match (named.is_empty(), more) {
-        (true, _) => "its room goes to other pods".to_owned(),
+        (true, _) => "other pods are placed instead".to_owned(),
         (false, 0) => format!("{what} ({})", named.join(", ")),
         (false, more) => format!("{what} ({} and {more} more)", named.join(", ")),
     }

@@ -65,11 +65,11 @@ impl Refused {
 impl std::fmt::Display for Refused {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Selector(label) => write!(f, "it does not have the label {label} that the pod selects"),
-            Self::Affinity => f.write_str("it does not match the pod's node affinity"),
-            Self::Taint { key, value } if value.is_empty() => write!(f, "the pod does not tolerate its taint {key}"),
-            Self::Taint { key, value } => write!(f, "the pod does not tolerate its taint {key}={value}"),
-            Self::Cordoned => f.write_str("it is cordoned"),
+            Self::Selector(label) => write!(f, "the label {label}, which the pod selects, is missing"),
+            Self::Affinity => f.write_str("the pod's node affinity does not match"),
+            Self::Taint { key, value } if value.is_empty() => write!(f, "the pod does not tolerate the taint {key}"),
+            Self::Taint { key, value } => write!(f, "the pod does not tolerate the taint {key}={value}"),
+            Self::Cordoned => f.write_str("cordoned"),
         }
     }
 }

@@ -119,9 +119,9 @@ fn the_cheapest_device_is_chosen() {
             "b1",
             "the fewest",
         ),
-        (full(&[10], &[10]), vec![("a1", started(2, 1)), ("b1", started(2, 2))], "b1", "what began last"),
+        (full(&[10], &[10]), vec![("a1", started(2, 1)), ("b1", started(2, 2))], "b1", "the pod that started last"),
         (full(&[10], &[10]), vec![("b1", holder(2)), ("a1", holder(2))], "a1", "the first"),
-        (full(&[10], &[10]), vec![("a1", holder(2))], "a1", "nothing is known of b1"),
+        (full(&[10], &[10]), vec![("a1", holder(2))], "a1", "pod b1 is unknown"),
     ] {
         let expected: Vec<&str> = expected.split(',').collect();
         assert_eq!(victims(facts, &[10], &known), Some(names(&expected)), "{why}");
@@ -194,7 +194,7 @@ fn requests_are_placed_on_the_devices_with_the_lowest_total_cost() {
     assert!(takes == [("b", 4), ("c", 8)] || takes == [("c", 4), ("b", 8)], "in the order of the requests: {takes:?}");
     assert_eq!(preempt(&ledger, &[4, 6], &known).unwrap().victims, ["b1"]);
     let many = preempt(&ledger, &[1; 30], &known).unwrap();
-    assert_eq!((many.takes.len(), many.victims.len()), (30, 3), "more ways than can be looked at");
+    assert_eq!((many.takes.len(), many.victims.len()), (30, 3), "too many combinations to check");
     assert_eq!(preempt(&ledger, &[1; 31], &known), None);
 }
 
@@ -205,7 +205,7 @@ fn a_placement_that_needs_backtracking_is_found() {
     for (device, capacity) in facts.devices.iter_mut().zip([29, 30, 30, 30, 29]) {
         device.capacity = capacity;
     }
-    assert_eq!(sizes.iter().sum::<u32>(), 148, "no unit is to spare");
+    assert_eq!(sizes.iter().sum::<u32>(), 148, "no unit can be spared");
     assert_eq!(victims(facts, &sizes, &[("v", holder(1))]), Some(names(&["v"])));
 }
 
@@ -253,7 +253,7 @@ fn units_freed_by_victims_are_kept_for_the_preemptor() {
     assert!(ledger.fit(&want, ["n"], 1, &Tightest).is_err(), "a pod without a priority has the lowest");
     let fits = fit(&ledger, "p", 100, 6).unwrap();
     ledger.reserve("p", &fits, Moment(9)).unwrap();
-    assert!(ledger.nominations().is_empty(), "it has a claim instead");
+    assert!(ledger.nominations().is_empty(), "the pod has a claim instead");
     assert_eq!(ledger.nominate("p", nomination(100, &preemption)), Err(Refused::Claimed));
     assert_eq!(most(&ledger, "low", -1), 4);
 }
@@ -285,7 +285,7 @@ fn two_preemptors_do_not_use_the_same_room() {
     assert_eq!(first.victims, ["v"]);
     ledger.nominate("first", nomination(100, &first)).unwrap();
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["w"]);
-    assert_eq!(preempt(&ledger, &[4], &known).unwrap().victims, ["v"], "it leaves more than the first wants");
+    assert_eq!(preempt(&ledger, &[4], &known).unwrap().victims, ["v"], "more units remain than the first pod requests");
     let higher = device_requests(&[6]);
     let higher = ledger.preempt(waiting("higher", 101, &higher), ["n"], &holders(&known)).unwrap();
     assert_eq!(higher.victims, ["v"], "room nominated for lower ones is no obstacle");

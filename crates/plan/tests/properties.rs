@@ -94,7 +94,7 @@ fn gpu(odd: bool) -> impl Strategy<Value = Gpu> {
             replicas: Some(3),
             mig_sharing: (dice == 7).then_some(MigSharing { units: 3, resource_name: None }),
             fixed: other == 0,
-            exclusion: (odd && other == 1).then(|| "it is lost".to_owned()),
+            exclusion: (odd && other == 1).then(|| "the GPU is lost".to_owned()),
             ..Gpu::default()
         };
         gpu.slices = if odd && other < 4 {
@@ -125,7 +125,7 @@ fn node(odd: bool) -> impl Strategy<Value = Node> {
                 ("pods".to_owned(), Quantity::whole(8)),
             ]),
             gpus,
-            exclusion: (odd && dice == 2).then(|| "it is silent".to_owned()),
+            exclusion: (odd && dice == 2).then(|| "the GPU does not answer".to_owned()),
             ..Node::default()
         }
     })
@@ -362,7 +362,7 @@ proptest! {
         let before = planned(&snapshot);
         let mut other = snapshot;
         let gpus = strange.gpus.into_iter().enumerate().map(|(at, gpu)| Gpu { uuid: format!("GPU-odd-{at}"), ..gpu });
-        other.nodes.insert(0, Node { name: "a-odd".to_owned(), exclusion: Some("it is silent".to_owned()), gpus: gpus.collect(), ..strange });
+        other.nodes.insert(0, Node { name: "a-odd".to_owned(), exclusion: Some("the GPU does not answer".to_owned()), gpus: gpus.collect(), ..strange });
         let after = planned(&other);
         prop_assert_eq!(&before.placements, &after.placements);
         prop_assert!(after.gpus.iter().filter(|gpu| gpu.node == "a-odd").all(|gpu| !gpu.changed));

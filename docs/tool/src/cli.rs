@@ -15,7 +15,7 @@ fn programs() -> Vec<Command> {
         arguments(Command::new(name)).name(name).about(about).long_about(None::<&str>)
     };
     let operator = "Plan how GPUs are shared, and write it to each node's GpuNode";
-    let agent = "Serve this node's GPUs to the kubelet as its GpuNode says";
+    let agent = "Serve this node's GPUs to the kubelet, and apply its GpuNode";
     let host = "Run this node's MPS daemons and enforce the limits of their clients";
     vec![
         cleave_cli::Command::augment_subcommands(Command::new("cleave")).subcommand(server(

@@ -90,7 +90,7 @@ fn watch() {
         before(panic);
         let failed = running().as_mut().and_then(|all| all.remove(&thread::current().id()));
         if let Some(Running { target, input, .. }) = failed {
-            eprintln!("{}", failure_message(target, &input, "it panicked"));
+            eprintln!("{}", failure_message(target, &input, "the target panicked"));
         }
     }));
     thread::spawn(|| {
@@ -106,8 +106,10 @@ fn watch() {
                 .collect()
             } else {
                 let late = all.filter(|one| one.since.elapsed() > TIME_LIMIT);
-                late.map(|one| failure_message(one.target, &one.input, &format!("it takes more than {TIME_LIMIT:?}")))
-                    .collect()
+                late.map(|one| {
+                    failure_message(one.target, &one.input, &format!("the input takes more than {TIME_LIMIT:?}"))
+                })
+                .collect()
             };
             if !failures.is_empty() {
                 // Do not use a print macro: a test captures the macro's output until the test ends,

@@ -43,7 +43,7 @@ macro_rules! targets {
             for folder in folders {
                 let name = folder.expect("a folder").file_name();
                 let target = name.to_str().and_then(named).unwrap_or_else(|| panic!("no target is named {name:?}"));
-                assert!(!corpus(target).expect("its corpus").is_empty());
+                assert!(!corpus(target).expect("the target's corpus").is_empty());
             }
         }
     };

@@ -213,7 +213,7 @@ mod tests {
         let keep = |device, units, sizes: &[u32]| Reserved { device, units, sizes: sizes.to_vec() };
         let reserved = [keep("GPU-0", 3, &[3]), keep("GPU-1", 4, &[4])];
         let with_kept = ResourceView { reserved: &reserved, ..view(&pools) };
-        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-0", 0..3), "its own reservation");
+        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-0", 0..3), "the pod's own reservation");
         assert_eq!(
             prefer(&with_kept, &request(&available, &[], 2)),
             ids("GPU-2", 0..2),

@@ -521,7 +521,7 @@ mod tests {
         assert!(pending.reserved("other").is_empty());
         pending.record_answer(MPS, 3, "A", now);
         assert_eq!(reserved(&pending), [("B", 2, vec![2])]);
-        assert!(!pending.expects_request(MPS, 3), "used up");
+        assert!(!pending.expects_request(MPS, 3), "the reservation is used");
         pending.record_listed(&[row("a", "c0", "A", 3)], now);
         assert!(!pending.expects_request(MPS, 3));
         pending.remove_pod("uid-a");
@@ -535,7 +535,7 @@ mod tests {
         pending.record_answer(MPS, 3, "B", now);
         assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
         pending.record_listed(&[row("a", "c0", "B", 3)], now);
-        assert_eq!(reserved(&pending), [("A", 3, vec![3])], "they have swapped");
+        assert_eq!(reserved(&pending), [("A", 3, vec![3])], "the pods have swapped their slices");
         let mut admitted = bound("a", &[(3, "A")]);
         admitted.admitted = true;
         pending.update_pod(admitted, now);

@@ -303,7 +303,7 @@ impl HardwareTracker {
             if removed {
                 self.gpus.remove(&uuid);
             } else if let Some(entry) = self.gpus.get_mut(&uuid) {
-                entry.mark_lost(reason::LOST, "NVML no longer lists it".into(), since.clone(), true);
+                entry.mark_lost(reason::LOST, "NVML no longer lists the GPU".into(), since.clone(), true);
             }
         }
     }

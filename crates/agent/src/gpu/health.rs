@@ -273,7 +273,7 @@ impl History {
         let worst = self.faults.iter().map(|fault| &fault.recorded).filter(|recorded| recorded.instance.is_none());
         let worst = worst.max_by_key(|recorded| recorded.class);
         if let Some(since) = &self.remap_failed {
-            let message = "a row of its memory could not be remapped: replace the GPU".to_owned();
+            let message = "a row of the GPU's memory could not be remapped: replace the GPU".to_owned();
             return reset_needed(reason::REMAP_FAILED, message, since);
         }
         if let Some(recorded) = worst.filter(|recorded| recorded.class == Class::NeedsReset) {

@@ -354,7 +354,7 @@ impl MigProgress {
             }
             ChangeOutcome::AfterReset => (
                 STEP_WAITING,
-                "MIG mode changes with the next reset of this GPU, and the driver cannot reset a GPU in use: stop all programs on the GPU and reset it (nvidia-smi --gpu-reset), or reboot the node".to_owned(),
+                "MIG mode changes with the next reset of this GPU, and the driver cannot reset a GPU in use: stop all programs on the GPU and reset the GPU (nvidia-smi --gpu-reset), or reboot the node".to_owned(),
                 None,
                 true,
             ),
@@ -366,9 +366,9 @@ impl MigProgress {
                 let last = failures >= MAX_ATTEMPTS;
                 let pause = FIRST_RETRY_DELAY.saturating_mul(1 << (failures - 1).min(16));
                 let then = match failures {
-                    _ if last => format!("failed {failures} times, and will not be tried again until the spec or the GPU changes"),
-                    1 => "will be tried again".to_owned(),
-                    _ => format!("failed {failures} times, will be tried again"),
+                    _ if last => format!("failed {failures} times; the agent does not retry until the spec or the GPU changes"),
+                    1 => "the agent retries".to_owned(),
+                    _ => format!("failed {failures} times; the agent retries"),
                 };
                 (STEP_FAILED, format!("{why}; {then}"), (!last).then_some(pause), failures == 1 || last)
             }

@@ -30,7 +30,7 @@ pub fn parse_status(bytes: &[u8]) -> Result<Status, String> {
     let malformed = |error: serde_json::Error| error.to_string().chars().take(MAX_ERROR_CHARS).collect::<String>();
     let Versioned { version } = serde_json::from_slice(bytes).map_err(malformed)?;
     if version > VERSION {
-        return Err(format!("version {version} of a newer MPS host; this agent reads {VERSION}"));
+        return Err(format!("the file has version {version} of a newer MPS host; this agent reads version {VERSION}"));
     }
     serde_json::from_slice(bytes).map_err(malformed)
 }

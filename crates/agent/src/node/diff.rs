@@ -65,7 +65,7 @@ pub fn decide(
             },
             None | Some([]) => target_layout(None, gpu, was_mig),
             Some([one]) => target_layout(Some(one), gpu, was_mig),
-            Some(_) => Err("the spec names this GPU twice".into()),
+            Some(_) => Err("the spec lists the GPU twice".into()),
         };
         match target {
             Ok(wanted) => decision.plan_gpu(gpu, before, wanted, usage, rules),
@@ -159,7 +159,7 @@ impl Decision {
 fn manual_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
-        "MIG mode is {is}, and this agent must not change it (--mig-mode never). When no program uses the GPU, run nvidia-smi -i {} -mig {flag}",
+        "MIG mode is {is}, and this agent must not change MIG mode (--mig-mode never). When no program uses the GPU, run nvidia-smi -i {} -mig {flag}",
         gpu.pci
     )
 }
@@ -172,7 +172,7 @@ fn describe(layout: &Layout) -> String {
     }
     let parts: Vec<String> = counts.iter().map(|(resource, count)| format!("{count} {resource}")).collect();
     match parts.as_slice() {
-        [] => "serve nothing".into(),
+        [] => "serve no slices".into(),
         parts => format!("serve {}", parts.join(", ")),
     }
 }

@@ -186,7 +186,7 @@ impl ReportedFault {
             warning: true,
             reason: "GpuFault",
             note: format!(
-                "{device}: {}. It broke {}.",
+                "{device}: {}. The fault broke {}.",
                 cause_for_node(culprit, named, self.fault.killed),
                 affected_programs(&others, unknown)
             ),
@@ -198,7 +198,7 @@ impl ReportedFault {
                 note_for_culprit(self.fault.killed).to_owned()
             } else {
                 format!(
-                    "its program on {device} was broken by {}. Under MPS a fatal error breaks all programs on the GPU. Restart the program.",
+                    "the pod's program on {device} was broken by {}. Under MPS a fatal error breaks all programs on the GPU. Restart the program.",
                     cause_for_neighbour(pod, culprit, named, self.fault.killed)
                 )
             };
@@ -223,7 +223,7 @@ impl ReportedFault {
             warning: true,
             reason: "TerminatedInGpuFault",
             note: format!(
-                "pod {}/{}: its program did not exit after the fatal GPU error on {device} and was terminated. No program can use the GPU until all affected programs have exited.",
+                "pod {}/{}: the pod's program did not exit after the fatal GPU error on {device} and was terminated. No program can use the GPU until all affected programs have exited.",
                 pod.namespace, pod.name
             ),
             regarding: Some(pod.clone()),
@@ -252,10 +252,9 @@ fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) 
 /// Note of the Event for the pod that the log names, or that had a program killed.
 fn note_for_culprit(killed: bool) -> &'static str {
     if killed {
-        "its program was killed while its kernels ran on a shared GPU, which broke the other programs there. Programs that finish their \
-         kernels after SIGTERM, and get enough time to do so, break no other program."
+        "the pod's program was killed while its kernels ran on a shared GPU, which broke the other programs on that GPU. Let programs finish their kernels after SIGTERM, and set a grace period that is long enough."
     } else {
-        "the MPS server's log names its program in a fatal GPU error, such as an access to memory that is not its own. The error broke all \
+        "the MPS server's log names the pod's program in a fatal GPU error, such as an access to memory that does not belong to the program. The error broke all \
          programs on the GPU, including this one. The log often names a neighbour of the program that caused the error. Restart the program."
     }
 }
@@ -263,7 +262,9 @@ fn note_for_culprit(killed: bool) -> &'static str {
 /// Describes the cause in the Event of another affected pod.
 fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
-        (None, _) => return "a fatal GPU error of an unidentified program on the GPU, possibly its own".to_owned(),
+        (None, _) => {
+            return "a fatal GPU error of an unidentified program on the GPU, possibly the pod's own".to_owned();
+        }
         (Some(_), Some(pod)) if pod.namespace == reader.namespace => format!("pod {}, which shares the GPU", pod.name),
         (Some(_), _) => "another pod, which shares the GPU".to_owned(),
     };
@@ -279,14 +280,20 @@ fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
     let mut names: Vec<String> =
         pods.iter().take(MAX_NAMED_PODS).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
     if pods.len() > MAX_NAMED_PODS {
-        names.push(format!("{} more pods", pods.len() - MAX_NAMED_PODS));
+        names.push(match pods.len() - MAX_NAMED_PODS {
+            1 => "1 more pod".to_owned(),
+            more => format!("{more} more pods"),
+        });
     }
     let mut parts = Vec::new();
     if !names.is_empty() {
         parts.push(format!("programs of {}", names.join(", ")));
     }
     if unknown > 0 {
-        parts.push(format!("{unknown} programs of unknown pods"));
+        parts.push(match unknown {
+            1 => "1 program of an unknown pod".to_owned(),
+            _ => format!("{unknown} programs of unknown pods"),
+        });
     }
     if parts.is_empty() { "no programs of other pods".to_owned() } else { parts.join(" and ") }
 }
@@ -414,7 +421,7 @@ mod tests {
             "{}",
             events[0].2
         );
-        assert!(events[1].2.starts_with("pod ns/bad: the MPS server's log names its program"), "{}", events[1].2);
+        assert!(events[1].2.starts_with("pod ns/bad: the MPS server's log names the pod's program"), "{}", events[1].2);
         assert!(events[2].2.contains("names pod bad,"), "{}", events[2].2);
         assert!(events[3].2.contains("names another pod,"), "{}", events[3].2);
         for (to, _, note) in &events[1..] {
@@ -470,7 +477,7 @@ mod tests {
         let report = test.update(&view(7, Some(fault(2, Some(0), 2))));
         assert_eq!(events(&report).len(), 1);
         assert!(events(&report)[0].2.contains(
-            "process 100 of no known pod, but it often names a neighbour. It broke 2 programs of unknown pods"
+            "process 100 of no known pod, but it often names a neighbour. The fault broke 2 programs of unknown pods"
         ));
     }
 

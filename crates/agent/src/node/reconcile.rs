@@ -245,19 +245,19 @@ impl Node {
     /// why not.
     fn daemon_gone(&self, device: &str) -> Result<(), String> {
         if self.adopted.contains_key(device) {
-            return Err("the MPS daemon of an earlier agent serves it".into());
+            return Err("an MPS daemon from an earlier agent still serves the device".into());
         }
         if self.view.status.daemons.contains_key(device) {
             return Err(if self.view.alive {
-                "its MPS daemon has not exited yet".into()
+                "the MPS daemon has not exited yet".into()
             } else {
-                "its MPS daemon may still run: the MPS host does not answer".into()
+                "the MPS daemon may still run: the MPS host does not answer".into()
             });
         }
         if self.acknowledged.host_read_removal(device) {
             Ok(())
         } else {
-            Err("the MPS host has not yet read the request to stop its MPS daemon".into())
+            Err("the MPS host has not yet read the request to stop the MPS daemon".into())
         }
     }
 
@@ -380,7 +380,7 @@ impl Node {
             }),
             Kind::Whole | Kind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
                 // The compute mode is restored only when the daemon exits.
-                Some(_) if self.view.alive => Err("its MPS daemon has not exited yet".into()),
+                Some(_) if self.view.alive => Err("the MPS daemon has not exited yet".into()),
                 _ => Ok(()),
             },
         }

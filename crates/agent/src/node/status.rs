@@ -386,11 +386,11 @@ fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
 
 fn is_applied(input: &StatusInput<'_>) -> Verdict {
     if let Object::Malformed(why) = input.object {
-        return verdict(false, reason::MALFORMED, format!("the last valid spec stays in force: {why}"));
+        return verdict(false, reason::MALFORMED, format!("the last valid spec still applies: {why}"));
     }
     if input.spec.is_none() {
         let why = match input.object {
-            Object::Missing => "there is no GpuNode for this node yet; the operator creates it",
+            Object::Missing => "this node has no GpuNode yet; the operator creates it",
             Object::Present(..) => "the operator has not planned this node yet",
             Object::Unknown | Object::Malformed(_) => "the API server has not answered yet",
         };
@@ -409,7 +409,7 @@ fn is_applied(input: &StatusInput<'_>) -> Verdict {
         input.pod_resources_error.map(|error| format!("the kubelet does not report which slices are in use: {error}")),
     );
     if messages.is_empty() {
-        messages.push("the GPUs are being changed".into());
+        messages.push("the GPUs are being repartitioned".into());
     }
     verdict(false, if refused { reason::REFUSED } else { reason::WAITING }, messages.join("; "))
 }

@@ -98,7 +98,7 @@ async fn follow(
             Ok(WatchEvent::InitDone) if listed => continue,
             Ok(WatchEvent::InitDone | WatchEvent::Delete(_)) => {
                 server.send_replace(Server::default());
-                tracing::info!(name, "there is no GpuNode yet; the operator creates it");
+                tracing::info!(name, "no GpuNode yet; the operator creates it");
                 Object::Missing
             }
             Err(error) => {
@@ -121,7 +121,7 @@ fn read(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sen
             Object::Present(generation.unwrap_or_default(), object.spec)
         }
         Err(invalid) => {
-            tracing::warn!(error = invalid.error, "the GpuNode is malformed; the last valid spec stays in force");
+            tracing::warn!(error = invalid.error, "ignoring a malformed GpuNode; the last valid spec still applies");
             server.send_replace(Server { present: true, uid: invalid.metadata.uid, ..Server::default() });
             Object::Malformed(invalid.error)
         }
@@ -333,7 +333,7 @@ async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiv
             Event { type_: EventType::Warning, reason, note: Some(note), action: "Watch".into(), secondary: None };
         if let Err(error) = recorder.publish(&event, &regarding).await {
             metrics.count_error("api-event");
-            tracing::warn!(error = &error as &dyn std::error::Error, "failed to publish an Event of a pod");
+            tracing::warn!(error = &error as &dyn std::error::Error, "failed to publish a pod Event");
         }
     }
 }

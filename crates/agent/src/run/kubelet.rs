@@ -81,7 +81,7 @@ pub(super) async fn list(
         });
         let kubelet_checkpoint = checkpoint.devices().await.unwrap_or_else(|error| {
             metrics.count_error("kubelet-checkpoint");
-            tracing::warn!(%error, "failed to read the kubelet's checkpoint; a restarted kubelet may count other slices as allocated");
+            tracing::warn!(%error, "failed to read the kubelet's checkpoint");
             None
         });
         // A restarted kubelet lists no pods at first, and registers our plugins only later. The

@@ -137,7 +137,7 @@ impl Main {
                     match &answer {
                         Ok(_) => tracing::info!("the kubelet lists pods again"),
                         Err(error) => {
-                            tracing::warn!(error, "failed to list the kubelet's pods; no served slice is removed");
+                            tracing::warn!(error, "failed to list the kubelet's pods; keeping all slices");
                         }
                     }
                 }
@@ -151,7 +151,7 @@ impl Main {
                 let ended = self.node.record_pod_resources(answer, requested_at, &mut table.allocations);
                 drop(table);
                 if ended > 0 {
-                    tracing::info!(ended, "freed allocations that no pod uses any more");
+                    tracing::info!(ended, "removed allocations that no pod uses");
                 }
             }
             Input::KubeletStarted => self.node.record_kubelet_start(Instant::now()),

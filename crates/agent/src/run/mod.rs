@@ -173,7 +173,7 @@ async fn wait_for_lock(store: &Store) -> Option<Lock> {
                 tracing::warn!("waiting for another agent of this node to exit");
             }
             Err(error) => {
-                tracing::error!(%error, "failed to lock the checkpoint's directory; a second agent would not be detected");
+                tracing::error!(%error, "failed to lock the checkpoint's directory; a second agent cannot be detected");
                 return None;
             }
         }

@@ -41,7 +41,7 @@ async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch:
             // Keep the first computed time: the computation varies a little with each read.
             let changed = began.is_some() != since.is_some();
             if changed {
-                tracing::info!(shuts_down = since.is_some(), "the kubelet's record of a shutdown changed");
+                tracing::info!(shuts_down = since.is_some(), "the kubelet's shutdown record changed");
                 *began = since;
             }
             changed

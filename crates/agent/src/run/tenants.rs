@@ -92,7 +92,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         };
         for finding in &changes.new {
             let FindingStatus { kind, device, namespace, pod, uid, pid, message, .. } = finding;
-            tracing::warn!(kind, device, namespace, pod, uid, pid, message, "a tenant left its share");
+            tracing::warn!(kind, device, namespace, pod, uid, pid, message, "a tenant exceeded its limits");
             metrics.count_finding(kind);
         }
         for finding in changes.report {
@@ -123,7 +123,7 @@ fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut B
             tracing::warn!(
                 gpu,
                 error = error as &dyn std::error::Error,
-                "NVML does not report the GPU's processes; its tenants are not checked"
+                "NVML does not report the GPU's processes; tenants of the GPU are not checked"
             );
         }
     }
@@ -140,8 +140,8 @@ async fn terminate(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
     let pid = process.pid;
     match link.request(&request, TERMINATION_TIMEOUT).await {
-        Ok(Reply::Done) => tracing::info!(device, pid, "terminated a client that left its share"),
-        Ok(Reply::NoContext) => tracing::debug!(device, pid, "a client that left its share has no context"),
+        Ok(Reply::Done) => tracing::info!(device, pid, "terminated a client that exceeded its limits"),
+        Ok(Reply::NoContext) => tracing::debug!(device, pid, "a client that exceeded its limits has no context"),
         Ok(Reply::Error { message }) => tracing::warn!(device, pid, message, "failed to terminate a client"),
         Ok(Reply::Status(_)) => tracing::warn!(device, pid, "the MPS host sent an unexpected answer"),
         Err(error) => tracing::warn!(device, pid, error, "failed to terminate a client"),

@@ -125,8 +125,7 @@ fn report_late(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, met
     metrics.count_termination(Termination::Late);
     tracing::warn!(pod, pid, device, why, "a client was not terminated in time");
     let note = format!(
-        "pod {pod} is terminating, but its process {pid} was not terminated through MPS: {why}. If it is killed while its kernels run, \
-         the other programs on {device} may fail"
+        "pod {pod} is terminating, but process {pid} of the pod was not terminated through MPS: {why}. If the process is killed while its kernels run, other programs on {device} may fail"
     );
     let event = NodeEvent { warning: true, reason: "ClientNotTerminated", note, regarding: None, related: None };
     if events.try_send(event).is_err() {

@@ -333,7 +333,7 @@ mod tests {
         assert_eq!(watch.findings.all().len(), 1);
         watch.state = SampleState::Unreachable;
         watch.sample(20_000, vec![]);
-        assert_eq!(watch.findings.all().len(), 1, "nothing is known");
+        assert_eq!(watch.findings.all().len(), 1, "the GPU is unreachable");
         watch.state = SampleState::Sampled;
         watch.sample(21_000, vec![]);
         assert!(watch.findings.is_empty());

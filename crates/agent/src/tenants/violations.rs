@@ -185,9 +185,8 @@ impl ContainerOnDevice<'_> {
         }
         if let Some(limit) = limit_mib.filter(|limit| bytes / MIB > limit.saturating_add(TOLERANCE_MIB)) {
             let message = format!(
-                "{} uses {} MiB of {}, but its shares allow {limit} MiB. Reduce its memory use or request more shares. \
-                 MPS limits each process on its own, and does not limit a process whose \
-                 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT it cannot parse",
+                "{} uses {} MiB of {}, but its shares allow {limit} MiB. Use less memory, or request more shares. \
+                 MPS limits each process separately, and does not limit a process whose CUDA_MPS_PINNED_DEVICE_MEM_LIMIT is invalid",
                 describe(&tenant, self.owner),
                 bytes / MIB,
                 self.uuid
@@ -197,8 +196,7 @@ impl ContainerOnDevice<'_> {
         let outside = |role: Role<'_>| role == Role::Outside;
         if let Some(pid) = self.lowest_pid(outside) {
             let message = format!(
-                "process {pid} of {} uses {} outside MPS, where neither its SMs nor its memory are limited. Connect it \
-                 to MPS through the CUDA_MPS_PIPE_DIRECTORY that Cleave sets in containers with shares",
+                "process {pid} of {} uses {} outside MPS, where neither SMs nor memory are limited. Use the CUDA_MPS_PIPE_DIRECTORY that Cleave sets in containers with shares",
                 describe(&tenant, self.owner),
                 self.uuid
             );
@@ -207,8 +205,7 @@ impl ContainerOnDevice<'_> {
         let without_share = |role: Role<'_>| self.is_client_without_share(role, &tenant);
         if let Some(pid) = self.lowest_pid(without_share) {
             let message = format!(
-                "process {pid} of {} is an MPS client on {}, but its pod has no share of that device. Request shares, \
-                 and do not use the MPS socket of another pod",
+                "process {pid} of {} is an MPS client on {} without a share of that device. Request shares, and do not use the MPS socket of another pod",
                 describe(&tenant, self.owner),
                 self.uuid
             );

@@ -127,7 +127,7 @@ impl Terminations {
             }
             let busy = self.busy.contains(&client.key.device);
             if client.stopped {
-                attempts.last_error = Some("it is stopped, and MPS would wait for it".into());
+                attempts.last_error = Some("the process is stopped, and MPS would wait for it".into());
             }
             // A stopped client cannot be terminated in time: report it at once.
             let report_at = if client.stopped { now } else { attempts.due + REPORT_AFTER };

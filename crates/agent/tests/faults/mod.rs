@@ -64,6 +64,6 @@ async fn a_fault_is_reported_on_each_affected_pod_and_shares_recover_when_the_la
         pod("near", "BrokenByGpuFault"),
         pod("near", "TerminatedInGpuFault"),
     ];
-    machine.wait_until("all events", || (events(&machine).len() >= expected.len()).then_some(())).await;
+    machine.wait_until("all Events are published", || (events(&machine).len() >= expected.len()).then_some(())).await;
     assert_eq!(events(&machine), expected);
 }

@@ -38,13 +38,13 @@ async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_wit
     assert!(health.message.contains("XID 119 (GSP RPC timeout)"), "{}", health.message);
     assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
     machine
-        .wait_until("the checkpoint", || {
+        .wait_until("the checkpoint is written", || {
             std::fs::read_to_string(machine.path("state/agent.json")).ok()?.contains("\"xid\":119").then_some(())
         })
         .await;
 
     machine.kill_agent();
-    machine.wait_for_view("the end of the stream", |seen| !seen.endpoints[SLICED].connected).await;
+    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[SLICED].connected).await;
     std::fs::remove_file(machine.path("spec/status.json")).unwrap();
     machine.start_agent(&[]);
     let status =
@@ -61,7 +61,9 @@ async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_wit
     machine.wait_for_healthy(SLICED, 8).await;
     let status = machine.wait_for_status("healthy", |status| status.gpus[1].health.healthy).await;
     assert_eq!(condition(&status, "GpusHealthy"), ("True", "Healthy"));
-    machine.wait_until("the events", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(())).await;
+    machine
+        .wait_until("the Events are published", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(()))
+        .await;
 }
 
 #[tokio::test]
@@ -100,7 +102,7 @@ async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
         machine.simgpu(&["set", "1", pending]);
         trigger_read(&machine);
         let status = machine.wait_for_status(pending, |status| reason(status, 1) == "ResetPending").await;
-        assert!(status.gpus[1].health.healthy, "it serves slices");
+        assert!(status.gpus[1].health.healthy, "the GPU serves slices");
         assert_eq!(condition(&status, "GpusHealthy"), ("True", "ResetPending"));
         machine.wait_for_healthy(SLICED, 8).await;
         machine.simgpu(&["reset", "1"]);
@@ -144,7 +146,7 @@ async fn an_xid_of_a_mig_instance_affects_only_that_instance() {
     let seen = machine.wait_for_healthy(MIG_3G, 1).await;
     assert!(only_of(&seen, MIG_3G, &healthy.uuid));
     let status = machine
-        .wait_for_status("the instance", |status| {
+        .wait_for_status("the instance is reported", |status| {
             status.gpus[0].mig.iter().flat_map(|mig| &mig.instances).any(|instance| instance.health.is_some())
         })
         .await;
@@ -180,7 +182,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
         .await;
 
     machine.kill_agent();
-    machine.wait_for_view("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
+    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS].connected).await;
     machine.start_agent(&[]);
     machine.wait_for_view("the new stream", |seen| seen.endpoints[MPS].connected).await;
     machine.wait_for_healthy(MPS, 5).await;
@@ -192,8 +194,8 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.wait_for_healthy(MPS, 5).await;
     machine.pods.set_devices(&[]);
     machine.wait_for_healthy(MPS, 4).await;
-    assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "its daemon was not restarted");
-    set_cordoned(&machine, "open again", false);
+    assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "the MPS daemon was not restarted");
+    set_cordoned(&machine, "the door is open again", false);
     machine.wait_for_healthy(MPS, 8).await;
 }
 
@@ -213,7 +215,7 @@ async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
     trigger_read(&machine);
     let seen = |status: &GpuNodeStatus| reason(status, 2) == "RowRemapFailed";
     let status = machine.wait_for_status("the second read of GPU 2", seen).await;
-    assert!(status.gpus[3].health.healthy, "the answer for GPU 2 waited for GPU 3");
+    assert!(status.gpus[3].health.healthy, "the answer for GPU 2 does not depend on GPU 3");
     machine.simgpu(&["set", "2", "remap-failed=off"]);
     trigger_read(&machine);
 
@@ -255,7 +257,9 @@ async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
     assert_eq!((healthy.message.as_str(), status.gpus.len()), ("GPU 3: NVML did not answer for 20 s", 3));
     machine.simgpu(&["clear"]);
     machine.wait_for_healthy(MPS, 40).await;
-    machine.wait_for_status("all are healthy", |status| condition(status, "GpusHealthy") == ("True", "Healthy")).await;
+    machine
+        .wait_for_status("all GPUs are healthy", |status| condition(status, "GpusHealthy") == ("True", "Healthy"))
+        .await;
 }
 
 #[tokio::test]

@@ -139,14 +139,14 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
             seen.registrations.iter().filter(|r| r.request.resource_name == resource).count(),
         )
     };
-    assert_eq!(lists(&after, MIG_3G), lists(&before, MIG_3G), "its stream sent no list");
-    assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "nor did that of the other GPU");
-    machine.wait_until("the end of the daemon", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    assert_eq!(lists(&after, MIG_3G), lists(&before, MIG_3G), "the GPU's stream sent no list");
+    assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "the other GPU's stream sent no list");
+    machine.wait_until("the daemon exits", || machine.host_status()?.daemons.is_empty().then_some(())).await;
 
     // The change that would destroy the instance waits for the pod, and the step names the pod.
     machine.set_spec("whole", vec![]);
     machine.wait_for_message("in use by ns/train").await;
-    machine.wait_until("the end of the free instances", || (machine.instances(0).len() == 1).then_some(())).await;
+    machine.wait_until("the free instances are destroyed", || (machine.instances(0).len() == 1).then_some(())).await;
     assert!(machine.instances(0).contains(&kept));
     machine.pods.set_devices(&[]);
     machine.applied("whole").await;
@@ -168,7 +168,7 @@ async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_
     machine.set_spec("first", wanted(0));
     machine.wait_for_healthy(MIG_2G, 1).await;
     let status =
-        machine.wait_for_message("failed 5 times, and will not be tried again until the spec or the GPU changes").await;
+        machine.wait_for_message("failed 5 times; the agent does not retry until the spec or the GPU changes").await;
     let failed = status.steps.iter().find(|step| step.result == "Failed").unwrap();
     assert_eq!(
         (failed.gpu.as_str(), failed.action.as_str()),
@@ -219,7 +219,7 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
     let uuid = machine.instances(0)[0].1.clone().unwrap();
     let program = OutsideProgram(machine.start_outside_pods(&uuid));
     machine
-        .wait_until("the program", || {
+        .wait_until("the program runs", || {
             machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(())
         })
         .await;
@@ -237,7 +237,7 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     machine.set_spec("first", vec![partitioned(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.start_host();
     machine.start_agent(&[]);
-    let status = machine.wait_for_message("reset it (nvidia-smi --gpu-reset), or reboot the node").await;
+    let status = machine.wait_for_message("reset the GPU (nvidia-smi --gpu-reset), or reboot the node").await;
     assert_eq!(status.steps.iter().find(|step| step.action == "turn MIG mode on").unwrap().result, "Waiting");
     assert_eq!(status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
     machine.simgpu(&["reset", "0"]);

@@ -64,7 +64,7 @@ impl Node {
         machine.start_agent(&["--proc", proc.to_str().unwrap()]);
         machine.wait_for_healthy(MPS, 10 * gpus).await;
         for gpu in &machine.uuids {
-            let daemon = machine.wait_until("the server", || {
+            let daemon = machine.wait_until("the MPS server runs", || {
                 let daemon = machine.host_status()?.daemons.remove(gpu)?;
                 Some([daemon.pid?, daemon.server_pid?])
             });
@@ -135,7 +135,7 @@ impl Node {
 
     async fn exit_status(&mut self, index: usize) -> Option<i32> {
         let program = &mut self.programs[index];
-        self.machine.wait_until("the program's end", || program.try_wait().unwrap()).await.code()
+        self.machine.wait_until("the program exits", || program.try_wait().unwrap()).await.code()
     }
 }
 
@@ -165,12 +165,14 @@ async fn a_container_over_its_memory_limit_is_reported_and_its_neighbour_is_not(
     );
     assert_eq!((finding.pid, finding.gpu.as_str()), (Some(pid), node.machine.uuids[0].as_str()));
     assert!(finding.message.contains("MiB") && finding.since.is_some(), "{finding:?}");
-    node.machine.wait_until("the pod's event", || (!node.pod_events().is_empty()).then_some(())).await;
+    node.machine.wait_until("the pod's Event is published", || (!node.pod_events().is_empty()).then_some(())).await;
     assert_eq!(node.pod_events(), [("ns/p".to_owned(), "MemoryExceeded".to_owned())]);
-    node.machine.wait_until("the node's event", || (node.machine.events() == ["MemoryExceeded"]).then_some(())).await;
+    node.machine
+        .wait_until("the node's Event is published", || (node.machine.events() == ["MemoryExceeded"]).then_some(()))
+        .await;
     let status = node.machine.wait_for_status("findings", |status| !status.findings.is_empty()).await;
     assert_eq!(status.findings.len(), 1, "the neighbour is within its limits: {:?}", status.findings);
-    assert!(node.programs[1].try_wait().unwrap().is_none(), "it is only reported");
+    assert!(node.programs[1].try_wait().unwrap().is_none(), "the finding is only reported");
     kill_child(&mut node.programs[1]);
     node.no_findings().await;
 }
@@ -194,7 +196,7 @@ async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_sha
     // Pod p no longer has a share, and its program uses the door of pod q.
     node.machine.pods.set_devices(&[row]);
     node.machine
-        .wait_until("the end of its share", || (node.machine.desired()?.allocations.len() == 1).then_some(()))
+        .wait_until("the pod's share is removed", || (node.machine.desired()?.allocations.len() == 1).then_some(()))
         .await;
     node.responses[0] = node.responses[1].clone();
     let pid = node.start(0, &[], &["--hold", "forever"]);
@@ -223,7 +225,7 @@ async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--seconds", "3600"]);
     node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
-    let logged = || fs::read_to_string(&log).ok()?.contains("its tenants are not checked").then_some(());
+    let logged = || fs::read_to_string(&log).ok()?.contains("tenants of the GPU are not checked").then_some(());
     node.machine.wait_until("the watch gives up", logged).await;
     assert!(node.machine.wait_for_status("a status", |_| true).await.findings.is_empty());
     assert!(node.programs[0].try_wait().unwrap().is_none());
@@ -238,12 +240,12 @@ async fn tenants_of_other_gpus_are_watched_while_one_gpu_hangs() {
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--gpu", "1"]);
     node.start(1, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
-    let logged = || fs::read_to_string(&log).ok()?.contains("its tenants are not checked").then_some(());
+    let logged = || fs::read_to_string(&log).ok()?.contains("tenants of the GPU are not checked").then_some(());
     node.machine.wait_until("the watch gives up on that GPU", logged).await;
     node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
     assert_eq!(node.wait_for_finding("MemoryExceeded").await.pod, "p");
     let all = node.machine.wait_for_status("findings", |status| !status.findings.is_empty()).await.findings;
     assert_eq!(all.len(), 1, "the other GPU gives no samples: {all:?}");
     node.machine.simgpu(&["clear"]);
-    node.machine.wait_for_status("both findings", |status| status.findings.len() == 2).await;
+    node.machine.wait_for_status("both findings are reported", |status| status.findings.len() == 2).await;
 }

@@ -73,7 +73,7 @@ impl Node {
         let out = File::create(self.machine.path(name)).unwrap();
         let child = self.machine.program(&response).args(arguments).stdout(out).spawn().unwrap();
         let program = Program { child, name };
-        self.machine.wait_until("its first kernel", || self.last_output(name, "launched")).await;
+        self.machine.wait_until("the first kernel runs", || self.last_output(name, "launched")).await;
         let listed = || {
             let status = self.machine.host_status()?;
             let client = status.daemons[&device].clients.iter().find(|client| client.pid == program.pid())?;
@@ -117,7 +117,7 @@ impl Node {
     }
 
     async fn exit_status(&self, mut program: Program) -> ExitStatus {
-        self.machine.wait_until("its end", || program.child.try_wait().unwrap()).await
+        self.machine.wait_until("the program exits", || program.child.try_wait().unwrap()).await
     }
 
     /// Waits until the MPS host no longer lists a client.
@@ -127,12 +127,12 @@ impl Node {
             let mut clients = status.daemons.values().flat_map(|daemon| &daemon.clients);
             clients.all(|client| client.pid != pid).then_some(())
         };
-        self.machine.wait_until("the client's removal", removed).await;
+        self.machine.wait_until("the client is removed", removed).await;
     }
 
     /// Checks that a program and its MPS server continue.
     fn assert_unharmed(&self, program: &mut Program) {
-        assert_eq!(self.last_output(program.name, "error"), None, "{} is broken", program.name);
+        assert_eq!(self.last_output(program.name, "error"), None, "{} fails", program.name);
         assert!(program.child.try_wait().unwrap().is_none(), "{} has ended", program.name);
         let states: Vec<DaemonState> =
             self.machine.host_status().unwrap().daemons.values().map(|daemon| daemon.state).collect();
@@ -201,9 +201,11 @@ async fn a_stopped_program_is_reported_and_delays_no_others() {
     stopped.signal(Signal::STOP);
     pods.delete(&["stopped", "other"], 30);
     assert_eq!(pods.wait_for_error("other").await, 810);
-    pods.machine.wait_until("the event", || (pods.machine.events() == ["ClientNotTerminated"]).then_some(())).await;
+    pods.machine
+        .wait_until("the Event is published", || (pods.machine.events() == ["ClientNotTerminated"]).then_some(()))
+        .await;
     let text = fs::read_to_string(pods.machine.path("spec/events.jsonl")).unwrap();
-    assert!(text.contains("ns/stopped") && text.contains("it is stopped"), "{text}");
+    assert!(text.contains("ns/stopped") && text.contains("the process is stopped"), "{text}");
     stopped.signal(Signal::CONT);
     assert_eq!(pods.wait_for_error("stopped").await, 810);
     pods.assert_unharmed(&mut neighbour);
@@ -224,7 +226,7 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
         let text = fs::read_to_string(pods.machine.path("spec/events.jsonl")).ok()?;
         text.contains("ns/first").then_some(())
     };
-    pods.machine.wait_until("the event", reported).await;
+    pods.machine.wait_until("the Event is published", reported).await;
     pods.assert_unharmed(&mut neighbour);
     pods.machine.simgpu(&["clear"]);
     // The MPS host may have replaced the hanging daemon already, which also ends the daemon's
@@ -243,7 +245,7 @@ async fn a_pod_with_a_long_prestop_sleep_is_terminated_after_it() {
     pods.pods[0]["spec"]["containers"][0]["lifecycle"] = json!({"preStop": {"sleep": {"seconds": 20}}});
     pods.delete(&["drains", "other"], 60);
     assert_eq!(pods.wait_for_error("other").await, 810);
-    assert_eq!(pods.last_output("drains", "error"), None, "its hook still sleeps");
+    assert_eq!(pods.last_output("drains", "error"), None, "the pod's hook still sleeps");
     pods.delete(&["drains"], 0);
     assert_eq!(pods.wait_for_error("drains").await, 810);
     drop((drains, other));

@@ -30,8 +30,7 @@ impl View<'_> {
         }
         help.extend(self.missing_resources(nodes, &usable));
         if matches!(self.ledger.fit(self.device_requests, usable.iter().copied(), 1, &Tightest), Err(NoFit::TooMany)) {
-            let advice = "The containers together request more than any node has, even an empty one. Use a node with \
-                          more GPUs, or fewer containers per pod.";
+            let advice = "The pod's containers together request more than any node has, even an empty one. Add a node with more GPUs, or use fewer containers per pod.";
             help.push(advice.to_owned());
         }
         help
@@ -67,7 +66,7 @@ impl View<'_> {
         let node = &found.node;
         if found.victims.is_empty() {
             let fits = self.ledger.fit(self.device_requests, [node.as_str()], 1, &Tightest).is_ok();
-            let when = if fits { "has room now" } else { "will have room once terminating pods are gone" };
+            let when = if fits { "has room now" } else { "will have room once terminating pods have exited" };
             return format!("{gpus} on {node} {when}.");
         }
         let priority = self.pod.spec.priority.unwrap_or(0);
@@ -131,7 +130,7 @@ impl View<'_> {
             let elsewhere = nodes.iter().any(|node| !totals(node).is_empty());
             return Some(if elsewhere {
                 format!(
-                    "{resource} is offered only on nodes that refuse the pod. A SharingPolicy can offer it on others."
+                    "{resource} is offered only on nodes that refuse the pod. A SharingPolicy can offer it on other nodes."
                 )
             } else {
                 format!("No GPU offers {resource}. A SharingPolicy can offer it.")
@@ -141,8 +140,7 @@ impl View<'_> {
         let most = of_resource.map(|request| request.units.get()).max().unwrap_or(0);
         (most > largest).then(|| {
             format!(
-                "A container requests {most} {resource} of one GPU, and the largest has {largest}. Request at most \
-                 {largest}, or apply a SharingPolicy that offers more of them on each GPU."
+                "A container requests {most} {resource} of one GPU, and the largest GPU has {largest}. Request at most {largest}, or apply a SharingPolicy that offers more on each GPU."
             )
         })
     }

@@ -57,7 +57,7 @@ struct PodArgs {
     /// NAME or NAMESPACE/NAME of the pod.
     #[arg(value_name = "POD")]
     pod: String,
-    /// Namespace of the pod [default: that of the kubeconfig's context].
+    /// Namespace of the pod [default: the namespace of the kubeconfig's context].
     #[arg(short, long, value_name = "NAME")]
     namespace: Option<String>,
     /// Output format.

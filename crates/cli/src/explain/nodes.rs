@@ -25,7 +25,7 @@ impl View<'_> {
         let ours = self.live.observed.nodes.iter().filter(|(_, node)| node.has_object());
         ours.map(|(name, node)| {
             let refusal = match node.gpu_node.as_ref().map(|object| &object.0) {
-                Some(Err(invalid)) => Some(format!("its GpuNode is malformed: {}", invalid.error)),
+                Some(Err(invalid)) => Some(format!("the GpuNode is malformed: {}", invalid.error)),
                 _ => refusal(&wanted, &plan_node(name, node))
                     .or_else(|| shortage(free.get(name.as_str()), &wanted.requests))
                     .or_else(|| not_serving(node)),
@@ -128,9 +128,9 @@ pub(super) fn unavailable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> 
 /// Why Cleave serves no GPUs on a node.
 fn not_serving(node: &Node) -> Option<String> {
     match node.agent {
-        None => Some("no Cleave agent runs on it".to_owned()),
-        Some(agent) if !agent.ready => Some("its agent is not ready".to_owned()),
-        Some(_) if node.reported().is_none() => Some("its agent has not reported its GPUs".to_owned()),
+        None => Some("no Cleave agent runs on the node".to_owned()),
+        Some(agent) if !agent.ready => Some("the agent is not ready".to_owned()),
+        Some(_) if node.reported().is_none() => Some("the agent has not reported the node's GPUs".to_owned()),
         Some(_) => None,
     }
 }
@@ -152,7 +152,7 @@ fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Optio
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };
     if free("pods").is_some_and(|left| left < 1000) {
-        return Some("it runs its maximum number of pods".to_owned());
+        return Some("the node runs its maximum number of pods".to_owned());
     }
     requests.iter().filter(|(resource, _)| !is_served(resource)).find_map(|(resource, wanted)| {
         let (wanted, left) = (wanted.milli().unwrap_or(0), free(resource).unwrap_or(0));

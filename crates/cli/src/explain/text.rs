@@ -19,8 +19,13 @@ pub fn render(explanation: &Explanation) -> String {
     text.push('\n');
     text.push_str(&node_table(explanation));
     let hidden = explanation.nodes.len().saturating_sub(MAX_NODES);
-    if hidden > 0 {
-        let _ = writeln!(text, "{hidden} more nodes with GPUs have no more room than these. Use -o json to see all.");
+    match hidden {
+        0 => {}
+        1 => text.push_str("1 other node with GPUs has no more room than these nodes. Use -o json to see all.\n"),
+        more => drop(writeln!(
+            text,
+            "{more} other nodes with GPUs have no more room than these nodes. Use -o json to see all."
+        )),
     }
     match explanation.other_nodes {
         0 => {}

@@ -318,7 +318,7 @@ impl Policy {
         };
         let status = object.status.unwrap_or_default();
         let condition = |type_: &str| status.conditions.iter().find(|condition| condition.type_ == type_);
-        let unknown = || Verdict::new("Unknown", "NotReported", "the operator has not processed the policy yet");
+        let unknown = || Verdict::new("Unknown", "NotReported", "the operator has not evaluated the policy yet");
         let conflict = condition(CONDITION_CONFLICT).filter(|condition| condition.status == "True");
         Self {
             name,

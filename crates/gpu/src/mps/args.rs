@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::compute_mode::Mode;
 
-/// Keep one MPS control daemon per GPU running and enforce each allocation's limits at its door.
+/// Run this node's MPS daemons and enforce the limits of their clients.
 #[derive(Debug, Clone, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct HostArgs {
@@ -18,13 +18,13 @@ pub struct HostArgs {
 // Paths on the node. Not a doc comment: clap would use it as the command's help.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct PathArgs {
-    /// Directory that the agent and the MPS host share. The node and both pods need it at the same
-    /// path. It may be a tmpfs.
+    /// Directory shared with the agent. Mount it at the same path on the host and in both pods. May
+    /// be a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub(crate) run_dir: PathBuf,
 
-    /// The MPS control daemon's program. The server program is searched for in the same directory
-    /// first.
+    /// Program of the MPS control daemon. The MPS host searches for the server program in the same
+    /// directory first.
     #[arg(long, env = "CLEAVE_MPS_CONTROL", value_name = "PATH", default_value = "nvidia-cuda-mps-control")]
     pub(crate) mps_control: PathBuf,
 
@@ -40,8 +40,8 @@ pub(crate) struct PathArgs {
 
 #[derive(Debug, Clone, clap::Subcommand)]
 pub(crate) enum HostCommand {
-    /// Set a GPU's compute mode and print the former one. The MPS host runs this in a child process
-    /// to keep NVML out of its own memory.
+    /// Set a GPU's compute mode and print the previous one. The MPS host runs this in a child
+    /// process to keep NVML out of its own memory.
     #[command(hide = true)]
     ComputeMode {
         /// UUID of the GPU.

@@ -37,9 +37,9 @@ pub(crate) enum ControlError {
     Io(#[from] io::Error),
     #[error("the MPS control daemon closed the connection")]
     Closed,
-    #[error("the MPS control daemon speaks an unknown protocol, not that of driver 580")]
+    #[error("the MPS control daemon uses an unknown protocol, not the protocol of driver 580")]
     UnknownProtocol,
-    #[error("the client exited before its credentials were passed on")]
+    #[error("the client exited before the MPS host forwarded its credentials")]
     ClientGone,
     #[error(transparent)]
     Unexpected(#[from] Unexpected),

@@ -138,7 +138,7 @@ impl Door {
         if self.find_inode() == self.inode.get() {
             return;
         }
-        tracing::warn!(allocation = self.id, path = %self.path.display(), "door socket was removed, creating it again");
+        tracing::warn!(allocation = self.id, path = %self.path.display(), "recreating a door socket that was removed");
         if let Err(error) = self.listen() {
             tracing::error!(allocation = self.id, %error, "failed to create door socket");
         }
@@ -190,7 +190,7 @@ impl Door {
                 }
                 Err(error) => {
                     if !has_failed {
-                        tracing::error!(allocation = self.id, %error, "failed to accept connections, clients wait");
+                        tracing::error!(allocation = self.id, %error, "failed to accept connections; clients wait");
                         has_failed = true;
                     }
                     sleep(ACCEPT_RETRY).await;

@@ -41,7 +41,7 @@ pub enum HostError {
     #[error("another MPS host is running in {0}")]
     Taken(PathBuf),
     /// A system call for signals, inotify or standard output failed.
-    #[error("a system call that the MPS host needs failed")]
+    #[error("system call failed")]
     System(#[from] io::Error),
     /// An NVML call failed.
     #[error("cannot set the compute mode")]
@@ -57,7 +57,7 @@ pub(crate) enum DaemonError {
     Prepare { path: PathBuf, source: io::Error },
     #[error("the MPS control daemon exited with {exit}{}", after_colon(.last_line))]
     Exited { exit: Exit, last_line: String },
-    #[error("the MPS server stayed in FAULT: its daemon was replaced and exited with {0}")]
+    #[error("the MPS server stayed in FAULT: the MPS daemon was replaced and exited with {0}")]
     StuckInFault(Exit),
     #[error("{0}")]
     Control(#[from] ControlError),
@@ -104,13 +104,13 @@ impl std::fmt::Display for LastSeen {
 /// Why a compute mode was not set.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ComputeModeError {
-    #[error("cannot start the process that sets it: {0}")]
+    #[error("cannot start the child process: {0}")]
     Spawn(io::Error),
-    #[error("cannot read the output of the process that sets it: {0}")]
+    #[error("cannot read the output of the child process: {0}")]
     Output(io::Error),
     #[error("{output} ({exit})")]
     Failed { output: String, exit: Exit },
-    #[error("the process that sets it printed no compute mode: {0:?}")]
+    #[error("the child process printed no compute mode: {0:?}")]
     UnknownOutput(String),
     #[error("NVML did not answer within {} s", .after.as_secs())]
     Timeout { after: Duration },
@@ -125,7 +125,7 @@ pub(crate) enum ComputeModeError {
 pub(crate) enum TerminateError {
     #[error("no MPS daemon is running for {0}")]
     NoDaemon(String),
-    #[error("client {0} is stopped (SIGSTOP or a debugger): MPS would hang until it continues")]
+    #[error("client {0} is stopped (SIGSTOP or a debugger): MPS would hang until the client continues")]
     ClientStopped(u32),
     #[error("the MPS daemon is busy")]
     Busy,

@@ -77,7 +77,7 @@ impl Children {
             if let Some(waiting) = waiting {
                 waiting.send_replace(Some(exit));
             } else {
-                tracing::debug!(pid = pid.as_raw_nonzero(), %exit, "reaped orphan");
+                tracing::debug!(pid = pid.as_raw_nonzero(), %exit, "reaped an orphaned process");
             }
         }
     }

@@ -113,7 +113,7 @@ pub(crate) async fn clear(pipe: &Path) -> usize {
     }
     for (pid, hold) in &left {
         if !hold.exited(KILL_DEADLINE).await {
-            tracing::error!(pid, "leftover MPS process survives SIGKILL");
+            tracing::error!(pid, "leftover MPS process still runs after SIGKILL");
         }
     }
     left.len()

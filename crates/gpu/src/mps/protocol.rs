@@ -182,7 +182,7 @@ impl Reply {
 
 /// An answer of the daemon that does not match the command.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the MPS control daemon gave an unexpected answer: {0:?}")]
+#[error("the MPS control daemon sent an unexpected answer: {0:?}")]
 pub struct Unexpected(String);
 
 impl Unexpected {
@@ -332,7 +332,7 @@ mod tests {
             let text = error.to_string();
             assert!(text.len() < 1000 && text.ends_with("\u{fffd}…\""), "{text}");
         }
-        assert_eq!(pids("no").unwrap_err().to_string(), "the MPS control daemon gave an unexpected answer: \"no\"");
+        assert_eq!(pids("no").unwrap_err().to_string(), "the MPS control daemon sent an unexpected answer: \"no\"");
     }
 
     proptest! {

@@ -69,7 +69,7 @@ impl Reconciler {
                 None
             }
             Err(error) => {
-                tracing::error!(%error, "failed to apply desired file, nothing changes");
+                tracing::error!(%error, "failed to apply the desired file");
                 Some(error)
             }
         };
@@ -82,7 +82,7 @@ impl Reconciler {
         let hash = new.hash();
         if changes != Changes::default() {
             let Changes { close, stop, run, open, limit } = &changes;
-            tracing::info!(desired = hash, ?close, ?stop, ?run, ?open, ?limit, "applying desired file");
+            tracing::info!(desired = hash, ?close, ?stop, ?run, ?open, ?limit, "applying the desired file");
         }
         for id in &changes.close {
             self.door_errors.borrow_mut().remove(id);
@@ -155,7 +155,7 @@ impl Reconciler {
                 continue;
             }
             if let Err(error) = compute_mode::restore(&self.context, &device).await {
-                tracing::error!(device, %error, "failed to restore compute mode that an earlier MPS host set");
+                tracing::error!(device, %error, "failed to restore a compute mode that an earlier MPS host changed");
             }
         }
     }
@@ -187,7 +187,7 @@ impl Reconciler {
         };
         for (device, task) in tasks {
             if task.await.is_err() {
-                tracing::error!(device, "supervision of MPS daemon failed");
+                tracing::error!(device, "MPS daemon supervision failed");
             }
         }
         self.devices.borrow_mut().clear();

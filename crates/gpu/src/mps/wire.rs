@@ -41,7 +41,7 @@ pub enum InvalidDesired {
     #[error("desired.json cannot be parsed: {0}")]
     Malformed(String),
     /// A newer agent wrote the file.
-    #[error("desired.json has version {0}, this MPS host supports version {VERSION}: upgrade the MPS host")]
+    #[error("desired.json has version {0}, but this MPS host supports version {VERSION}: upgrade the MPS host")]
     Version(u32),
     /// The device's name cannot be a directory name.
     #[error("invalid device {0:?}: expected 1 to 80 letters, digits or `-`")]

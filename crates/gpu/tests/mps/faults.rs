@@ -45,7 +45,7 @@ fn start_busy_client(node: &Node, allocation: &str, kernel_ms: &str) -> Client {
 fn wait_until_over(node: &Node, gpu: usize) -> (Fault, DaemonStatus) {
     let uuid = node.uuid(gpu);
     let is = |daemon: &DaemonStatus| daemon.fault.as_ref().is_some_and(|fault| fault.over);
-    let mut status = node.wait_for_status("the fault is over", |status| {
+    let mut status = node.wait_for_status("the fault has ended", |status| {
         is(&status.daemons[&uuid]) && status.daemons[&uuid].state == DaemonState::Active
     });
     let daemon = status.daemons.remove(&uuid).unwrap();
@@ -108,7 +108,7 @@ fn a_server_that_does_not_recover_is_replaced() {
     node.wait_for_status("a client waits", |status| status.allocations[A].waiting == 1);
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
-    node.wait_for_status("the fault is over", |status| {
+    node.wait_for_status("the fault has ended", |status| {
         meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
         status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.over)
     });
@@ -153,7 +153,7 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     kill(node.wait_for_state(0, DaemonState::Fault).server_pid.unwrap(), Signal::STOP);
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
-    node.wait_for_status("another daemon serves", |status| {
+    node.wait_for_status("a new daemon serves", |status| {
         meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
@@ -166,7 +166,7 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
 
 /// Number of times that a server was replaced after an unclean exit.
 fn count_replacements(node: &Node) -> usize {
-    node.log().matches("replacing MPS server").count()
+    node.log().matches("replacing the MPS server").count()
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     assert_eq!((node.daemon(0).server_pid, count_replacements(&node)), (before, 0));
     stays.signal(Signal::TERM);
     assert_eq!(stays.wait().code(), Some(0));
-    let after = node.wait_for_status("another server serves", |status| {
+    let after = node.wait_for_status("a new server serves", |status| {
         let server = status.daemons[&uuid].server_pid;
         server.is_some() && server != before
     });
@@ -258,7 +258,7 @@ fn killing_a_server_in_fault_ends_the_fault() {
     assert_eq!((after.pid, after.restarts), (fault.pid, 0));
     assert_eq!(node.limits_seen(B), (66, Some(20480)));
     assert!(lingers.line()["error"].is_number());
-    assert!(lingers.has_no_output(), "it no longer blocks the GPU");
+    assert!(lingers.has_no_output(), "the fault no longer blocks the GPU");
 }
 
 #[test]

@@ -105,7 +105,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     }
     assert_eq!(liar.server.recv(64).unwrap().unwrap().data, [0; 4]);
     liar.daemon.send(&7_u32.to_le_bytes()).unwrap();
-    wait_until("the server has disconnected it", || {
+    wait_until("the server has disconnected the client", || {
         node.admin(0, &format!("get_client_list {server}")).lines().all(|line| line != std::process::id().to_string())
     });
     assert_unharmed(&node, Some(server));
@@ -146,7 +146,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     };
     wait_until("the connection is full", || full(&socket));
     drop(socket);
-    wait_until("its connection is closed", || node.descriptors() <= before);
+    wait_until("the client's connection is closed", || node.descriptors() <= before);
     assert!(channel.recv(64).unwrap().is_none());
     assert_unharmed(&node, server);
 }
@@ -162,7 +162,7 @@ fn connections_are_limited_per_allocation() {
     assert!(matches!(enter(), Err(Closed::ByDaemon)));
     assert_eq!(node.limits_seen(B), (66, Some(20480)));
     drop(held);
-    wait_until("their descriptors are closed", || node.descriptors() + 512 <= descriptors);
+    wait_until("the clients' descriptors are closed", || node.descriptors() + 512 <= descriptors);
     assert_unharmed(&node, server);
 }
 

@@ -92,7 +92,7 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
     check(&node, before.server_pid.unwrap());
     kill(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
-    let status = node.wait_for_status("the daemon is back", |status| {
+    let status = node.wait_for_status("the daemon serves again", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -166,7 +166,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     kill(before.server_pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
     let is_new = |server: Option<u32>| server.is_some() && server != before.server_pid;
-    let after = node.wait_for_status("another server serves", |status| {
+    let after = node.wait_for_status("a new server serves", |status| {
         status.daemons[&uuid].state == DaemonState::Active && is_new(status.daemons[&uuid].server_pid)
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
@@ -290,7 +290,7 @@ fn clients_are_reported_with_their_allocation_until_they_exit() {
     });
     a.signal(Signal::KILL);
     a.wait();
-    node.wait_for_status("the one that exited is no longer reported", |status| {
+    node.wait_for_status("the exited client is no longer reported", |status| {
         status.daemons[&uuid].clients.iter().map(|client| client.pid).eq([b.pid()])
     });
 }
@@ -335,7 +335,7 @@ fn a_host_cleans_up_after_one_that_was_killed() {
     node.stop_host(Signal::KILL);
     node.start();
     let uuid = node.uuid(0);
-    node.wait_for_status("another daemon serves", |status| {
+    node.wait_for_status("a new daemon serves", |status| {
         let daemon = status.daemons.get(&uuid);
         daemon.is_some_and(|daemon| daemon.state == DaemonState::Active && daemon.pid != before.pid)
     });
@@ -410,7 +410,7 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     assert!(running.has_no_output());
     running.signal(Signal::KILL);
     running.wait();
-    node.wait_for_status("the daemon is gone", |status| !status.daemons.contains_key(&uuid));
+    node.wait_for_status("the daemon has exited", |status| !status.daemons.contains_key(&uuid));
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
     // A removed daemon can be desired again.
     node.desire_daemon(0, daemon());
@@ -441,7 +441,7 @@ fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
     assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "30.0");
-    assert_eq!(node.daemon(0).restarts, 0, "nothing failed");
+    assert_eq!(node.daemon(0).restarts, 0, "no client failed");
 }
 
 #[test]
@@ -461,7 +461,7 @@ fn an_invalid_desired_file_changes_nothing() {
     }
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     node.write();
-    node.wait_for_status("the error is gone", |status| status.error.is_none());
+    node.wait_for_status("the error is cleared", |status| status.error.is_none());
 }
 
 #[test]
@@ -487,7 +487,7 @@ fn a_second_host_in_the_same_directory_does_not_start() {
 fn a_removed_door_socket_is_restored() {
     let node = two_tenants();
     fs::remove_dir_all(node.paths.allocation(A)).unwrap();
-    wait_until("the door is back", || node.paths.door(A).exists());
+    wait_until("the door exists again", || node.paths.door(A).exists());
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
@@ -580,7 +580,7 @@ fn orphans_are_reaped() {
     let before = node.daemon(0);
     kill(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
-    node.wait_for_status("the daemon is back", |status| {
+    node.wait_for_status("the daemon serves again", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -594,7 +594,7 @@ fn orphans_are_reaped() {
         };
         stats.filter(is_zombie).count()
     };
-    wait_until("no zombie is left", || zombies() == 0);
+    wait_until("no zombie process remains", || zombies() == 0);
 }
 
 #[test]

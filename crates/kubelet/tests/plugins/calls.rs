@@ -103,7 +103,7 @@ async fn next_of(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
         let mut head = [0; 9];
         connection.read_exact(&mut head).await.expect("a frame");
         let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
-        connection.read_exact(&mut payload).await.expect("its payload");
+        connection.read_exact(&mut payload).await.expect("the response's payload");
         let of = u32::from_be_bytes([head[5], head[6], head[7], head[8]]);
         assert_ne!(head[3], GOAWAY, "the connection is closed: {payload:?}");
         if of == stream && head[3] != 8 {
@@ -189,7 +189,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
     for _ in 0..200 {
         open.push(UnixStream::connect(&socket).await.expect("a connection"));
     }
-    let mut closed = open.pop().expect("the last one");
+    let mut closed = open.pop().expect("a connection is open");
     let read = tokio::time::timeout(DEADLINE, closed.read(&mut [0; 1])).await.expect("closed");
     assert!(matches!(&read, Ok(0)) || read.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset));
     kubelet.allocate(MPS, &["a::0"]).await.expect("allocated");
@@ -213,5 +213,5 @@ async fn dial_until_served(socket: &Path) -> DevicePluginClient<tonic::transport
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    tokio::time::timeout(DEADLINE, attempt).await.expect("a free slot")
+    tokio::time::timeout(DEADLINE, attempt).await.expect("a slot becomes free")
 }

@@ -145,7 +145,7 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     for _ in 0..3 {
         std::fs::remove_file(bench.path().join(&before.socket)).expect("our socket");
         wait_until("bound again", || bench.path().join(&before.socket).exists()).await;
-        let mut client = dial(&bench.path().join(&before.socket)).await.expect("it answers there");
+        let mut client = dial(&bench.path().join(&before.socket)).await.expect("the plugin answers at the new socket");
         client.get_device_plugin_options(wire::Empty {}).await.expect("options");
     }
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
@@ -281,9 +281,9 @@ async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
     let plugins = bench.plugins(&[(MPS, &Shares::with(&["a::0"], Options::default()))]);
     let first = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
     plugins.set(resources(&[(MPS, &Shares::with(&["a::0"], Options { pre_start: true, preferred: false }))]));
-    wait_for_kubelet(&kubelet, "another registration", |seen| seen.endpoints[MPS].socket != first).await;
+    wait_for_kubelet(&kubelet, "the agent registers again", |seen| seen.endpoints[MPS].socket != first).await;
     let disconnected = |seen: &FakeKubeletState| seen.endpoints[MPS].disconnected == 1;
-    let seen = wait_for_kubelet(&kubelet, "the end of the old stream", disconnected).await;
+    let seen = wait_for_kubelet(&kubelet, "the old stream ends", disconnected).await;
     assert!(seen.endpoints[MPS].connected, "the old stream must not end the new client");
     wait_until_ready(&plugins).await;
 }
@@ -315,7 +315,7 @@ async fn adding_or_removing_a_resource_does_not_disturb_others() {
         wait_until_served(&kubelet, SLICE, &["b::0", "b::1"]).await;
         plugins.set(resources(&[(MPS, &mps)]));
         let gone = |seen: &FakeKubeletState| !seen.endpoints[SLICE].connected;
-        let seen = wait_for_kubelet(&kubelet, "the end of the stream", gone).await;
+        let seen = wait_for_kubelet(&kubelet, "the stream ends", gone).await;
         assert!(seen.endpoints[SLICE].devices.is_empty(), "the capacity is 0 at once");
         assert_eq!(registrations(&kubelet, SLICE), round);
     }

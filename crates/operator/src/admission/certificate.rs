@@ -64,7 +64,7 @@ pub(crate) enum Error {
     #[error("{0} of the Secret is not valid PEM")]
     Pem(&'static str, #[source] rustls::pki_types::pem::Error),
     /// The certificate and the key do not match, or are not supported.
-    #[error("the Secret's certificate, key and CAs do not belong together")]
+    #[error("the Secret's certificate, key and CAs do not match")]
     Unusable(#[source] rustls::Error),
     /// The CAs cannot be used to verify a certificate.
     #[error("the Secret's CAs cannot verify a certificate")]
@@ -252,11 +252,11 @@ pub(crate) fn tls(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
 /// The certificate could not be updated.
 #[derive(Debug, thiserror::Error)]
 enum UpdateError {
-    #[error("the API server refused the request or could not be reached")]
+    #[error("the API server rejected the request or is unreachable")]
     Api(#[from] kube::Error),
     #[error("the API server did not answer within {} s", REQUEST_TIMEOUT.as_secs())]
     Timeout,
-    #[error("the Secret {0} does not exist. It is part of the Helm release: run `helm upgrade` to create it again")]
+    #[error("the Secret {0} does not exist. It is part of the Helm release: run `helm upgrade` to recreate it")]
     NoSecret(String),
     #[error(transparent)]
     Certificate(#[from] Error),

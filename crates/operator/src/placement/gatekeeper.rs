@@ -32,7 +32,7 @@ const PROTECTION_TIME: Duration = Duration::from_secs(30);
 /// reconciles again.
 const MAX_RELEASES: usize = 128;
 /// Why a pod waits if its controller repeatedly recreated stranded pods. See [`stranded`].
-const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of this controller, and they were re-created. This pod is released later";
+const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of this controller, and they were recreated. This pod is released later";
 
 /// Keeps the ledger and decides which pods are released.
 #[derive(Debug)]

@@ -28,7 +28,7 @@ pub(super) fn host_views(cluster: &Cluster, hosts: &Hosts, nodes: &Nodes, ledger
             let user = state.mps.user.clone().or_else(|| pending.remove(name.as_str()));
             // The newest agent also supports hosts of the older revision. An older agent may not
             // support the newest host.
-            let agent_first = || (agent == Some(&true)).then(|| "its agent is upgraded first".to_owned());
+            let agent_first = || (agent == Some(&true)).then(|| "the agent is upgraded first".to_owned());
             let busy = user.or_else(agent_first);
             let excused = rollout::may_be_down(&state.node);
             views.insert(name.clone(), View { host, trouble: state.mps.trouble.clone(), busy, excused });

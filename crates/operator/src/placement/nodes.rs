@@ -218,11 +218,11 @@ impl Nodes {
     pub(super) fn refusal(&self, node: &str, pod: &PlanPod, tracker: &PodTracker) -> Option<String> {
         let Some(state) = self.0.get(node) else { return Some("the node no longer exists".to_owned()) };
         if !state.managed {
-            return Some("it has no GpuNode".to_owned());
+            return Some("the node has no GpuNode".to_owned());
         }
         let refused = scheduling::admit(pod, &state.node).err().map(|refused| refused.to_string());
         let full = || !has_room(&state.free_resources(tracker), &pod.requests);
-        refused.or_else(|| full().then(|| "it does not have enough CPU, memory or another resource".to_owned()))
+        refused.or_else(|| full().then(|| "not enough CPU, memory or another resource".to_owned()))
     }
 
     /// Pods that preemption can evict, and ended or deleted pods whose node still reports their

@@ -242,7 +242,7 @@ impl Gate {
             let evicted = evict::evict(&self.context.client, pod, uid).await;
             match &evicted {
                 Evicted::Done => {
-                    tracing::info!(pod, preemptor, "evicted a pod for one of higher priority");
+                    tracing::info!(pod, preemptor, "preempted a pod");
                     publish(
                         &self.context.recorder,
                         &events::preempted_event(preemptor),
@@ -251,7 +251,7 @@ impl Gate {
                     .await;
                 }
                 Evicted::Protected(message) => {
-                    tracing::info!(pod, preemptor, message, "a disruption budget protects a pod");
+                    tracing::info!(pod, preemptor, message, "a disruption budget prevented an eviction");
                     self.keeper.record_protection(pod, up);
                     // Reconcile again: the gatekeeper may find other pods to evict.
                     self.wake.notify_one();
@@ -295,7 +295,7 @@ impl Gate {
             }
             Evicted::NotFound => {}
             Evicted::Protected(why) => {
-                tracing::info!(pod, why, "a disruption budget protects a stranded pod");
+                tracing::info!(pod, why, "a disruption budget prevented the eviction of a stranded pod");
                 self.keeper.record_failed_eviction(uid, self.started.elapsed());
             }
             Evicted::Failed(error) => {
@@ -326,7 +326,7 @@ impl Gate {
         metrics.hosts_outdated.set(i64::try_from(step.outdated).unwrap_or(i64::MAX));
         metrics.rollout_stopped.set(i64::from(step.stopped));
         for (node, why) in &step.waiting {
-            tracing::debug!(node, why, "an outdated MPS host stays for now");
+            tracing::debug!(node, why, "postponed the replacement of an MPS host");
         }
         let mut events = Vec::new();
         if let Some((message, regarding)) = &step.news {

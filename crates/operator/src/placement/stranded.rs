@@ -82,7 +82,7 @@ impl Reason {
     fn message(&self) -> String {
         match self {
             Self::Expired(nodes) => {
-                format!("The scheduler did not bind this pod to {} before its GPU reservation ended", nodes.join(", "))
+                format!("The scheduler did not bind this pod to {} before its reservation expired", nodes.join(", "))
             }
             Self::Gone(nodes) => {
                 format!("The nodes to which this pod was released no longer exist: {}", nodes.join(", "))
@@ -90,7 +90,7 @@ impl Reason {
             Self::Refused(refusals) => {
                 format!("The nodes to which this pod was released no longer accept it: {refusals}")
             }
-            Self::Possible => "This pod was released as unschedulable, but a GPU could hold it now".to_owned(),
+            Self::Possible => "This pod was released as unschedulable, but it would fit on a GPU now".to_owned(),
         }
     }
 }
@@ -218,7 +218,7 @@ impl Stranded {
             let is_reported = pod.condition(CONDITION_PLACED).is_some_and(|condition| condition.status == "False");
             if self.advised.insert(uid.clone()) && !is_reported {
                 let message = format!(
-                    "{}. No controller re-creates it. Delete it and create it again: the new pod waits at the placement gate.",
+                    "{}. No controller recreates it. Delete and recreate it: the new pod waits at the placement gate.",
                     reason.message()
                 );
                 rescue.advise.push(Advice { pod: name, uid, message: Some(message) });
@@ -236,7 +236,7 @@ impl Stranded {
                     backoff.avoid.extend(nodes.iter().cloned());
                 }
                 let message = format!(
-                    "{}. Cleave evicts it so that {} {} re-creates it.",
+                    "{}. Cleave evicts it so that {} {} recreates it.",
                     reason.message(),
                     owner.kind,
                     owner.name
@@ -328,9 +328,9 @@ mod tests {
         let mut stranded = Stranded::default();
         let rescue = stranded.reconcile([(&owned, expired()), (&bare, expired())], REFUSAL_TIMEOUT, at(0));
         assert_eq!((recreated(&rescue), rescue.recreate[0].version.as_str()), (vec!["team/owned"], "7"));
-        assert!(rescue.recreate[0].message.ends_with("Cleave evicts it so that ReplicaSet web re-creates it."));
+        assert!(rescue.recreate[0].message.ends_with("Cleave evicts it so that ReplicaSet web recreates it."));
         let advice = rescue.advise[0].message.as_deref().unwrap();
-        assert!(advice.contains("Delete it and create it again"), "{advice}");
+        assert!(advice.contains("Delete and recreate it"), "{advice}");
         assert_eq!(stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(1)).advise, []);
         stranded.record_failed_advice("bare");
         assert_eq!(

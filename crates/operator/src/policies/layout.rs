@@ -8,7 +8,7 @@ use cleave_api::gpunode::{MigInstanceStatus, MigProfileStatus};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The GPU does not support the profile.
-    #[error("it does not support MIG profile {profile}; it supports {}", .has.join(", "))]
+    #[error("the GPU does not support MIG profile {profile}; it supports {}", .has.join(", "))]
     NoSuchProfile {
         /// The requested profile.
         profile: String,
@@ -16,7 +16,7 @@ pub enum Error {
         has: Vec<String>,
     },
     /// The GPU supports all profiles, but not all instances at once. Contains the layout.
-    #[error("the MIG profiles {} do not fit on it at the same time", .0.join(", "))]
+    #[error("the MIG profiles {} do not fit on the GPU at the same time", .0.join(", "))]
     DoesNotFit(Vec<String>),
 }
 
@@ -126,11 +126,11 @@ mod tests {
     #[test]
     fn errors_name_the_profiles() {
         let error = place(&layout(&["4g.20gb", "4g.20gb"]), &a100(), &[]).unwrap_err();
-        assert_eq!(error.to_string(), "the MIG profiles 4g.20gb, 4g.20gb do not fit on it at the same time");
+        assert_eq!(error.to_string(), "the MIG profiles 4g.20gb, 4g.20gb do not fit on the GPU at the same time");
         assert_eq!(place(&layout(&["1g.5gb"; 8]), &a100(), &[]), Err(Error::DoesNotFit(layout(&["1g.5gb"; 8]))));
         let error = place(&layout(&["3g.40gb"]), &a100(), &[]).unwrap_err();
         assert!(
-            error.to_string().starts_with("it does not support MIG profile 3g.40gb; it supports 1g.5gb, "),
+            error.to_string().starts_with("the GPU does not support MIG profile 3g.40gb; it supports 1g.5gb, "),
             "{error}"
         );
     }

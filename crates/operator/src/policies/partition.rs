@@ -238,7 +238,7 @@ fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>,
         };
         (1..=most).map(row).collect()
     } else {
-        let units = units(demand, gpu).ok_or_else(|| format!("the policy does not make {resource}"))?;
+        let units = units(demand, gpu).ok_or_else(|| format!("the policy does not offer {resource}"))?;
         let row = |k: u32| {
             let memory = match demand.shares {
                 Some(ShareSize::Memory(one)) => Mebibytes(one.0.saturating_mul(u64::from(k)).min(all.0)),
@@ -316,7 +316,7 @@ fn instances(
                 let known = profiles.iter().find(|profile| mig_resource(&profile.name) == named);
                 known
                     .map(|profile| profile.name.as_str())
-                    .ok_or_else(|| format!("it has no MIG profile for {named}"))?
+                    .ok_or_else(|| format!("the GPU has no MIG profile for {named}"))?
             }
         };
         by_place.entry(start).or_insert((name, false)).1 |= slice.in_use;

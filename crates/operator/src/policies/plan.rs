@@ -102,7 +102,7 @@ pub struct GpuRef {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unsupported {
     /// The GPU has no room for one share.
-    #[error("it has {has} for shares, and one share needs {wants}")]
+    #[error("the GPU has {has} for shares, and one share needs {wants}")]
     TooSmall {
         /// The memory available for shares.
         has: Mebibytes,
@@ -110,10 +110,10 @@ pub enum Unsupported {
         wants: Mebibytes,
     },
     /// The GPU has less than 1 MiB for each share.
-    #[error("it has {0} for shares, which is less than 1 MiB for each")]
+    #[error("the GPU has {0} for shares, which is less than 1 MiB for each share")]
     NoMemory(Mebibytes),
     /// The GPU does not support MIG.
-    #[error("it does not support MIG")]
+    #[error("the GPU does not support MIG")]
     NoMig,
     /// The GPU does not support the MIG layout.
     #[error(transparent)]

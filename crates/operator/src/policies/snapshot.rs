@@ -280,7 +280,7 @@ pub fn build(observed: &Observed, plan: &Plan, history: &mut History, now: Durat
     for (name, node) in &observed.nodes {
         let Some(gpus) = node.reported() else {
             if node.agent.is_some() {
-                let exclusion = Some("its agent has not reported its GPUs".to_owned());
+                let exclusion = Some("the agent has not reported the node's GPUs".to_owned());
                 input.snapshot.nodes.push(PlanNode { name: name.clone(), exclusion, ..PlanNode::default() });
             }
             continue;
@@ -334,11 +334,11 @@ impl NodeBuilder<'_> {
                 self.progress.get(&at) == Some(&Progress::Changing) && gpu.health.reason == HEALTH_MPS_UNAVAILABLE;
             if !gpu.health.healthy && !starting {
                 let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
-                planned.exclusion = Some(format!("it is unhealthy: {why}"));
+                planned.exclusion = Some(format!("unhealthy: {why}"));
             }
             if let Some(reason) = cordons.0.get(&gpu.uuid) {
                 let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
-                planned.exclusion = Some(format!("it is cordoned{why}"));
+                planned.exclusion = Some(format!("cordoned{why}"));
             }
             if by_demand.is_some() {
                 let failure = self.history.failures.get(&at);
@@ -346,7 +346,9 @@ impl NodeBuilder<'_> {
                     input.excluded_gpus.insert(at.clone(), reason.clone());
                 } else if let Some(failure) = failure.filter(|failure| self.now < failure.until) {
                     cap_next_pass(input, failure.until, self.now);
-                    input.excluded_gpus.insert(at.clone(), format!("failed to repartition it: {}", failure.message));
+                    input
+                        .excluded_gpus
+                        .insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
                     fix_slices(&mut planned);
                     // The GPU is pinned, so its present slices become its desired partition.
                     if !changing && exclusion.is_none() {
@@ -383,8 +385,8 @@ impl NodeBuilder<'_> {
     /// Returns why the node is excluded. `None` if the node is not excluded.
     fn exclusion(&self, deadline: Duration, input: &mut PlannerInput) -> Option<String> {
         match self.node.agent {
-            None => return Some("no Cleave agent runs on it".to_owned()),
-            Some(agent) if !agent.ready => return Some("its agent is not ready".to_owned()),
+            None => return Some("no Cleave agent runs on the node".to_owned()),
+            Some(agent) if !agent.ready => return Some("the agent is not ready".to_owned()),
             Some(_) => {}
         }
         let (_, since) = self.history.unread.get(self.name)?;
@@ -392,7 +394,7 @@ impl NodeBuilder<'_> {
             cap_next_pass(input, since.saturating_add(deadline), self.now);
             return None;
         }
-        Some(format!("its agent did not read its GpuNode spec within {} s", deadline.as_secs()))
+        Some(format!("the agent did not read the GpuNode spec within {} s", deadline.as_secs()))
     }
 
     fn gpu(&self, gpu: &GpuStatus, by_demand: Option<&ByDemand>) -> Gpu {

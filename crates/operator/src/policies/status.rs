@@ -236,7 +236,7 @@ fn accepted(report: &Report) -> Verdict {
         }
         return Verdict::false_with(
             reason::NO_GPU_MATCHES,
-            format!("no GPU matches all lists of gpus; the selected nodes have {known}"),
+            format!("no GPU matches all lists in spec.gpus; the selected nodes have {known}"),
         );
     }
     if report.following.is_empty()
@@ -261,7 +261,7 @@ fn conflict(report: &Report) -> Verdict {
     Verdict::true_with(
         reason::OVERRIDDEN,
         format!(
-            "more specific or older policies take GPUs that this policy selects too: {}",
+            "more specific or older policies apply to GPUs that this policy also selects: {}",
             join_names(taken.collect())
         ),
     )
@@ -277,7 +277,7 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         None => {}
     }
     if report.nodes.is_empty() {
-        return Verdict::false_with(reason::NO_NODE_MATCHES, "no node matches nodeSelector");
+        return Verdict::false_with(reason::NO_NODE_MATCHES, "no node matches spec.nodeSelector");
     }
     if report.following.is_empty() && report.unsupported.is_empty() {
         return nothing_to_share(report);
@@ -296,10 +296,11 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         problems.entry(Problem::AgentNotReady).or_default().push(message);
     }
     for (what, why) in &report.excluded {
-        problems.entry(Problem::Excluded).or_default().push(format!("{what} is left out of plans: {why}"));
+        problems.entry(Problem::Excluded).or_default().push(format!("{what} is excluded from plans: {why}"));
     }
     let Some(first) = problems.keys().next().copied() else {
-        let how = if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy says" };
+        let how =
+            if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy specifies" };
         return Verdict::true_with(reason::READY, format!("{} {how}", subject(&report.following)));
     };
     let reason = match (first, report.unsupported.first()) {
@@ -337,7 +338,7 @@ fn nothing_to_share(report: &Report) -> Verdict {
             format!("the driver reports no GPU on the selected nodes: {}", join_names(nodes)),
         );
     }
-    Verdict::false_with(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches gpus")
+    Verdict::false_with(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches spec.gpus")
 }
 
 /// Reasons why a GPU is not ready, ordered by importance.
@@ -393,7 +394,7 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
     let current = object.metadata.generation.is_none_or(|generation| status.observed_generation >= generation)
         && plan.nodes.get(&at.node).is_none_or(|desired| desired == &object.spec);
     if !current {
-        return Some((Problem::Applying, format!("{} has not received its new spec yet", at.node)));
+        return Some((Problem::Applying, format!("the agent of {} has not received the new spec yet", at.node)));
     }
     if status.plan_id != object.spec.plan_id {
         if let Some(step) = step {

@@ -63,7 +63,7 @@ impl Taints {
                     next = Some(next.map_or(left, |next| next.min(left)));
                     continue;
                 }
-                (Verdict::NotReady(_), None) => (Some("its agent is not ready"), add(node)),
+                (Verdict::NotReady(_), None) => (Some("the agent is not ready"), add(node)),
                 (Verdict::Unusable(why), None) => (Some(why), add(node)),
                 (Verdict::Usable, Some(index)) => (None, remove(index)),
                 _ => continue,
@@ -88,7 +88,7 @@ impl Taints {
         // are not faults of the GPU.
         let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
         if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
-            return Verdict::Unusable("all of its GPUs are lost or need a reset");
+            return Verdict::Unusable("all GPUs of the node are lost or need a reset");
         }
         Verdict::Usable
     }

@@ -225,7 +225,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         spec;
     let nodes = match node_selector {
         Some(labels) if labels.is_empty() => {
-            return Err(Error::Shape("nodeSelector is empty: leave it out to select every node, or name a label"));
+            return Err(Error::Shape("nodeSelector is empty: omit it to select every node, or name a label"));
         }
         labels => labels.clone().unwrap_or_default(),
     };
@@ -269,15 +269,13 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
 fn selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
     let GpuSelector { models, uuids, indices } = selector;
     if models.is_empty() && uuids.is_empty() && indices.is_empty() {
-        return Err(Error::Shape(
-            "gpus selects nothing: leave it out to select every GPU, or set models, uuids or indices",
-        ));
+        return Err(Error::Shape("gpus selects nothing: omit it to select every GPU, or set models, uuids or indices"));
     }
     if let Some(blank) = models.iter().find(|model| model.trim().is_empty()) {
         return Err(Error::Text {
             field: "gpus.models",
             value: blank.clone(),
-            expected: "a product name or a part of one",
+            expected: "a product name or part of one",
         });
     }
     if let Some(wrong) = uuids.iter().find(|uuid| !is_gpu_uuid(uuid)) {
@@ -322,7 +320,7 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
     let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
     let rules = mps_rules(mps)?;
     if *sizes == Sizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
-        return Err(Error::Shape("sizes: Dynamic makes slices as pods request them: leave units and unitMemory out"));
+        return Err(Error::Shape("sizes: Dynamic creates slices as pods request them: omit units and unitMemory"));
     }
     let size = match (units, unit_memory) {
         (Some(_), Some(_)) => return Err(Error::Shape("set units or unitMemory, not both")),
@@ -393,7 +391,7 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<SharingMode, E
     };
     let Some(layout) = layout else { return by_demand(each).map(demand) };
     if layout.is_empty() {
-        return Err(Error::Shape("layout is empty: leave it out to partition GPUs as pods request, or name a profile"));
+        return Err(Error::Shape("layout is empty: omit it to partition GPUs as pods request, or name a profile"));
     }
     if layout.len() > MAX_INSTANCES {
         return Err(Error::Shape("layout names more than 8 profiles: no GPU can have that many MIG instances"));

@@ -203,7 +203,7 @@ impl Rollout {
         let seconds = START_TIMEOUT.as_secs();
         (!named.is_empty()).then(|| {
             format!(
-                "stopped replacing MPS hosts: {}{more}; not serving for {seconds} s. Replacement continues when they serve or their DaemonSet changes",
+                "stopped replacing MPS hosts, because replaced hosts have not served for {seconds} s: {}{more}. Replacement continues when they serve or their DaemonSet changes",
                 named.join("; ")
             )
         })

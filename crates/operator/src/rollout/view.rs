@@ -26,7 +26,7 @@ impl Mps {
     pub(crate) fn of(object: &GpuNode, ready: bool) -> Self {
         let mut found = Self { time_sliced: time_sliced(object), ..Self::default() };
         let Some(status) = &object.status else {
-            found.user = Some("its agent has not reported what uses MPS".to_owned());
+            found.user = Some("the agent has not reported what uses MPS".to_owned());
             return found;
         };
         for gpu in status.gpus.iter().filter(|gpu| gpu.health.class.is_empty()) {
@@ -46,9 +46,9 @@ impl Mps {
         let used =
             || status.gpus.iter().flat_map(|gpu| &gpu.slices).find(|s| s.in_use > 0 && found.serves(&s.resource));
         let user = if !ready {
-            Some("its agent is not ready".to_owned())
+            Some("the agent is not ready".to_owned())
         } else if !is_current {
-            Some("its agent has not read its GpuNode spec".to_owned())
+            Some("the agent has not read the GpuNode spec".to_owned())
         } else if let Some(allocation) = allocated() {
             Some(format!("{} has {} {}", allocation.pod, allocation.ids.len(), allocation.resource))
         } else {

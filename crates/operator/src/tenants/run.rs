@@ -35,11 +35,16 @@ impl Tenants {
         self.context.metrics.tenant_evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         let event = match evicted {
             Evicted::Done => {
-                tracing::info!(pod, node, message, "evicted a pod that left its share");
+                tracing::info!(pod, node, message, "evicted a pod that exceeded its limits");
                 events::outside_share_event(node, message)
             }
             Evicted::Protected(why) => {
-                tracing::info!(pod, node, why, "a disruption budget protects a pod that left its share");
+                tracing::info!(
+                    pod,
+                    node,
+                    why,
+                    "a disruption budget prevented the eviction of a pod that exceeded its limits"
+                );
                 if !self.protected.insert(uid.clone()) {
                     return;
                 }
@@ -47,7 +52,7 @@ impl Tenants {
             }
             Evicted::NotFound => return,
             Evicted::Failed(error) => {
-                return tracing::warn!(pod, node, error, "failed to evict a pod that left its share");
+                return tracing::warn!(pod, node, error, "failed to evict a pod that exceeded its limits");
             }
         };
         publish(&self.context.recorder, &event, &events::pod_reference(pod, uid)).await;

@@ -27,10 +27,10 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     world.now += Duration::from_secs(1);
     let (plan, outcome) = world.pass();
     assert_eq!(world.written(), [other], "the pod gets the other node");
-    assert!(outcome.excluded_nodes[&unreachable].contains("did not read its GpuNode spec within 30 s"));
+    assert!(outcome.excluded_nodes[&unreachable].contains("did not read the GpuNode spec within 30 s"));
     let (reason, message, _) = world.ready(&plan);
     assert_eq!(reason, "Excluded");
-    assert!(message.contains(&format!("{unreachable} is left out of plans: its agent did not read")), "{message}");
+    assert!(message.contains(&format!("{unreachable} is excluded from plans: the agent did not read")), "{message}");
     world.apply_on(other);
     // The agent applies the spec, and plans include the node again with its new partition.
     world.apply();
@@ -48,7 +48,7 @@ fn a_node_whose_agent_is_not_ready_is_excluded_at_once() {
     world.pod("two", "nvidia.com/mig-7g.40gb", 1);
     let (_, outcome) = world.pass();
     assert_eq!(world.written(), ["n2"]);
-    assert_eq!(outcome.excluded_nodes["n1"], "its agent is not ready");
+    assert_eq!(outcome.excluded_nodes["n1"], "the agent is not ready");
     assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Repartitioning).count(), 1);
     world.observed.nodes.get_mut("n1").unwrap().agent = Some(Agent { ready: true });
     world.settle();
@@ -118,7 +118,7 @@ fn a_cordoned_gpu_is_not_repartitioned() {
     let (_, outcome) = world.pass();
     assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Repartitioning).count(), 1);
     assert!(world.partition("n1", 0).whole.is_some());
-    assert!(outcome.excluded_gpus.values().any(|why| why == "it is cordoned: new fan"));
+    assert!(outcome.excluded_gpus.values().any(|why| why == "cordoned: new fan"));
 }
 
 #[test]
@@ -144,8 +144,12 @@ fn a_gpu_that_is_lost_keeps_its_spec() {
     world.settle();
     let before = world.object("n1").spec.clone();
     let gpu = &mut world.status("n1").gpus[0];
-    gpu.health =
-        Health { healthy: false, reason: "GpuLost".into(), message: "it fell off the bus".into(), ..Health::default() };
+    gpu.health = Health {
+        healthy: false,
+        reason: "GpuLost".into(),
+        message: "the GPU fell off the bus".into(),
+        ..Health::default()
+    };
     gpu.slices.clear();
     gpu.allocations.clear();
     for _ in 0..3 {

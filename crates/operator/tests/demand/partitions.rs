@@ -56,7 +56,7 @@ fn sized_slices_follow_demand_and_an_idle_gpu_changes_its_mode() {
     world.end("mig");
     world.pod("whole", WHOLE, 1);
     world.settle();
-    assert!(world.is_bound("whole"), "and back to a whole GPU");
+    assert!(world.is_bound("whole"), "the idle GPU becomes whole again");
     assert!(world.partition("n1", 0).whole.is_some());
 }
 

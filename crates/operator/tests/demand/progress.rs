@@ -79,11 +79,11 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
         outcome.excluded_gpus
     );
     assert_waits(&outcome, "mig", Reason::NoRoom, "");
-    assert!(world.ready(&plan).1.contains("GPU 0 of n1 is left out of plans: failed to repartition it: NVML"));
+    assert!(world.ready(&plan).1.contains("GPU 0 of n1 is excluded from plans: the last repartitioning failed: NVML"));
     world.apply();
     world.now += Duration::from_secs(4);
     world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "the backoff lasts");
+    assert_eq!(world.written(), [] as [&str; 0], "the backoff has not ended");
     // During the backoff, a pod can use the GPU's present slices.
     world.pod("whole", WHOLE, 1);
     let (_, outcome) = world.pass();
@@ -91,7 +91,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     world.end("whole");
     world.now += Duration::from_secs(1);
     world.pass();
-    assert_eq!(world.written(), ["n1"], "it retries");
+    assert_eq!(world.written(), ["n1"], "the operator retries");
     fail(&mut world);
     world.pass();
     world.apply();
@@ -215,7 +215,7 @@ fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     world.pod("whole", WHOLE, 1);
     world.pod("mig", MIG_1G, 1);
     let (_, outcome) = world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "its slice would be removed");
+    assert_eq!(world.written(), [] as [&str; 0], "the pod's slice would be removed");
     assert_waits(&outcome, "whole", Reason::NoRoom, "");
     // No other pod is allocated the slice.
     world.pod("two", SLICE_10GB, 1);

@@ -57,21 +57,26 @@ impl Conflict {
 impl std::fmt::Display for Conflict {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::PodAffinity { topology_key } => write!(f, "no pod there matches the pod's affinity ({topology_key})"),
+            Self::PodAffinity { topology_key } => {
+                write!(f, "no pod in the node's topology domain ({topology_key}) matches the pod's affinity")
+            }
             Self::PodAntiAffinity { topology_key } => {
-                write!(f, "a pod there matches the pod's anti-affinity ({topology_key})")
+                write!(f, "a pod in the node's topology domain ({topology_key}) matches the pod's anti-affinity")
             }
             Self::AntiAffinityOf { topology_key } => {
-                write!(f, "a pod there has anti-affinity to this pod ({topology_key})")
+                write!(f, "a pod in the node's topology domain ({topology_key}) has anti-affinity to this pod")
             }
             Self::Spread { topology_key, max_skew } => {
-                write!(f, "the pod there would exceed the maximum skew of {max_skew} ({topology_key})")
+                write!(
+                    f,
+                    "the pod would exceed the maximum skew of {max_skew} in the node's topology domain ({topology_key})"
+                )
             }
             Self::NoTopologyKey { topology_key } => {
-                write!(f, "it does not have the topology label {topology_key} that the pod's rules need")
+                write!(f, "the topology label {topology_key}, which the pod's rules need, is missing")
             }
-            Self::HostPort(port) => write!(f, "a pod there uses host port {port}"),
-            Self::Volume => f.write_str("it does not match the node affinity of a volume of the pod"),
+            Self::HostPort(port) => write!(f, "a pod on the node uses host port {port}"),
+            Self::Volume => f.write_str("the node affinity of one of the pod's volumes does not match"),
             Self::TooManyRules => {
                 write!(
                     f,

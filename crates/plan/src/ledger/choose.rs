@@ -33,7 +33,7 @@ pub enum NoFit {
     },
     /// Each request fits on a device, but no node has room for all requests together, even when the
     /// node is empty.
-    #[error("the parts of the request fit devices, but no node has room for all of them, even empty")]
+    #[error("each part of the request fits on a device, but no node has room for all parts, even if the node is empty")]
     TooMany,
     /// A device is large enough, but does not have enough free units.
     #[error("no device has {requested} {resource} free: the emptiest has {most}")]
@@ -46,7 +46,7 @@ pub enum NoFit {
         most: u32,
     },
     /// Each request fits now, but the requests do not fit together.
-    #[error("the parts of the request fit devices now, but not all of them at once")]
+    #[error("each part of the request fits on a device now, but not all parts fit at once")]
     NotFreeTogether,
 }
 

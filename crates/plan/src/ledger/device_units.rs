@@ -98,7 +98,7 @@ mod tests {
         assert_eq!((stock.free(), stock.reserved()), (0, 7));
         stock.unreserve(units(4));
         stock.unreserve(units(4));
-        assert_eq!((stock.free(), stock.reserved()), (4, 3), "given back once");
+        assert_eq!((stock.free(), stock.reserved()), (4, 3), "units are freed once");
         assert!(!stock.reserve(units(5)) && stock.reserve(units(4)));
     }
 

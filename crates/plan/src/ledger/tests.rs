@@ -312,7 +312,7 @@ fn a_ledger_can_be_rebuilt() {
     assert_eq!(
         reserved(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(),
         8,
-        "claims without an annotation are reserved too"
+        "claims without an annotation also count as reserved"
     );
     let unclaimed = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
     assert!(reserved(&unclaimed, "n").is_empty(), "units without a claim are free");

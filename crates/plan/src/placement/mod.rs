@@ -349,7 +349,7 @@ mod tests {
             for (demand, choice) in &placed {
                 placer.deallocate(demand, choice);
             }
-            prop_assert!(placer.nodes().iter().all(|left| left == &node(&[1000, 1000])), "everything given back");
+            prop_assert!(placer.nodes().iter().all(|left| left == &node(&[1000, 1000])), "all units are free again");
         }
     }
 }

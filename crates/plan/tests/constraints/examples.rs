@@ -47,7 +47,7 @@ fn replicas_with_anti_affinity_on_the_hostname_run_on_separate_nodes() {
     let placed: Vec<_> = (0..7).map(|_| cluster.place(&replica)).collect();
     let names = ["n1", "n2", "n3", "n4", "n5", "n6"].map(|name| Some(name.to_owned()));
     assert_eq!(placed[..6], names);
-    assert_eq!(placed[6], None, "there is no seventh node");
+    assert_eq!(placed[6], None, "no seventh node exists");
     let expected = Err(Conflict::PodAntiAffinity { topology_key: HOST.to_owned() });
     assert!(cluster.verdicts(&replica).iter().all(|verdict| *verdict == expected));
 }
@@ -60,7 +60,7 @@ fn each_web_server_runs_beside_a_cache() {
     let rules =
         format!(r#"{{"antiAffinity": [{}], "affinity": [{}]}}"#, term("web-store", HOST, ""), term("store", HOST, ""));
     let web = pod(&[("app", "web-store")], &rules);
-    assert_eq!(cluster.place(&web), None, "there is no cache yet");
+    assert_eq!(cluster.place(&web), None, "no cache exists yet");
     for _ in 0..3 {
         cluster.place(&cache);
     }
@@ -88,7 +88,10 @@ fn the_first_pod_of_a_group_needs_only_the_topology_keys() {
     let member = pod(&[("app", "db")], &near(&[term("db", "zone", "")]));
     assert_eq!(cluster.allowed(&member), ["node2", "node3", "node4"]);
     assert_eq!(cluster.verdicts(&member)[0], Err(Conflict::NoTopologyKey { topology_key: "zone".to_owned() }));
-    assert!(cluster.allowed(&TestPod { labels: Labels::new(), ..member.clone() }).is_empty(), "it is no member");
+    assert!(
+        cluster.allowed(&TestPod { labels: Labels::new(), ..member.clone() }).is_empty(),
+        "the pod is not in the group"
+    );
     assert_eq!(cluster.place(&member).as_deref(), Some("node2"));
     assert_eq!(cluster.allowed(&member), ["node2"], "the others of the group follow");
     cluster.pods[0].node = "gone".to_owned();
@@ -167,7 +170,7 @@ fn one_more_pod_goes_to_the_zone_with_fewer() {
     assert_eq!(cluster.allowed(&pod(FOO, &spreads(&[two]))).len(), 4);
     let soft = spread("zone", "").replace("DoNotSchedule", "ScheduleAnyway");
     assert_eq!(cluster.allowed(&pod(FOO, &spreads(&[soft]))).len(), 4);
-    assert_eq!(cluster.allowed(&pod(&[], &spreads(&[spread("zone", "")]))).len(), 4, "it does not count itself");
+    assert_eq!(cluster.allowed(&pod(&[], &spreads(&[spread("zone", "")]))).len(), 4, "the pod does not count itself");
     // "Example: multiple topology spread constraints".
     let mypod = pod(FOO, &spreads(&[spread("zone", ""), spread(HOST, "")]));
     assert_eq!(cluster.allowed(&mypod), ["node4"]);
@@ -200,7 +203,7 @@ fn node_affinity_excludes_zones_unless_the_policy_ignores_it() {
     let not_c = r#"{"affinity": [{"matchExpressions": [{"key": "zone", "operator": "NotIn", "values": ["zoneC"]}]}]}"#;
     let mut mypod = pod(FOO, &spreads(&[spread("zone", "")]));
     mypod.pod = serde_json::from_str(not_c).expect("a pod");
-    assert_eq!(cluster.allowed(&mypod), ["node3", "node4", "node5"], "node affinity itself is not requested here");
+    assert_eq!(cluster.allowed(&mypod), ["node3", "node4", "node5"], "this check ignores node affinity");
     mypod.rules = pod(FOO, &spreads(&[spread("zone", r#", "nodeAffinityPolicy": "Ignore""#)])).rules;
     assert_eq!(cluster.allowed(&mypod), ["node5"]);
     // A node selector is part of node affinity.
@@ -244,10 +247,10 @@ fn spread_counts_only_running_pods_of_the_namespace_on_nodes_with_all_keys() {
     cluster.pods = vec![pod(FOO, "{}").on("node1")];
     assert_eq!(cluster.allowed(&replica), ["node3", "node4"]);
     for (pod, why) in [
-        (pod(FOO, "{}").on("node1").terminating(), "it terminates"),
-        (pod(FOO, "{}").on("node1").of("other"), "another namespace"),
-        (pod(&[], "{}").on("node1"), "other labels"),
-        (pod(FOO, "{}").on("gone"), "no such node"),
+        (pod(FOO, "{}").on("node1").terminating(), "the pod terminates"),
+        (pod(FOO, "{}").on("node1").of("other"), "the pod is in another namespace"),
+        (pod(&[], "{}").on("node1"), "the pod has other labels"),
+        (pod(FOO, "{}").on("gone"), "the node does not exist"),
     ] {
         cluster.pods = vec![pod];
         assert_eq!(cluster.allowed(&replica).len(), 4, "{why}");

@@ -39,7 +39,7 @@ async fn wait_unhealthy(plugin: &mut Plugin, uuid: &str, since: Instant) -> Resu
     let units = plugin.endpoint().devices.iter().filter(|device| gpu(&device.id) == uuid).count();
     ensure!(units > 0, "no devices of {uuid}");
     let all = |endpoint: &Endpoint| unhealthy(endpoint, uuid).0 == units;
-    let endpoint = plugin.has("that the GPU is unhealthy", all).await?;
+    let endpoint = plugin.has("the unhealthy GPU", all).await?;
     Ok((since.elapsed(), endpoint))
 }
 
@@ -102,7 +102,7 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
     plugin.replace().await?;
     let resource = plugin.resource.clone();
     plugin
-        .wait_for_kubelet("the other GPUs after a restart of the plugin", |seen| {
+        .wait_for_kubelet("the other GPUs after a plugin restart", |seen| {
             let again = seen.registrations[before..].iter().any(|r| r.request.resource_name == resource);
             again && seen.endpoints.get(&resource).is_some_and(rest)
         })

@@ -108,7 +108,7 @@ fn a_second_user_waits_for_the_first_and_gets_another_server() {
     assert!(second.has_no_output());
     first.kill(rustix::process::Signal::TERM);
     assert_eq!(second.line()["viaMps"], true);
-    wait_until("the first server is gone", || node.log().contains(&format!("Server {server} exited with status 0")));
+    wait_until("the first server has exited", || node.log().contains(&format!("Server {server} exited with status 0")));
     let own = node.server();
     assert_ne!(own, server);
     assert_eq!(fs::metadata(format!("/proc/{own}")).unwrap().uid(), 1000);
@@ -174,7 +174,7 @@ fn protocol_violations_are_rejected_and_affect_no_client() {
         }
     }
     assert_eq!(node.first_line(&[])["viaMps"], true);
-    wait_until("only the first is left", || node.client_list(node.server()) == [running.pid()]);
+    wait_until("only the first client remains", || node.client_list(node.server()) == [running.pid()]);
 }
 
 #[test]
@@ -208,7 +208,7 @@ fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
         let server = node.server();
         node.client(&["--lie", lie, "--hold", "0.1"]).wait();
         let logged = format!("Server {server:>5}] User did not send valid credentials");
-        wait_until("the server has noticed", || node.log().contains(&logged));
+        wait_until("the server logs the event", || node.log().contains(&logged));
         let reply = node.send_command_in_background(&format!("get_server_status {server}"));
         node.wait_for_side_effects();
         assert!(reply.try_recv().is_err(), "{lie}");
@@ -230,6 +230,6 @@ fn an_introduction_in_its_place_unblocks_the_server() {
     assert_eq!(answer(&reply), "ACTIVE\n");
     assert_eq!(node.client_list(server), [std::process::id()]);
     copy.shutdown();
-    wait_until("the client is gone", || node.client_list(server).is_empty());
+    wait_until("the client has exited", || node.client_list(server).is_empty());
     assert_eq!(node.first_line(&[])["viaMps"], true);
 }

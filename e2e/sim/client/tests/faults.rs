@@ -137,7 +137,7 @@ fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
         let client = node.start_busy_client(kernel_ms);
         let pid = client.pid();
         client.kill(Signal::KILL);
-        wait_until("the server has noticed", || !node.client_list(server).contains(&pid));
+        wait_until("the server no longer lists the client", || !node.client_list(server).contains(&pid));
     };
     die("0.1");
     (0..11).for_each(|_| die("10"));
@@ -151,7 +151,7 @@ fn a_client_that_dies_without_neighbours_breaks_a_later_client() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     node.start_busy_client("1000").kill(Signal::KILL);
-    wait_until("the server has noticed", || node.client_list(server).is_empty());
+    wait_until("the server no longer lists the client", || node.client_list(server).is_empty());
     assert_eq!(node.send_command(&format!("get_server_status {server}")), "ACTIVE\n");
     let mut later = node.start_running_client(&["--kernel-ms", "1", "--busy", "forever"]);
     assert_eq!(later.error(), 700);
@@ -166,7 +166,7 @@ fn a_terminated_or_orderly_client_breaks_no_neighbour() {
     assert_eq!(node.send_command(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
     assert_eq!(terminated.error(), 810);
     assert_eq!(terminated.wait().code(), Some(810 - 3 * 256));
-    wait_until("it has disconnected", || node.client_list(server) == [neighbour.pid()]);
+    wait_until("the client has disconnected", || node.client_list(server) == [neighbour.pid()]);
     let lingering = node.start_busy_client_with("1000", &["--linger", "forever"]);
     let terminate = format!("terminate_client {server} {}", lingering.pid());
     assert_eq!((node.send_command(&terminate).as_str(), node.send_command(&terminate).as_str()), ("0\n", "201\n"));
@@ -230,7 +230,7 @@ fn a_directory_has_one_daemon_even_in_the_background() {
     let pid: u32 = std::fs::read_to_string(node.socket("nvidia-cuda-mps-control.pid")).unwrap().parse().unwrap();
     let quit = started(node.control().arg("quit"));
     assert!(quit.status.success(), "{quit:?}");
-    wait_until("the daemon is gone", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
+    wait_until("the daemon has exited", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
     let nobody = started(node.control().arg("get_server_list"));
     assert!(String::from_utf8_lossy(&nobody.stderr).contains("Cannot find MPS control daemon process"));
 }
@@ -304,7 +304,7 @@ fn a_lost_gpu_ends_the_server_and_its_clients() {
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node.lose_gpu();
     assert_eq!(client.error(), 806);
-    wait_until("the server has ended", || node.send_command("get_server_list").is_empty());
+    wait_until("the server has exited", || node.send_command("get_server_list").is_empty());
     assert_eq!(node.first_line(&[])["error"], 100);
 }
 
@@ -328,10 +328,10 @@ fn processes_of_one_program_are_separate_clients() {
     assert_eq!(node.client_list(server).len(), 5);
     all.signal(Signal::TERM);
     assert_eq!(all.wait().code(), Some(0));
-    wait_until("all have disconnected", || node.client_list(server).is_empty());
+    wait_until("all clients have disconnected", || node.client_list(server).is_empty());
     let mut killed = node.client(&["--processes", "2", "--hold", "forever"]);
     (0..2).for_each(|_| assert_eq!(killed.line()["viaMps"], true));
     killed.signal(Signal::KILL);
     killed.wait();
-    wait_until("all have disconnected", || node.client_list(server).is_empty());
+    wait_until("all clients have disconnected", || node.client_list(server).is_empty());
 }

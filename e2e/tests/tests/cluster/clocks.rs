@@ -167,7 +167,7 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
         let deleted = Instant::now();
         cluster.delete(&scope.pod_path(&leaving), Some(GRACE))?;
         clocks.set(off)?;
-        wait_until("its client is terminated", || Ok(clients(&scope, &leaving)? == 0))?;
+        wait_until("the pod's client is terminated", || Ok(clients(&scope, &leaving)? == 0))?;
         let took = deleted.elapsed();
         ensure!(
             took >= Duration::from_secs(6),

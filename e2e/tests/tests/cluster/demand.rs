@@ -114,7 +114,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
         ensure!(instance.is_some_and(|instance| instance["profile"] == profile), "{name} is on {devices:?} of {all:?}");
         held.extend(devices);
     }
-    ensure!(held.iter().collect::<BTreeSet<_>>().len() == wanted.len(), "two pods are on one instance: {held:?}");
+    ensure!(held.iter().collect::<BTreeSet<_>>().len() == wanted.len(), "two pods are on the same instance: {held:?}");
     // The agent creates another instance beside the allocated ones.
     let before = pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?;
     request(&scope, "f", "nvidia.com/mig-1g.5gb", 1)?;
@@ -202,7 +202,7 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
     }
     ensure!(
         allocated_devices(&cluster, &scope, "one")? == allocated_devices(&cluster, &scope, "two")?,
-        "they are on two instances"
+        "the pods are on two instances"
     );
     Ok(())
 }
@@ -217,7 +217,7 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     faults.simgpu(&["fail", "nvmlDeviceCreateGpuInstance*", "--gpu", &uuid, "--code", "INSUFFICIENT_RESOURCES"])?;
     request(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuExcluded"), &before, &uuid)?;
-    wait_until("no instance is left", || {
+    wait_until("no instance remains", || {
         let gpu = gpu(&cluster, 0)?;
         Ok(gpu["mig"]["instances"].as_array().is_none_or(Vec::is_empty))
     })?;
@@ -258,7 +258,7 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     // Only the stopped node can serve this pod. The operator plans for the node, receives no
     // response, and excludes the node.
     request(&scope, "there", SLICE_10GB, 1)?;
-    wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeExcluded"), &excluded, "left out")?;
+    wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeExcluded"), &excluded, "exclude")?;
     drop(stopped);
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeIncluded"), &included, "again")?;
     scope.wait_until_running("there").map(drop)

@@ -244,7 +244,7 @@ fn delete(scope: &Scope, deletion: Deletion) -> Result<Count> {
         };
         scope.cluster.delete(&path, Some(grace))?;
         // After a deletion with grace 0 the program outlives the object.
-        wait_until(&format!("{name} is gone, and its client with it"), || {
+        wait_until(&format!("{name} and its client no longer exist"), || {
             Ok(scope.cluster.find(&path)?.is_none() && allocation()?["clients"].as_u64().unwrap_or(0) == 0)
         })?;
         count.deletions += 1;
@@ -378,7 +378,7 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
     on_node(NODE, &["sh", "-c", write, SHUTDOWN_STATE])?;
     wait_until("the program without a SIGTERM handler is terminated", || Ok(clients(&scope, "first")? == 0))?;
     let took = begun.elapsed();
-    ensure!(took < Duration::from_secs(5), "it was terminated after {took:?}");
+    ensure!(took < Duration::from_secs(5), "the program was terminated after {took:?}");
     ensure!(clients(&scope, "polite")? == 1 && clients(&scope, "later")? == 1, "other programs were terminated too");
     for name in ["polite", "later"] {
         let log = scope.log(name)?;
@@ -388,10 +388,10 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
         Ok(clients(&scope, "polite")? == 0)
     })?;
     let took = begun.elapsed();
-    ensure!(took > Duration::from_secs(7), "it was terminated after {took:?} of 12 s");
+    ensure!(took > Duration::from_secs(7), "the program was terminated after {took:?} of 12 s");
     // The next group starts when the period ends, or when no pod of the first group remains.
     wait_until("the pod of the next group is terminated", || Ok(clients(&scope, "later")? == 0))?;
     let took = begun.elapsed();
-    ensure!(took > Duration::from_secs(9), "it was terminated after {took:?}");
+    ensure!(took > Duration::from_secs(9), "the program was terminated after {took:?}");
     cluster.delete(&class, None)
 }

@@ -64,7 +64,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
             .filter(|event| text(&event["reason"]) == "GpuFault" && text(&event["involvedObject"]["kind"]) == "GpuNode")
             .map(|event| text(&event["message"]))
             .find(|message| message.contains(&format!("{}/culprit", scope.namespace)))
-            .context("no such Event")?;
+            .context("no GpuFault Event names the culprit")?;
         Ok(event.contains(&format!("{}/near", scope.namespace)) && event.contains(&format!("{}/far", other.namespace)))
     })?;
     // Delete this pod first: dropping `scope` deletes the policy, and then waits until no pod has

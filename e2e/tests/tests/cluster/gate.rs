@@ -48,7 +48,7 @@ fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Res
         if allocated.is_empty() {
             return Ok(None);
         }
-        ensure!(allocated.len() == 1, "it is on several GPUs: {allocated:?}");
+        ensure!(allocated.len() == 1, "the container is on several GPUs: {allocated:?}");
         ensure!(allocated[0]["ids"].as_array().map(Vec::len) == Some(shares), "{allocated:?}");
         Ok(Some(text(&allocated[0]["device"])))
     })

@@ -67,7 +67,7 @@ pub(crate) fn label(scope: &Scope, allow: &str) -> Result<()> {
 fn wait_for_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     wait_until(&format!("{expected:?} on {pod}"), || {
         let gates = gates(&admitted(scope, pod)?);
-        ensure!(gates == expected, "it has {gates:?}");
+        ensure!(gates == expected, "the pod has {gates:?}");
         Ok(true)
     })
 }

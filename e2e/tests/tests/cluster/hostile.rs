@@ -66,16 +66,16 @@ impl Attempt {
     fn result(&self, bed: &TestBed<'_>) -> Result<String> {
         match (self.expected, (self.run)(bed)?) {
             (Expected::Refused(words), Outcome::Refused(answers)) => {
-                ensure!(!answers.is_empty(), "it was not attempted");
+                ensure!(!answers.is_empty(), "the attempt was not made");
                 for answer in &answers {
                     let says = words.iter().all(|word| answer.contains(word));
-                    ensure!(says, "it is refused with {answer:?}, which does not contain {words:?}");
+                    ensure!(says, "the attempt is refused with {answer:?}, which does not contain {words:?}");
                 }
                 Ok(answers.concat())
             }
             (Expected::NoEffect, Outcome::NoEffect(same)) => Ok(same),
             (Expected::Found(kind), Outcome::Found(found)) if kind == found => Ok(found.to_owned()),
-            (_, Outcome::Succeeded(what)) => bail!("it succeeded: {what}"),
+            (_, Outcome::Succeeded(what)) => bail!("the attempt succeeded: {what}"),
             (expected, outcome) => bail!("expected {expected:?}, got {outcome:?}"),
         }
     }
@@ -135,7 +135,7 @@ impl<'a> TestBed<'a> {
             let mut result = attempt.result(self);
             let after = self.state()?;
             if after != before {
-                result = Err(anyhow::anyhow!("it changed the state from {before:?} to {after:?}"));
+                result = Err(anyhow::anyhow!("the attempt changed the state from {before:?} to {after:?}"));
                 before = after;
             }
             match result {

@@ -251,7 +251,8 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
     };
     wait_until("the pod without a controller says what to do", || {
         let condition = placed()?;
-        Ok(condition.is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("create it again")))
+        Ok(condition
+            .is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("Delete and recreate it")))
     })?;
     // The node accepts the pod again: no decision was permanent.
     cordon.set(false)?;

@@ -54,7 +54,7 @@ fn a_whole_gpu_is_partitioned_repartitioned_and_made_whole_again() {
     assert_eq!(
         node.mig_devices().keys().filter(|uuid| kept.contains_key(*uuid)).count(),
         1,
-        "an instance that stays is not replaced"
+        "a kept instance is not replaced"
     );
     node.set_spec(vec![]);
     node.run();
@@ -75,7 +75,7 @@ fn an_instance_in_use_stays_and_does_not_block_changes_beside_it() {
     node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0), ("2g.20gb", 4, 0), ("1g.10gb", 3, 0)])]);
     node.list_allocations();
     node.reconcile();
-    assert_eq!(node.slices("nvidia.com/mig-1g.10gb"), 1, "an instance that stays is not reported as Unhealthy");
+    assert_eq!(node.slices("nvidia.com/mig-1g.10gb"), 1, "a kept instance is not reported as Unhealthy");
     node.run();
     assert!(node.has_instances(&[("1g.10gb", 0), ("2g.20gb", 4), ("1g.10gb", 3)]));
     assert!(node.mig_devices().contains_key(&used) && !node.applied());
@@ -139,7 +139,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         assert!(steps.contains(&("create MIG instance 3g.40gb at 0", "Failed")), "{steps:?}");
         assert!(
             node.messages()
-                .contains(&format!("the GPU is lost ({call}); failed 5 times, and will not be tried again until"))
+                .contains(&format!("the GPU is lost ({call}); failed 5 times; the agent does not retry until"))
         );
         assert!(!node.applied());
         let failures = node.events.iter().filter(|(reason, _)| *reason == "MigFailed").count();
@@ -257,7 +257,7 @@ fn instances_created_by_hand_are_served_and_left_alone() {
     node.set_spec(vec![]);
     node.run();
     assert_eq!((node.slices("nvidia.com/mig-3g.40gb"), node.applied()), (1, true));
-    assert!(node.gpu.lock().calls.is_empty(), "the one without a compute instance is left alone too");
+    assert!(node.gpu.lock().calls.is_empty(), "the instance without a compute instance is not changed");
     node.restart_agent(true);
     node.run();
     assert!(node.gpu.lock().calls.is_empty());

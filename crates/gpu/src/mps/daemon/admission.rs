@@ -97,7 +97,7 @@ impl Device {
         if self.handshake_known.get() {
             tracing::error!(device = self.name, "unexpected reply to a client's handshake");
         } else {
-            tracing::warn!(device = self.name, "unknown MPS handshake, limits are advisory");
+            tracing::warn!(device = self.name, "unknown MPS handshake; limits are advisory");
             self.phase.send_modify(|phase| phase.enforcement = Enforcement::Advisory);
             self.context.status_changed();
         }

@@ -99,7 +99,7 @@ impl Device {
             }
             child.kill();
             if timeout(KILL_DEADLINE, child.exited()).await.is_err() {
-                tracing::error!(device = self.name, pid = child.pid, "MPS daemon survives SIGKILL");
+                tracing::error!(device = self.name, pid = child.pid, "MPS daemon still runs after SIGKILL");
             }
         }
         procfs::clear(&self.pipe).await;
@@ -114,12 +114,12 @@ impl Device {
 
     async fn quit(&self, child: &Child) {
         if let Err(error) = self.send_command_within(&QUIT, QUIT_DEADLINE).await {
-            tracing::warn!(device = self.name, %error, "MPS daemon refuses to quit");
+            tracing::warn!(device = self.name, %error, "MPS daemon rejected the command to quit");
         }
         if let Ok(exit) = timeout(ANSWER_DEADLINE, child.exited()).await {
             tracing::info!(device = self.name, %exit, "MPS daemon quit");
         } else {
-            tracing::warn!(device = self.name, "MPS daemon did not quit, killing it");
+            tracing::warn!(device = self.name, "killing the MPS daemon, which did not quit");
         }
     }
 
@@ -170,7 +170,7 @@ impl Device {
         if !procfs::of_pipe(&self.pipe).await.is_empty() {
             tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
             if let Err(error) = control::send_command(&self.pipe, &QUIT, QUIT_DEADLINE).await {
-                tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host refuses to quit");
+                tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host rejected the command to quit");
             }
             procfs::clear(&self.pipe).await;
         }
@@ -215,7 +215,7 @@ impl Device {
             match control::has_known_greeting(&self.pipe).await {
                 Ok(known) => {
                     if !known {
-                        tracing::warn!(device = self.name, "unknown MPS handshake, limits are advisory");
+                        tracing::warn!(device = self.name, "unknown MPS handshake; limits are advisory");
                     }
                     let enforcement = if known { Enforcement::Hard } else { Enforcement::Advisory };
                     self.phase.send_modify(|phase| phase.enforcement = enforcement);

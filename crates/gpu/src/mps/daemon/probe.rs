@@ -76,7 +76,7 @@ impl Device {
             None => {
                 // The doors are closed, so clients can no longer connect. Running clients may
                 // finish.
-                let message = format!("no longer desired, waiting for clients to exit: {clients}");
+                let message = format!("the daemon is no longer desired; waiting for clients to exit: {clients}");
                 self.set_state(DaemonState::Stopping, Some(&message));
                 None
             }
@@ -128,7 +128,7 @@ impl Device {
             self.set_state(DaemonState::Active, None);
             return Ok(None);
         }
-        tracing::warn!(device = self.name, server = was, "MPS server is gone, starting another");
+        tracing::warn!(device = self.name, server = was, "MPS server exited; starting a new one");
         self.set_state(DaemonState::Restarting, Some("the MPS server exited and was restarted"));
         self.start_server(0).await.map(Some)
     }

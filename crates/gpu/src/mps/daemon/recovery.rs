@@ -28,11 +28,11 @@ impl Device {
             Step::Wait => return,
             Step::SignalTerm => {
                 self.signal_clients(Signal::TERM);
-                format!("in FAULT until all clients have exited ({clients} remain): SIGTERM sent")
+                format!("in FAULT until all clients have exited ({clients} remaining): SIGTERM sent")
             }
             Step::SignalKill => {
                 self.signal_clients(Signal::KILL);
-                format!("in FAULT until all clients have exited ({clients} remain): SIGKILL sent")
+                format!("in FAULT until all clients have exited ({clients} remaining): SIGKILL sent")
             }
             Step::ShutDownServer => "in FAULT for too long: shutting the server down".to_owned(),
             Step::QuitDaemon => "in FAULT for too long: stopping the daemon".to_owned(),
@@ -49,7 +49,7 @@ impl Device {
             _ => return,
         };
         if let Err(error) = self.send_command_within(&command, step.deadline()).await {
-            tracing::warn!(device = self.name, %error, ?step, "step against FAULT failed, the next one follows");
+            tracing::warn!(device = self.name, %error, ?step, "recovery step failed; trying the next step");
         }
     }
 
@@ -63,7 +63,7 @@ impl Device {
             };
             clients.signalable().map(send).collect()
         };
-        tracing::warn!(device = self.name, ?signal, clients = ?signalled, "signalling clients that keep the server in FAULT");
+        tracing::warn!(device = self.name, ?signal, clients = ?signalled, "sending signals to clients that keep the MPS server in FAULT");
         self.faults.borrow_mut().signalled(signalled);
         self.context.status_changed();
     }
@@ -79,7 +79,11 @@ impl Device {
     pub(super) async fn replace_unclean_server(&self) -> Result<(), DaemonError> {
         let phase = *self.phase.borrow();
         let Some(server) = phase.server.filter(|_| self.must_replace_server()) else { return Ok(()) };
-        tracing::info!(device = self.name, server, "replacing MPS server in which a client died with an open context");
+        tracing::info!(
+            device = self.name,
+            server,
+            "replacing the MPS server after a client exited with an open context"
+        );
         // The server's exit is expected from here on.
         self.server_gone();
         self.send_command_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;

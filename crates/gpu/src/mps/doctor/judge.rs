@@ -81,7 +81,7 @@ fn daemon(seen: &Observations) -> Vec<Finding> {
     let greeting = Check {
         name: "door",
         expected: "the daemon speaks the handshake of driver 580, so Cleave can put its door in front of it",
-        impact: "limits are advisory (see the GpuNode): they are in a pod's environment, where the pod can remove them",
+        impact: "limits are advisory (see the GpuNode): a pod can remove them from its environment",
     };
     let commands = Check {
         name: "commands",
@@ -97,7 +97,7 @@ fn daemon(seen: &Observations) -> Vec<Finding> {
     let log = Check {
         name: "log",
         expected: "the daemon logs to standard output when a server is ready and when clients connect and exit",
-        impact: "faults and exits of clients are noticed late or never: a neighbour may break without a report",
+        impact: "faults and exits of clients are reported late or never",
     };
     vec![
         start.judge(&seen.start, |ms| (true, format!("answered after {ms} ms"))),
@@ -194,7 +194,7 @@ fn describe_bound(bound: &Bound) -> String {
 fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let bound = Check {
         name: "limits",
-        expected: "a server's limits bind the next client that connects, not those that run already",
+        expected: "a server's limits apply to the next client that connects, not to clients that already run",
         impact: "pods may run under each other's limits: do not use MPS on this node",
     };
     let rounding = Check {
@@ -209,7 +209,7 @@ fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     };
     let memory = Check {
         name: "memory",
-        expected: "a memory limit is enforced: nothing can be allocated beyond it",
+        expected: "a memory limit is enforced: a program cannot allocate more",
         impact: "a pod can take its neighbours' memory. Cleave reports it within 2 s, and evicts it only with `enforcement: Evict`",
     };
     let defaults = Check {
@@ -302,7 +302,7 @@ fn clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let by_nvml = Check {
         name: "nvml",
         expected: "NVML lists MPS clients, marked as such",
-        impact: "pods that bypass MPS or exceed their memory are not found",
+        impact: "pods that bypass MPS or exceed their memory are not detected",
     };
     let ended = Check {
         name: "terminate",

@@ -39,7 +39,7 @@ use self::setup::{NVML_DEADLINE, Setup};
 use super::args::PathArgs;
 use crate::nvml::{DriverInfo, Gpu, Library, NvmlError, Search, Worker};
 
-/// Check whether this node's driver behaves as Cleave expects of MPS.
+/// Check that this node's GPU driver enforces limits as Cleave expects.
 ///
 /// Starts its own MPS daemon on an idle GPU. On a GPU that is in use it starts nothing and reports
 /// only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and 2 if there
@@ -83,7 +83,7 @@ pub enum DoctorError {
         available: String,
     },
     /// A signal handler could not be installed, or standard output failed.
-    #[error("a system call that the doctor needs failed: {0}")]
+    #[error("system call failed: {0}")]
     System(#[from] io::Error),
     /// The doctor received a signal. It has stopped all processes that it started.
     #[error("stopped by a signal")]

@@ -38,9 +38,9 @@ pub(super) struct DaemonLog {
 /// Why the daemon did not answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OwnDaemonError {
-    #[error("it cannot be started: {0}")]
+    #[error("the daemon cannot be started: {0}")]
     Start(io::Error),
-    #[error("it exited ({status}): {last_line}")]
+    #[error("the daemon exited ({status}): {last_line}")]
     Exited { status: ExitStatus, last_line: String },
     #[error("{0}")]
     Control(#[from] ControlError),

@@ -45,7 +45,7 @@ impl Preconditions {
             Self { mig: true, .. } => "MIG is enabled on the GPU, and MIG devices are not tested",
             Self { compute_mode: Some(ComputeMode::Prohibited), .. } => "the compute mode is Prohibited",
             Self { cleave: Some(why), .. } => why,
-            Self { mps: None, .. } => "the search for MPS daemons that may serve the GPU failed",
+            Self { mps: None, .. } => "failed to search for MPS daemons that may serve the GPU",
             Self { mps: Some(pids), .. } if !pids.is_empty() => {
                 let pids: Vec<String> = pids.iter().map(ToString::to_string).collect();
                 return Some(format!(
@@ -56,7 +56,7 @@ impl Preconditions {
             Self { processes: None, .. } => "NVML does not report which processes use the GPU",
             Self { processes: Some(1..), .. } => "the GPU is in use",
             Self { others: ForeignProcesses::Hidden, .. } => {
-                "processes of other pid namespaces are not visible; pass --idle if nobody uses the GPU"
+                "processes in other PID namespaces are not visible; pass --idle if no process uses the GPU"
             }
             _ => return None,
         };

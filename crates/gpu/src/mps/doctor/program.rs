@@ -54,7 +54,7 @@ pub(super) enum ProgramError {
     #[error("the CUDA program {0}")]
     Broken(String),
     /// A CUDA call failed.
-    #[error("the program got CUDA error {0}")]
+    #[error("the program failed with CUDA error {0}")]
     Cuda(i64),
     /// The program printed nothing before the deadline, because it waits for CUDA.
     #[error("the program printed nothing for {} s", LINE_DEADLINE.as_secs())]

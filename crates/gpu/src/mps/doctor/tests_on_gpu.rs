@@ -152,7 +152,7 @@ impl Tests<'_> {
                     let other = processes.iter().find(|process| !self.is_ours(process.pid))?;
                     // NVML may still list a test process that has just exited.
                     if Instant::now() > deadline {
-                        return Some(format!("process {} uses the GPU meanwhile", other.pid));
+                        return Some(format!("process {} started to use the GPU", other.pid));
                     }
                 }
             }

@@ -220,7 +220,7 @@ impl Door {
             Ok(Some(server)) => server,
             Ok(None) => return Admission::Held,
             Err(error) => {
-                tracing::warn!(allocation = self.id, %error, "failed to set limits, client waits");
+                tracing::warn!(allocation = self.id, %error, "failed to set limits; the client waits");
                 self.device.door_failed(&error);
                 return Admission::Held;
             }
@@ -233,7 +233,7 @@ impl Door {
                 return Admission::Refused(Refusal::UnknownReply);
             }
             Err(error) => {
-                tracing::warn!(allocation = self.id, %error, "failed to introduce a client to the daemon, it waits");
+                tracing::warn!(allocation = self.id, %error, "failed to introduce a client to the daemon; the client waits");
                 self.device.door_failed(&error.into());
                 return Admission::Held;
             }

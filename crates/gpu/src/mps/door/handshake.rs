@@ -11,25 +11,25 @@ use crate::mps::seqpacket::{Credentials, Socket, send_now};
 pub(super) enum Refusal {
     #[error("the handshake took too long")]
     TooSlow,
-    #[error("it does not speak the handshake")]
+    #[error("the client does not use the MPS handshake")]
     NoHandshake,
-    #[error("it is in a pid namespace that the MPS host cannot see: the MPS host needs hostPID")]
+    #[error("the client is in a PID namespace that the MPS host cannot see: the MPS host needs hostPID")]
     ForeignNamespace,
-    #[error("it passes itself off as process {0}")]
+    #[error("the client claims to be process {0}")]
     Impostor(u32),
-    #[error("it sent no credentials")]
+    #[error("the client sent no credentials")]
     NoCredentials,
-    #[error("it is an administrator: doors accept no commands")]
+    #[error("the client is an administrator: doors accept no commands")]
     Administrator,
-    #[error("it is neither a client nor an administrator")]
+    #[error("the peer is neither a client nor an administrator")]
     UnknownKind,
     #[error("the allocation already has its maximum of {0} clients")]
     TooManyClients(u32),
     #[error("the allocation already has its maximum of {0} connections to the server")]
     TooManyConnections(usize),
-    #[error("the MPS daemon gave an unknown reply to its handshake")]
+    #[error("the MPS daemon sent an unknown reply to the client's handshake")]
     UnknownReply,
-    #[error("it did not complete its handshake with the server")]
+    #[error("the client did not complete the handshake with the MPS server")]
     Stalled,
 }
 

@@ -90,10 +90,10 @@ fn a_node_is_idle_only_if_its_agent_reports_no_shares_in_use() {
     let user = |node: &GpuNode, ready| Mps::of(node, ready).user;
     let idle = gpu_node(json!({}), &json!({}));
     assert_eq!(user(&idle, true), None);
-    assert_eq!(user(&idle, false).unwrap(), "its agent is not ready");
+    assert_eq!(user(&idle, false).unwrap(), "the agent is not ready");
     let mut stale = idle.clone();
     stale.metadata.generation = Some(5);
-    assert_eq!(user(&stale, true).unwrap(), "its agent has not read its GpuNode spec");
+    assert_eq!(user(&stale, true).unwrap(), "the agent has not read the GpuNode spec");
     let unreported = GpuNode { status: None, ..idle };
     assert!(user(&unreported, true).is_some());
     let busy = gpu_node(json!({}), &json!({"allocations": allocations("nvidia.com/gpu-mps")}));

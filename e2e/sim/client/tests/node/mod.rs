@@ -258,7 +258,7 @@ impl Node {
     /// Waits for the daemon's exit and returns its status.
     pub(crate) fn daemon_ended(&mut self) -> ExitStatus {
         let daemon = self.daemon.as_mut().unwrap();
-        wait_until("the daemon ends", || daemon.try_wait().unwrap().is_some());
+        wait_until("the daemon exits", || daemon.try_wait().unwrap().is_some());
         self.daemon.take().unwrap().wait().unwrap()
     }
 }
@@ -339,7 +339,7 @@ impl Client {
             let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap();
             stat.rsplit(')').next().unwrap().trim_start().chars().next()
         };
-        wait_until("it is stopped", || state() == Some('T'));
+        wait_until("the program is stopped", || state() == Some('T'));
     }
 
     /// Kills the program and waits until it has exited.
@@ -355,7 +355,7 @@ impl Client {
 
     pub(crate) fn wait(&mut self) -> ExitStatus {
         let child = &mut self.child;
-        wait_until("the program ends", || child.try_wait().unwrap().is_some());
+        wait_until("the program exits", || child.try_wait().unwrap().is_some());
         child.wait().unwrap()
     }
 }

@@ -97,7 +97,7 @@ fn main() -> Result<()> {
     wait_settled(&scope).context("slices were lost")?;
     // The kubelet needs a minute or two to clean up after a killed container runtime.
     let mut left = Vec::new();
-    let _ = wait_for("nothing is left behind", 2 * WAIT_TIMEOUT, || {
+    let _ = wait_for("nothing remains", 2 * WAIT_TIMEOUT, || {
         left = resources::remaining_objects(&before, &ObjectCounts::of_nodes()?);
         Ok(left.is_empty().then_some(()))
     });

@@ -117,9 +117,9 @@ fn forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcom
     label(&bed.scope, "annotations")?;
     // The API server applies the label with a short delay.
     wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods(), &object).map(|_| true))?;
-    let outcome = check_runs(bed, name, "its annotation is the operator's")?;
+    let outcome = check_runs(bed, name, "the operator wrote the pod's annotation")?;
     let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][ANNOTATION]);
-    ensure!(now != value && now.contains("\"device\":\"GPU-"), "its annotation is {now:.200}");
+    ensure!(now != value && now.contains("\"device\":\"GPU-"), "the pod's annotation is {now:.200}");
     label(&bed.scope, "")?;
     Ok(outcome)
 }
@@ -178,7 +178,7 @@ fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let flood: BTreeSet<String> = (0..FLOOD_PODS).map(name).collect();
     let (mut there, mut bound) = (0, 0);
     for pod in bed.scope.pods()?.iter().filter(|pod| flood.contains(&text(&pod["metadata"]["name"]))) {
-        ensure!(text(&pod["status"]["phase"]) != "Failed", "a pod was refused: {}", pod["status"]);
+        ensure!(text(&pod["status"]["phase"]) != "Failed", "a pod was rejected: {}", pod["status"]);
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }

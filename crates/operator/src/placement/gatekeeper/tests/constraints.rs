@@ -34,7 +34,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
     assert_eq!((actions.releases.len(), nodes.len()), (6, 6), "{actions:?}");
     let message = &actions.waiting["team/r6"].message;
     assert!(
-        message.contains("6 nodes (n1, n2, n3, ...) are excluded: a pod there matches the pod's anti-affinity"),
+        message.contains("6 nodes (n1, n2, n3, ...) are excluded: a pod in the node's topology domain"),
         "{message}"
     );
     // The released pods still count after the watch has reported them.
@@ -43,7 +43,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
     assert_eq!(
         released(&reconcile(&mut Gatekeeper::default(), &world, 2)),
         [],
-        "the same for an operator that takes over"
+        "an operator that takes over decides the same"
     );
     // A pod's anti-affinity also excludes pods without rules.
     let world = world.pod("plain", 2);

@@ -45,11 +45,11 @@ fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves
     };
     assert_eq!(stays(&mut keeper, &world, 1), "team/a has a reservation");
     world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n1"));
-    assert_eq!(stays(&mut keeper, &world, 10), "team/a has a reservation", "its node has not reported the allocation");
+    assert_eq!(stays(&mut keeper, &world, 10), "team/a has a reservation", "the node has not reported the allocation");
     assert_eq!(
         stays(&mut Gatekeeper::default(), &world, 11),
         "team/a has a reservation",
-        "the same for an operator that takes over"
+        "an operator that takes over decides the same"
     );
     world.change(
         |world| &mut world.gpu_nodes,
@@ -136,7 +136,7 @@ fn a_nodes_agent_is_upgraded_before_its_mps_host() {
     let mut keeper = Gatekeeper::default();
     for second in [0, 10] {
         let step = reconcile(&mut keeper, &world, second).rollout.unwrap();
-        assert_eq!((step.replace.len(), step.waiting["n1"].as_str()), (0, "its agent is upgraded first"));
+        assert_eq!((step.replace.len(), step.waiting["n1"].as_str()), (0, "the agent is upgraded first"));
     }
     world.change(|world| &mut world.agents, "n1", of_revision("new"));
     reconcile(&mut keeper, &world, 20);

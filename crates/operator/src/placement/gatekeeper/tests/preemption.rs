@@ -48,7 +48,7 @@ fn a_pod_preempts_one_of_lower_priority_and_gets_its_shares() {
 #[test]
 fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
     for (spec, why) in [
-        (json!({"priority": 9, "preemptionPolicy": "Never"}), "its policy forbids it"),
+        (json!({"priority": 9, "preemptionPolicy": "Never"}), "the pod's policy forbids preemption"),
         (json!({"priority": 1}), "equal priority"),
     ] {
         let mut world = TestCluster::default().node("n1", &[0, 0]).pod_with(
@@ -87,9 +87,13 @@ fn a_pod_that_a_budget_protects_is_evicted_only_if_no_other_can_be() {
     assert_ne!(first, second);
     keeper.record_protection(&second, Duration::from_secs(1));
     let protected = reconcile(&mut keeper, &world, 2);
-    assert_eq!((protected.evictions, protected.requeue), (vec![], Some(Duration::from_secs(28))), "both are protected");
+    assert_eq!(
+        (protected.evictions, protected.requeue),
+        (vec![], Some(Duration::from_secs(28))),
+        "both pods are protected"
+    );
     let again = reconcile(&mut keeper, &world, 30);
-    assert_eq!(again.evictions[0].pod, first, "the protection is over");
+    assert_eq!(again.evictions[0].pod, first, "the protection has ended");
 }
 
 #[test]

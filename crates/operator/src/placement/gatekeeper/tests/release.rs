@@ -145,7 +145,7 @@ fn a_pod_whose_release_is_always_refused_reserves_nothing_and_reports_the_reason
         keeper.record_failed_release("team/b");
         delays.push(delay.as_secs());
         second += delay.as_secs();
-        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "reserved")], "the delay is over");
+        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "reserved")], "the delay has ended");
         keeper.record_refused_release("team/a", "no", at(second).up);
     }
     assert_eq!(delays, [1, 2, 4, 8, 16, 32, 60, 60]);

@@ -136,12 +136,12 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
     let cases: [(&str, Change, Duration); 4] = [
         ("no longer exist: n1.", |world| drop(world.nodes.remove("n1")), MISSING_NODE_DELAY),
         (
-            "n1: it is cordoned.",
+            "n1: cordoned.",
             |world| change_node(world, |node| node["spec"]["unschedulable"] = json!(true)),
             UNSCHEDULABLE_AFTER,
         ),
-        ("n1: the pod does not tolerate its taint node.kubernetes.io/not-ready.", not_ready, UNSCHEDULABLE_AFTER),
-        ("n1: it does not have enough CPU, memory or another resource.", full, UNSCHEDULABLE_AFTER),
+        ("n1: the pod does not tolerate the taint node.kubernetes.io/not-ready.", not_ready, UNSCHEDULABLE_AFTER),
+        ("n1: not enough CPU, memory or another resource.", full, UNSCHEDULABLE_AFTER),
     ];
     for (why, happens, after) in cases {
         let (mut world, mut keeper) = released_to_n1(true);
@@ -155,7 +155,7 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
         let meta = &world.pods["team/a"]["metadata"];
         assert_eq!((pod.as_str(), uid.as_str()), ("team/a", meta["uid"].as_str().unwrap()));
         assert_eq!(version, meta["resourceVersion"].as_str().unwrap(), "the eviction requires this version");
-        assert!(message.contains(why) && message.contains("ReplicaSet web re-creates it"), "{message}");
+        assert!(message.contains(why) && message.contains("ReplicaSet web recreates it"), "{message}");
     }
 }
 
@@ -169,7 +169,7 @@ fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
         assert!(keeper.ledger().unwrap().claim("team/a").is_some());
     }
     let actions = reconcile(&mut Gatekeeper::default(), &world, 4 * RESERVATION.as_secs());
-    assert_eq!(actions.rescue.recreate, [], "the same for an operator that starts then");
+    assert_eq!(actions.rescue.recreate, [], "an operator that starts later decides the same");
     // No other pod receives the shares of pod `a`.
     let full = world.clone().pod("b", 9);
     assert_eq!(released(&reconcile(&mut keeper, &full, 4 * RESERVATION.as_secs())), []);
@@ -194,17 +194,14 @@ fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
     assert_eq!(
         reconcile(&mut Gatekeeper::default(), &world, RESERVATION.as_secs()).rescue.recreate.len(),
         1,
-        "the same for a new operator"
+        "a new operator decides the same"
     );
     let (mut world, mut keeper) = released_to_n1(false);
     refuse(&mut world, "team/a");
     let rescue = reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue;
     assert_eq!(rescue.recreate, [], "no controller would re-create it");
     let message = rescue.advise[0].message.as_deref().unwrap();
-    assert!(
-        message.contains("did not bind this pod to n1") && message.contains("Delete it and create it again"),
-        "{message}"
-    );
+    assert!(message.contains("did not bind this pod to n1") && message.contains("Delete and recreate it"), "{message}");
     // The scheduler binds the pod after all, and the condition becomes true.
     world.change(
         |world| &mut world.pods,
@@ -257,7 +254,7 @@ fn a_pod_released_as_unschedulable_is_recreated_once_a_gpu_is_large_enough() {
     reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS);
     let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + MISSING_NODE_DELAY.as_secs()).rescue;
     assert!(
-        rescue.recreate[0].message.contains("released as unschedulable, but a GPU could hold it now"),
+        rescue.recreate[0].message.contains("released as unschedulable, but it would fit on a GPU now"),
         "{rescue:?}"
     );
 }
@@ -303,7 +300,7 @@ fn a_temporary_obstacle_when_a_reservation_ends_strands_no_pod() {
     assert_eq!((rescue.recreate, rescue.advise), (vec![], vec![]));
     untaint(&mut world);
     reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1);
-    assert!(keeper.ledger().unwrap().claim("team/a").is_some(), "its shares are still reserved");
+    assert!(keeper.ledger().unwrap().claim("team/a").is_some(), "the pod's shares are still reserved");
 }
 
 #[test]

@@ -56,7 +56,7 @@ fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_non
     assert_eq!(
         released(&reconcile(&mut keeper, &elsewhere, UNSCHEDULABLE_AFTER.as_secs())),
         [("team/a", "unschedulable")],
-        "its selector matches no node"
+        "the pod's selector matches no node"
     );
 }
 
