@@ -139,7 +139,11 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("Overridden", "More specific or older policies apply to its GPUs.", "Change one of the policies."),
     reason("AgentNotReporting", "No agent has reported the node's GPUs.", "Check the agent's pod on the node."),
     reason("Applying", "The node's GPUs are being repartitioned.", "Wait."),
-    reason("WaitingForPods", "Pods use slices that would change. The message names the pods.", "Wait, or drain the GPU."),
+    reason(
+        "WaitingForPods",
+        "Pods use slices that would change. The message names the pods.",
+        "Wait, or drain the GPU.",
+    ),
     reason("ApplyRefused", "The agent refused the change.", "Read the message."),
     reason("ApplyFailed", "The change failed on the node.", "Read the message."),
     reason("LeftOut", "Plans exclude a node or a GPU.", "Read the message."),

@@ -63,7 +63,11 @@ impl View<'_> {
         }
         let deleted = pod.metadata.deletion_timestamp.is_some();
         if let Some(node) = pod.node() {
-            let deleted = if deleted { " It is being deleted, and its GPUs stay allocated until its containers exit." } else { "" };
+            let deleted = if deleted {
+                " It is being deleted, and its GPUs stay allocated until its containers exit."
+            } else {
+                ""
+            };
             return verdict(State::Bound, format!("The pod is on node {node}.{deleted}"));
         }
         if deleted {
@@ -73,8 +77,9 @@ impl View<'_> {
         let others: Vec<&str> = gates.filter(|&gate| gate != GATE).collect();
         if !others.is_empty() {
             let others = others.join(", ");
-            let message =
-                format!("The pod waits for {others}. Cleave places the pod when the placement gate is the only remaining gate.");
+            let message = format!(
+                "The pod waits for {others}. Cleave places the pod when the placement gate is the only remaining gate."
+            );
             return verdict(State::OtherGate, message);
         }
         if pod.spec.scheduling_gates.is_empty() { self.released_verdict() } else { self.gated_verdict() }

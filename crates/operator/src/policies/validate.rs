@@ -269,9 +269,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
 fn selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
     let GpuSelector { models, uuids, indices } = selector;
     if models.is_empty() && uuids.is_empty() && indices.is_empty() {
-        return Err(Error::Shape(
-            "gpus selects nothing: omit it to select every GPU, or set models, uuids or indices",
-        ));
+        return Err(Error::Shape("gpus selects nothing: omit it to select every GPU, or set models, uuids or indices"));
     }
     if let Some(blank) = models.iter().find(|model| model.trim().is_empty()) {
         return Err(Error::Text {

@@ -39,7 +39,12 @@ impl Tenants {
                 events::expelled(node, message)
             }
             Evicted::Protected(why) => {
-                tracing::info!(pod, node, why, "a disruption budget prevented the eviction of a pod that exceeded its limits");
+                tracing::info!(
+                    pod,
+                    node,
+                    why,
+                    "a disruption budget prevented the eviction of a pod that exceeded its limits"
+                );
                 if !self.protected.insert(uid.clone()) {
                     return;
                 }
