@@ -127,7 +127,7 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("Ready", "The GPUs are shared as the policy specifies.", ""),
     reason("NoConflict", "No other policy applies to GPUs that this policy selects.", ""),
     reason("Malformed", "The object does not match its definition.", "Correct the policy."),
-    reason("Invalid", "Fields contradict each other.", "Correct the policy."),
+    reason("Invalid", "A field is missing or invalid, or fields contradict each other.", "Correct the policy."),
     reason("NoNodeMatches", "No node has the labels of `nodeSelector`.", "Correct the selector, or label nodes."),
     reason("NoGpu", "The selected nodes have no GPU.", "Correct the selector."),
     reason("NoGpuMatches", "The selected nodes have GPUs, but `gpus` selects none of them.", "Correct `gpus`."),

@@ -36,8 +36,7 @@ pub struct OperatorArgs {
     pub webhook: Option<String>,
 
     /// Taint nodes with `cleave.dev/unhealthy:NoSchedule` while all their GPUs are lost or need a
-    /// reset, or while their agent has not been ready for a minute. Needs permission to patch
-    /// nodes.
+    /// reset, or once their agent has been not ready for 60 s. Needs permission to patch nodes.
     #[arg(long, env = "CLEAVE_TAINT_UNHEALTHY", default_value_t = false)]
     pub taint_unhealthy: bool,
 

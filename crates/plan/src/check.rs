@@ -270,7 +270,7 @@ impl Checker {
                 continue;
             };
             if node.exclusion.is_some() || Constraints::of(pod).admit(node).is_err() {
-                self.report(&pod.name, format!("the pod may not run on node {}", node.name));
+                self.report(&pod.name, format!("the pod cannot run on node {}", node.name));
             }
             for (name, request) in &pod.requests {
                 *used.entry((&node.name, name)).or_default() += request.milli().unwrap_or(u64::MAX);

@@ -35,7 +35,9 @@ pub enum TableError {
     #[error("the GPU reports {0} MIG profiles, more than 32")]
     TooManyProfiles(usize),
     /// A placement is outside the GPU.
-    #[error("MIG profile {name} of size {size} cannot start at memory slice {start}")]
+    #[error(
+        "the driver reports an invalid placement of MIG profile {name}: {size} memory slices from slice {start}; valid are 1 slice or more that end within the first 32"
+    )]
     Place {
         /// Name of the profile.
         name: String,

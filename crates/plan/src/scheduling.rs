@@ -13,7 +13,7 @@ pub(crate) struct Constraints<'a> {
     tolerations: &'a [Toleration],
 }
 
-/// Why a pod may not run on a node.
+/// Why a pod cannot run on a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refused {
     /// The node lacks a label of the pod's node selector: `key=value`.
@@ -77,12 +77,12 @@ impl std::fmt::Display for Refused {
 /// Whether a pod may run on a node, regardless of other pods.
 ///
 /// # Errors
-/// Why the pod may not run on the node.
+/// Why the pod cannot run on the node.
 pub fn admit(pod: &Pod, node: &Node) -> Result<(), Refused> {
     Constraints::of(pod).admit(node)
 }
 
-/// Why a pod may not run on a node, as a sentence. `None` if the pod may run on the node.
+/// Why a pod cannot run on a node, as a sentence. `None` if the pod can run on the node.
 pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
     admit(pod, node).err().map(|refused| refused.to_string())
 }

@@ -26,7 +26,7 @@ enum Severity {
 impl ReportedHealth {
     /// Creates the state of an agent that restarted: an earlier agent has reported all current
     /// problems.
-    pub fn reported_earlier(hardware: &Hardware) -> Self {
+    pub fn after_restart(hardware: &Hardware) -> Self {
         Self(severities(hardware).map(|(device, severity, _)| (device, severity)).collect())
     }
 

@@ -155,7 +155,7 @@ impl Node {
             gpu.cleared.iter().for_each(|until| tracker.clear_faults(&gpu.uuid, until));
         }
         let node = Self {
-            reported_health: ReportedHealth::reported_earlier(&tracker.hardware()),
+            reported_health: ReportedHealth::after_restart(&tracker.hardware()),
             tracker,
             has_checkpoint: found,
             boot_id,

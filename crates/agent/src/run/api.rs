@@ -98,7 +98,7 @@ async fn follow(
             Ok(WatchEvent::InitDone) if listed => continue,
             Ok(WatchEvent::InitDone | WatchEvent::Delete(_)) => {
                 server.send_replace(Server::default());
-                tracing::info!(name, "no GpuNode yet; the operator creates it");
+                tracing::info!(name, "GpuNode not found; waiting for the operator to create it");
                 Object::Missing
             }
             Err(error) => {

@@ -184,8 +184,8 @@ impl Shutdown {
         }
     }
 
-    /// The pod's observation. If the pod is being deleted during the shutdown, the earlier of the
-    /// two ends applies.
+    /// The pod's observation. If the pod is also being deleted, the shorter grace period and
+    /// the shorter remaining time apply.
     fn observation(&self, pod: &Pod, now: Instant) -> Option<PodObservation> {
         let observation = pod.observation.clone()?;
         let shutdown = || {

@@ -9,12 +9,12 @@ use cleave_plan::ledger::{Holder, Moment, NoFit, PendingPod, Preemption, Tightes
 
 use super::nodes::unavailable;
 use super::report::NodeView;
-use super::view::View;
+use super::view::PodContext;
 
 /// Maximum number of nodes in one sentence.
 const MAX_NAMED_NODES: usize = 5;
 
-impl View<'_> {
+impl PodContext<'_> {
     /// The suggestions, one sentence each.
     pub(super) fn help(&self, nodes: &[NodeView]) -> Vec<String> {
         if self.device_requests.is_empty() {

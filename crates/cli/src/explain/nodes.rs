@@ -12,12 +12,12 @@ use cleave_plan::scheduling::refusal;
 use cleave_plan::snapshot::Node as PlanNode;
 
 use super::report::{Assignment, DeviceView, GpuView, NodeView, State};
-use super::view::View;
+use super::view::PodContext;
 
 /// Free amounts by resource, in thousandths.
 type Free<'a> = BTreeMap<&'a str, u64>;
 
-impl View<'_> {
+impl PodContext<'_> {
     /// The nodes on which Cleave manages GPUs.
     pub(super) fn nodes(&self, assignments: &[Assignment], state: State) -> Vec<NodeView> {
         let wanted = self.wanted();

@@ -14,7 +14,7 @@ use super::live::{Live, decide};
 use super::report::{Assignment, Explanation, Part, State, Verdict};
 
 /// The cluster, from the view of one pod.
-pub(super) struct View<'a> {
+pub(super) struct PodContext<'a> {
     pub(super) live: &'a Live,
     /// Allocations and reservations, without those of pods that still have the placement gate.
     pub(super) ledger: &'a Ledger,
@@ -33,7 +33,7 @@ pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
     decide(&mut others, &live.without_gated(), &BTreeMap::new(), Duration::ZERO, live.now);
     let empty = Ledger::default();
     let ledger = others.ledger().unwrap_or(&empty);
-    let view = View { live, ledger, pod, name, device_requests: &device_requests };
+    let view = PodContext { live, ledger, pod, name, device_requests: &device_requests };
     let verdict = view.verdict();
     let assignments = view.assignments();
     let nodes = view.nodes(&assignments, verdict.state);
@@ -58,7 +58,7 @@ fn verdict(state: State, message: impl Into<String>) -> Verdict {
     Verdict { state, message: message.into() }
 }
 
-impl View<'_> {
+impl PodContext<'_> {
     fn verdict(&self) -> Verdict {
         let pod = self.pod;
         if self.has_ended() {

@@ -1,11 +1,11 @@
 //! The door of an allocation: the control socket that its containers see.
 //!
-//! A client connects here. The door first receives the client's whole introduction, however long
-//! that takes, so that the daemon never waits for a client. Then it locks the device's
-//! [`ControlLock`] and sets the server's limits to the allocation's. It introduces the client to
-//! the daemon, and passes the client its connection to the server. It keeps the lock until the
-//! server has accepted the client or can no longer accept it. The server applies the limits when it
-//! accepts a client. The daemon and its server handle one client at a time without a deadline.
+//! A client connects here. The door first receives the client's whole introduction, within a time
+//! limit, so that the daemon never waits for a client. Then it locks the device's [`ControlLock`]
+//! and sets the server's limits to the allocation's. It introduces the client to the daemon, and
+//! passes the client its connection to the server. It keeps the lock until the server has accepted
+//! the client or can no longer accept it. The server applies the limits when it accepts a client.
+//! The daemon and its server handle one client at a time without a deadline.
 //!
 //! The server must not wait for a client either. Driver 580's server waits forever if a client
 //! disconnects before it has introduced itself. The door can introduce the client on its behalf,

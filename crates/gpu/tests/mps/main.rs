@@ -248,7 +248,7 @@ fn clients_that_lie_or_stall_are_refused_and_delay_no_other_client() {
 }
 
 #[test]
-fn a_thousand_connections_leak_no_descriptors() {
+fn connections_leak_no_descriptors() {
     let node = two_tenants();
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let settled = |node: &Node| {

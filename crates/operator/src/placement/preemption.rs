@@ -26,7 +26,7 @@ pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> 
 }
 
 impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
-    /// Finds the pods to evict so that a waiting pod can be placed. `None` if the pod may not
+    /// Finds the pods to evict so that a waiting pod can be placed. `None` if the pod must not
     /// preempt others, or if no evictions suffice.
     pub(super) fn find<'a>(
         &mut self,

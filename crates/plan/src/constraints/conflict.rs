@@ -1,7 +1,7 @@
 //! Reasons why a pod's rules about other pods exclude a node.
 use super::selector::MAX_REQUIREMENTS;
 
-/// Why a pod may not run on a node.
+/// Why a pod cannot run on a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Conflict {
     /// No pod in the node's domain matches the pod's affinity.

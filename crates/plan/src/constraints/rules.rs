@@ -140,7 +140,7 @@ pub struct SpreadConstraint {
 /// How a node that violates a spread constraint is treated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 pub enum WhenUnsatisfiable {
-    /// The pod may not run on the node.
+    /// The pod cannot run on the node.
     #[default]
     DoNotSchedule,
     /// The scheduler prefers other nodes. The node is not refused.
@@ -150,14 +150,14 @@ pub enum WhenUnsatisfiable {
     Unknown,
 }
 
-/// Whether a spread constraint ignores nodes that the pod may not run on.
+/// Whether a spread constraint ignores nodes that the pod cannot run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 pub enum NodePolicy {
-    /// Nodes that the pod may not run on are ignored.
+    /// Nodes that the pod cannot run on are ignored.
     Honor,
-    /// Nodes that the pod may not run on count.
+    /// Nodes that the pod cannot run on are counted.
     Ignore,
-    /// A policy that this version does not support. Nodes that the pod may not run on count, as in
+    /// A policy that this version does not support. Nodes that the pod cannot run on are counted, as in
     /// the scheduler.
     #[serde(other)]
     Unknown,

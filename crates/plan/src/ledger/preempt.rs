@@ -20,7 +20,7 @@ use super::request::DeviceRequest;
 /// Maximum number of ways to place the requests on a node's devices. A pod of one container has one
 /// way for each device.
 const MAX_OPTIONS: usize = 512;
-/// Maximum number of steps of the search for ways to place the asks.
+/// Maximum number of steps of the search for ways to place the requests.
 const MAX_STEPS: usize = 20_000;
 
 /// A pending pod.

@@ -153,7 +153,8 @@ impl Clients {
         pids
     }
 
-    /// Records that a client's kernels are in flight.
+    /// Records that a client's kernels are in flight. If the server is poisoned, breaks every live
+    /// client and returns the effects.
     pub fn start_kernels(&mut self, connection: u64, kernel_ms: f64) -> Vec<Effect> {
         match self.connected.get_mut(&connection) {
             Some(client) if client.stage == Stage::Live => client.busy = Some(kernel_ms),
