@@ -20,8 +20,8 @@ struct Cli {
     command: Command,
 }
 
-/// Help below the list of commands. clap cannot list subcommands under two headings, so the
-/// components are hidden there and listed here.
+/// Help below the list of commands. clap cannot list subcommands under two headings. The components
+/// are therefore hidden in the list and described in this text.
 const AFTER_HELP: &str = "\
 Components, started by the chart:
   operator  Plan how GPUs are shared
@@ -63,8 +63,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// The command line. The log options are accepted everywhere, and shown in the help of the
-/// components.
+/// Builds the command line. Every command accepts the log options, but only the help of the
+/// components shows them.
 fn command() -> clap::Command {
     let log = process::LogArgs::augment_args(clap::Command::new("log"));
     let hidden = Cli::command().mut_args(|arg| arg.hide(true));

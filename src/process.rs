@@ -42,7 +42,7 @@ enum LogFormat {
 }
 
 impl LogArgs {
-    /// Starts to log to standard error.
+    /// Starts logging to standard error.
     pub(crate) fn start(&self) {
         let registry = tracing_subscriber::registry().with(self.log.clone());
         let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
@@ -55,7 +55,7 @@ impl LogArgs {
     }
 }
 
-/// Runs a program on this thread. The programs mostly wait, and each further thread would use
+/// Runs a program on this thread. The programs mostly wait, and every additional thread would use
 /// memory on every node.
 pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

@@ -33,7 +33,7 @@ debian_update() {
     { cat "$debian_dir/update.log" >&2; die "cannot read the package lists of $mirror"; }
 }
 
-# debian_download DIR PACKAGE…: downloads packages, given as apt-get takes them, to a folder.
+# debian_download DIR PACKAGE…: downloads packages, named as for `apt-get install`, to a folder.
 debian_download() {
   local dir=$1; shift
   mkdir -p "$dir"

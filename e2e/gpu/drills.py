@@ -223,7 +223,7 @@ def doctor(results):
     probe.unlink()
     results.note(table=done.stdout.splitlines())
     differ = re.findall(r"^- ([^:\n]+):", done.stdout.partition("What that means:")[2], re.M)
-    # This difference is known for the daemon's own socket, which no pod has
+    # This difference is known for the daemon's own socket, which no pod can reach
     # (docs/how-to/check-driver.md). Names may have spaces and digits: "48 clients".
     results.check("the driver behaves as Cleave requires, except for known differences", done.returncode in (0, 1) and set(differ) <= {"privileges"}, differ=differ, status=done.returncode, error=done.stderr.strip()[-600:], summary=done.stdout.strip().splitlines()[-8:])
 
@@ -580,7 +580,7 @@ def fault(results):
     kernel_log.stop()
 
     def broken(what, act, seconds=60):
-        """Kills something while a client runs, and starts another client."""
+        """Calls `act`, which kills a component, while a client runs. Then starts another client."""
         clear()
         pod = Pod("broken", *supervised("--work", 1), count=2)
         create(pod)
@@ -649,7 +649,7 @@ def churn(results):
 
 
 def isolation(results):
-    """What a tenant can do to MPS through its mounts, and how escapes are detected."""
+    """Tests what a tenant can do to MPS through its mounts, and how Cleave detects escapes."""
     shares(10, "Strict")
     clear()
     control = str(DRIVER / "bin/nvidia-cuda-mps-control")
@@ -689,7 +689,7 @@ def isolation(results):
     refused("a pod that sets CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", env={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
 
     def escape(what, *command, evicted=False):
-        """Runs a program that leaves its limits where admission cannot see it."""
+        """Runs a program that escapes its limits in a way that admission cannot detect."""
         kubectl("delete", "events", "-n", NAMESPACE, "--all")
         pod = Pod("isolation-escape", "/bin/sh", "-c", " ".join(command), program=None)
         create(pod)

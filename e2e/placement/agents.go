@@ -21,9 +21,9 @@ const (
 	sharesPerGPU = 10
 )
 
-// Delays of the simulated agents. After a pod is bound, the kubelet and the agent take some time to
-// list it. As in the agent, one write collects a burst of changes, and allocations are collected
-// longer than releases.
+// Delays of the simulated agents. After a pod is bound, the kubelet and the agent need some time to
+// list it. As in the agent, one write contains a burst of changes, and the delay for allocations is
+// longer than for releases.
 const (
 	listedAfter   = 100 * time.Millisecond
 	betweenWrites = 200 * time.Millisecond
@@ -35,7 +35,7 @@ func deviceOf(node, gpu int) string {
 	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
 }
 
-// holding is a pod's allocation: the ids of its shares, all of one GPU.
+// holding is a pod's allocation: the IDs of its shares, all of one GPU.
 type holding struct {
 	gpu int
 	ids []int
@@ -44,7 +44,7 @@ type holding struct {
 // machine contains one node's GPUs and their allocations.
 type machine struct {
 	used [gpusPerNode][sharesPerGPU]bool
-	held map[string]holding // by pod, namespace/name
+	held map[string]holding // allocations by namespace/name of the pod
 }
 
 // free is the number of free shares of a GPU.
@@ -58,8 +58,8 @@ func (m *machine) free(gpu int) int {
 	return free
 }
 
-// tightest returns the GPU with the fewest free shares that suffice, like Cleave's agent without a
-// reservation, or -1 if none has enough.
+// tightest returns the GPU with the fewest free shares that suffice, or -1 if none has enough.
+// Cleave's agent chooses the same GPU for a pod without a reservation.
 func (m *machine) tightest(shares int) int {
 	best := -1
 	for gpu := range gpusPerNode {
@@ -89,7 +89,7 @@ func (m *machine) take(pod string, gpu, shares int) bool {
 	return true
 }
 
-// give frees a pod's allocation. It returns false if there is none.
+// give frees a pod's allocation. It returns false if the pod has none.
 func (m *machine) give(pod string) bool {
 	h, ok := m.held[pod]
 	for _, id := range h.ids {
@@ -122,7 +122,7 @@ type placement struct {
 
 const placementAnnotation = cleaveGroup + "/placement"
 
-// reservedGPU returns the GPU of a node in a pod's annotation, or -1 without one.
+// reservedGPU returns the node's GPU that a pod's annotation reserves, or -1 if it reserves none.
 func reservedGPU(annotation string, node string, index int) (int, error) {
 	if annotation == "" {
 		return -1, nil
@@ -142,8 +142,8 @@ func reservedGPU(annotation string, node string, index int) (int, error) {
 	return -1, nil
 }
 
-// agents simulates the kubelets and agents: each bound pod gets shares of one GPU, or counts as one
-// that its node refused.
+// agents simulates the kubelets and agents: each bound pod is allocated shares of one GPU, or
+// counted as refused.
 type agents struct {
 	// Writes GpuNode statuses, or nil in systems without them.
 	statuses *statusWriter
@@ -153,7 +153,7 @@ type agents struct {
 	names map[string]int
 
 	refused   int      // pods for which no single GPU of their node had enough shares
-	elsewhere []string // pods whose reserved GPU lacked shares, and the pods that used them
+	elsewhere []string // pods that lacked shares on their reserved GPU, and the users of these shares
 	unnoted   int      // pods without a reservation
 	malformed []error
 }
@@ -166,7 +166,7 @@ func newAgents(nodes int) *agents {
 	return a
 }
 
-// bound is called once for each pod, in the order of binding.
+// bound processes the binding of a pod. It is called once for each pod, in the order of binding.
 func (a *agents) bound(pod, node, annotation string, shares int) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
@@ -196,7 +196,7 @@ func (a *agents) bound(pod, node, annotation string, shares int) {
 	a.changed(index, gatherGiven)
 }
 
-// gone is called when a pod is deleted.
+// gone processes the deletion of a pod.
 func (a *agents) gone(pod, node string) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
@@ -314,8 +314,8 @@ func (t *statusWriter) idle() (bool, error) {
 	return t.pending == 0, nil
 }
 
-// write writes the whole status like the agent: for the known version of the object, or with a
-// merge patch. It uses a merge patch if no version is known or another write happened.
+// write writes the whole status like the agent: as an update of the known version of the object, or
+// as a merge patch if no version is known or another write happened.
 func (t *statusWriter) write(ctx context.Context, index int) error {
 	name := nodeName(index)
 	current := status(t.specs[index], index, t.agents.copyOf(index))
@@ -363,14 +363,14 @@ func (t *statusWriter) write(ctx context.Context, index int) error {
 	return nil
 }
 
-// spec is the part of a GpuNode's desired state that is used here.
+// spec is the part of a GpuNode's desired state that the simulated agents use.
 type spec struct {
 	Generation int64
 	PlanID     string
 	Memory     []uint64 // MiB of k shares at index k-1
 }
 
-// gpuNode is the part of a GpuNode that is used here.
+// gpuNode is the part of a GpuNode that the simulated agents use.
 type gpuNode struct {
 	Metadata struct {
 		Name       string `json:"name"`
@@ -392,7 +392,7 @@ type gpuNode struct {
 	} `json:"spec"`
 }
 
-// spec returns the object's spec, or false until it shares all GPUs.
+// spec returns the object's spec, or false if it does not share all GPUs yet.
 func (n gpuNode) spec() (spec, bool) {
 	s := spec{Generation: n.Metadata.Generation, PlanID: n.Spec.PlanID}
 	for _, gpu := range n.Spec.GPUs {

@@ -211,8 +211,8 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 	return t.measure(ctx, pods)
 }
 
-// measure creates pods in three steps. The first pods warm up the system and are deleted again. The
-// next ones are created at a fixed rate, to measure the latency without queueing. The last ones are
+// measure creates pods in three steps. The first pods warm up the system and are then deleted. The
+// next pods are created at a fixed rate, to measure the latency without queueing. The last pods are
 // the burst.
 func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	o := t.options

@@ -34,7 +34,7 @@ func sizes(seed uint64, count int) []int {
 type record struct {
 	shares  int
 	sent    time.Time // just before the request that creates it
-	bound   time.Time // the watch reported a node
+	bound   time.Time // the time at which the watch reported a node
 	node    string
 	running bool
 	failed  bool
@@ -47,7 +47,7 @@ type tracker struct {
 
 	mutex    sync.Mutex
 	pods     map[string]*record
-	progress time.Time // when a pod was last bound
+	progress time.Time // the time of the latest binding
 }
 
 func newTracker(a *agents) *tracker { return &tracker{agents: a, pods: make(map[string]*record)} }
@@ -120,8 +120,8 @@ func (t *tracker) count(pods []string, is func(*record) bool) int {
 	return count
 }
 
-// settle waits until all pods are bound, or none was bound for stall, or limit has passed since the
-// first. Then it waits until the bound pods run.
+// settle waits until all pods are bound, no pod was bound for stall, or limit has passed since the
+// first pod was sent. Then it waits until the bound pods run.
 func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
 	started, began := time.Now(), t.first(pods)
@@ -321,7 +321,7 @@ func (w writes) total() float64 {
 	return total
 }
 
-// first returns the time at which the first of the pods was sent.
+// first returns the time at which the first of these pods was sent.
 func (t *tracker) first(pods []string) time.Time {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()

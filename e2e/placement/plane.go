@@ -120,7 +120,7 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file="+p.path("service-accounts.key"), "--service-account-signing-key-file="+p.path("service-accounts.key"),
 		"--authorization-mode=RBAC", "--allow-privileged=true",
-		// No controllers here create service accounts, or remove the taint of nodes that are Ready.
+		// No controller here creates service accounts or removes the taint of nodes that are Ready.
 		"--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"); err != nil {
 		return nil, nil, err
 	}
@@ -141,7 +141,7 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 	}
 	manager := p.kubeconfig(userControllerManager)
 	argv := append([]string{with.kubernetes("kube-controller-manager"),
-		// This controller creates claims from templates. No other is necessary.
+		// This controller creates claims from templates. The benchmark needs no other controller.
 		"--controllers=resourceclaim-controller", "--use-service-account-credentials=true", "--leader-elect=false",
 		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", ports[3]),
 		"--kubeconfig=" + manager, "--authentication-kubeconfig=" + manager, "--authorization-kubeconfig=" + manager,

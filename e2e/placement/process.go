@@ -26,8 +26,8 @@ type process struct {
 var toStart = func() chan func() {
 	queue := make(chan func())
 	go func() {
-		// A child gets its parent-death signal when the thread that started it exits. This thread never
-		// exits.
+		// A child receives its parent-death signal when the thread that started it exits. This
+		// thread never exits.
 		runtime.LockOSThread()
 		for start := range queue {
 			start()
@@ -45,8 +45,8 @@ func startProcess(name, log string, env, argv []string) (*process, error) {
 	command := exec.Command(argv[0], argv[1:]...)
 	command.Env = append(os.Environ(), env...)
 	command.Stdout, command.Stderr = output, output
-	// A separate process group: an interrupt from the terminal reaches only this process, which then
-	// stops the others in order.
+	// A separate process group: an interrupt from the terminal reaches only this process, which
+	// then stops its children in order.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
 	toStart <- func() { started <- command.Start() }

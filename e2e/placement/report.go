@@ -26,8 +26,8 @@ type result struct {
 	Processes     map[string]usage `json:"processes"`     // CPU during the burst
 }
 
-// controlPlane names the processes whose CPU time counts for the system. kwok and the benchmark do
-// not count.
+// controlPlane names the processes with CPU time that counts for the system. The CPU time of kwok
+// and of the benchmark does not count.
 var controlPlane = []string{"operator", "scheduler", "apiserver", "etcd", "controller-manager"}
 
 // cpuPerPod is the control plane's CPU time per pod in milliseconds. Unlike throughput it depends

@@ -42,7 +42,7 @@ type object = map[string]any
 // system is a way to request shares of a GPU.
 type system struct {
 	name     string
-	resource corev1.ResourceName // the nodes' resource, or "" if there is none
+	resource corev1.ResourceName // the nodes' resource, or "" without one
 	// prepare sets up the system after the nodes are Ready.
 	prepare func(context.Context, *trial) error
 	// request makes a pod request shares.
@@ -79,7 +79,7 @@ func pod(name string) *corev1.Pod {
 
 func nodeName(index int) string { return fmt.Sprintf("node-%04d", index) }
 
-// forEach calls do for 0 to count-1, some concurrently. The first error stops it.
+// forEach calls do for 0 to count-1, at most atOnce at a time. The first error stops it.
 func forEach(ctx context.Context, count, atOnce int, do func(context.Context, int) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -359,7 +359,7 @@ func makeAgents(ctx context.Context, t *trial) error {
 	})
 }
 
-// share does what agents do when a node joins: report its GPUs, and report them as shared once the
+// share simulates agents that join: they report whole GPUs, and report them as shared once the
 // operator has planned.
 func share(ctx context.Context, t *trial) error {
 	t.agents.statuses = newStatusWriter(ctx, t.plane.custom, t.agents)

@@ -5,8 +5,9 @@
 //! kubelet restarts it with a back-off (1 s, 10 s, 20 s and so on). During the back-off, the node's
 //! shares are unhealthy and new pods fail.
 //!
-//! It is small because it runs on every node: no threads, no runtime, no state. It forwards signals
-//! and exits with the program's exit code. If the supervisor is killed, the program is killed too.
+//! The supervisor is small because it runs on every node: no threads, no runtime, no state. It
+//! forwards signals and exits with the program's exit code. If the supervisor is killed, the
+//! program is killed too.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -23,13 +24,13 @@ const CHILD_FLAG: &str = "--under=";
 /// The signals that are forwarded.
 const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
-/// Maximum number of restarts, and the time in which they count. After the maximum, the supervisor
+/// Maximum number of restarts within a period, and the period. After the maximum, the supervisor
 /// exits, and the kubelet restarts the container with its back-off.
 const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
-/// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
-/// `ListAndWatch` stream would close the new one too.
+/// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
+/// `ListAndWatch` stream would close the new stream too.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
-/// Added to a signal's number to get the exit code, as in a shell.
+/// Offset from a signal's number to the exit code, as in a shell.
 const SIGNAL_EXIT_CODE: i32 = 128;
 
 fn main() -> ExitCode {
@@ -61,9 +62,9 @@ enum End {
 /// The reaction to the end of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
-    /// Restart it.
+    /// Restart the program.
     Restart,
-    /// Exit with this code.
+    /// Exit the supervisor with this code.
     Exit(u8),
 }
 
@@ -72,8 +73,8 @@ enum Next {
 struct Restarts(VecDeque<Instant>);
 
 impl Restarts {
-    /// Decides what to do after the program has exited. `stopping` is true once a signal requested
-    /// that the supervisor stop.
+    /// Decides how to react after the program has exited. `stopping` is true once a signal
+    /// requested that the supervisor stop.
     fn next(&mut self, end: End, stopping: bool, now: Instant) -> Next {
         let code = |code: i32| Next::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
@@ -105,12 +106,12 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
         if signal != Signal::SIGCHLD {
             stopping |= matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGQUIT);
             let signal = rustix::process::Signal::from_named_raw(signal as i32).context("unknown signal")?;
-            // The program may have exited already. SIGCHLD follows then.
+            // Ignore errors: the program may have exited already, and SIGCHLD follows.
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD can stand for several exited processes. Process 1 of a container gets it for
-        // orphans too.
+        // One SIGCHLD can stand for several exited processes. Process 1 of a container also
+        // receives SIGCHLD for orphans.
         while let Some((pid, status)) = reaped()? {
             let Some(end) = end(status).filter(|_| pid == worker) else { continue };
             match restarts.next(end, stopping, Instant::now()) {
@@ -138,7 +139,7 @@ fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 
-/// Reaps one child that has exited, if there is one.
+/// Reaps one exited child; `None` if no child has exited.
 fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     match rustix::process::wait(WaitOptions::NOHANG) {
         Ok(reaped) => Ok(reaped),

@@ -32,7 +32,7 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
-{{/* The image of all components: by digest if the digest is set, otherwise by tag. */}}
+{{/* The image of all components: by digest if image.digest is set, otherwise by tag. */}}
 {{- define "cleave.image" -}}
 {{- with (.Values.global).imageRegistry | default .Values.image.registry -}}
 {{ trimSuffix "/" . }}/
@@ -46,10 +46,9 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
 {{/*
-Image of the MPS host: (list . NAME). Without an upgrade of MPS hosts (mpsHost.upgrade), this is the
-image that the DaemonSet already has. MPS hosts are replaced only when they are deleted. With a new
-image in its template the DaemonSet would never be up to date, and `helm upgrade --wait`, Argo CD and
-Flux wait until it is.
+Image of the MPS host: (list . NAME). If mpsHost.upgrade is Never, the existing DaemonSet keeps its
+image. Its pods are replaced only when they are deleted, so with a new image in its template the
+DaemonSet would never be up to date. `helm upgrade --wait`, Argo CD and Flux wait for that state.
 */}}
 {{- define "cleave.mpsHostImage" -}}
 {{- $root := index . 0 -}}
@@ -207,7 +206,7 @@ which pods a failing policy affects.
 cleave.dev/placement
 {{- end }}
 
-{{/* What adds the gate to pods: policy, webhook or none. */}}
+{{/* Mechanism that adds the gate to pods: policy, webhook or none. */}}
 {{- define "cleave.gate" -}}
 {{- $gate := .Values.admission.gate | default "none" -}}
 {{- if not .Values.admission.enabled -}}
@@ -223,15 +222,14 @@ webhook
 
 {{/* Match conditions of the policy and the webhook that add the gate. */}}
 {{- define "cleave.gateConditions" -}}
-# Pods arrive here before validation. The API server's own message for a pod without containers is
-# better.
+# Admission precedes validation, which has a better message for a pod without containers.
 - name: has-containers
   expression: object.spec.containers != null
 - name: requests-shares
   expression: >-
     {{ include "cleave.requestsShares" "object" }}
-# The API server may call again after other mutations. The pod is already gated, and a second
-# mutation would be expensive.
+# After the gate is added, the API server evaluates the policy again. A second mutation of the
+# gated pod would be expensive.
 - name: is-not-gated
   expression: >-
     !{{ include "cleave.isGated" "object" }}
@@ -243,8 +241,8 @@ webhook
 
 {{/*
 In CEL: whether k can be a resource of MPS shares, whose programs can break each other. Keep it equal
-to cleave-api's `names`. A policy may use such a name for time-slicing; its containers then sleep
-without need.
+to cleave-api's `names`. A policy may use such a name for time-slicing. Its containers then sleep
+needlessly.
 */}}
 {{- define "cleave.isMps" -}}
 ((k.startsWith('nvidia.com/gpu-') && k != 'nvidia.com/gpu-timeslice') || (k.startsWith('nvidia.com/mig-') && k.endsWith('.shared')))
@@ -255,7 +253,7 @@ without need.
 !c.?lifecycle.?preStop.hasValue() && c.?resources.?limits.orValue({}).exists(k, {{ include "cleave.isMps" . }} && string(c.resources.limits[k]) != '0')
 {{- end }}
 
-{{/* What adds preStop hooks to containers with MPS shares: policy, webhook or none. */}}
+{{/* Mechanism that adds preStop hooks to containers with MPS shares: policy, webhook or none. */}}
 {{- define "cleave.preStop" -}}
 {{- $gate := include "cleave.gate" . -}}
 {{- if or (not .Values.admission.enabled) (eq (int .Values.admission.preStopSeconds) 0) -}}

@@ -1,11 +1,11 @@
-//! Makes one change to a GPU's MIG mode or instances through NVML. Blocks until NVML has answered.
+//! Performs one change of a GPU's MIG mode or instances through NVML. Blocks until NVML answers.
 use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
 
 use crate::gpu::hardware::error_chain;
 use crate::gpu::mig::{Change, ChangeOutcome, MigOrder, in_use_by};
 
-/// Makes a change unless it would remove something that a process uses. Returns the outcome and, if
-/// NVML reports them, the GPU and its processes after the change.
+/// Performs a change, unless a process uses the MIG instance or the GPU. Returns the outcome, and
+/// the GPU with its processes after the change if NVML reports them.
 pub fn perform(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<(Gpu, Vec<Process>)>) {
     let MigOrder { gpu, change } = order;
     let outcome = attempt(gpus, gpu, change).unwrap_or_else(|error| match error {

@@ -1,8 +1,8 @@
 //! Allocates slices for a front end such as the device plugin.
 //!
-//! Requests are answered from memory: one lock protects the [`AllocationTable`]. It is held
-//! briefly, never across an await, and never during file I/O. When a container starts, the
-//! allocator waits for what the allocation needs on the node, such as its door.
+//! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. It is
+//! held briefly, never across an await, and never during file I/O. When a container starts, the
+//! allocator waits until the allocation's door and devices are ready.
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,11 +27,11 @@ const READY_TIMEOUT: Duration = Duration::from_secs(25);
 const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum time that a request waits for the API server to report its pod. The API server reports a
-/// pod to the kubelet and the agent at the same time, so the kubelet's request may arrive before
-/// the agent learns of the pod.
+/// pod to the kubelet and the agent at the same time. The kubelet's request may therefore arrive
+/// before the agent knows the pod.
 pub(crate) const POD_WAIT: Duration = Duration::from_secs(2);
 
-/// Maximum number of unpublished events in the table. More would add no information.
+/// Maximum number of unpublished events in the table. More events would add no information.
 pub(crate) const MAX_EVENTS: usize = 16;
 
 /// The allocation table behind its lock, with notifications of changes.
@@ -41,16 +41,16 @@ pub struct Allocator {
     settings: ContainerSettings,
     link: HostLink,
     metrics: Metrics,
-    /// Notified when slices were allocated: files and status must be updated soon.
+    /// Notified after an allocation, because files and status must be updated soon.
     pub allocated: Notify,
-    /// Notified when a container starts: its files must be written now.
+    /// Notified when a container starts, because its files must be written now.
     pub starting: Notify,
     /// Notified when the pending allocations change.
     pending_changes: watch::Sender<()>,
 }
 
 impl Allocator {
-    /// Creates an allocator that answers from this table.
+    /// Creates an allocator that answers requests from `table`.
     pub fn new(table: AllocationTable, settings: ContainerSettings, link: HostLink, metrics: Metrics) -> Self {
         let (allocated, starting, pending_changes) = (Notify::new(), Notify::new(), watch::channel(()).0);
         Self { table: Mutex::new(table), settings, link, metrics, allocated, starting, pending_changes }
@@ -88,7 +88,7 @@ impl Allocator {
     /// Allocates these slices of a resource.
     ///
     /// # Errors
-    /// Returns [`Denied`] if no container can have these slices together.
+    /// Returns [`Denied`] if the slices cannot be allocated together.
     pub fn allocate(&self, resource: &str, ids: &[String]) -> Result<(Allocation, ContainerEdits), Denied> {
         let mut table = self.table();
         let pools = table.pools.get(resource).map(Vec::as_slice).unwrap_or_default();
@@ -117,11 +117,11 @@ impl Allocator {
         self.allocated.notify_one();
     }
 
-    /// Returns the allocation of these slices. Recreates an unknown allocation, because a reboot or
-    /// a lost checkpoint may have removed it.
+    /// Returns the allocation of these slices. If the allocation is unknown, creates it again,
+    /// because a reboot or a lost checkpoint may have removed it.
     ///
     /// # Errors
-    /// Returns [`Denied`] if no container can have these slices together.
+    /// Returns [`Denied`] if the slices cannot be allocated together.
     pub fn get_or_allocate(&self, resource: &str, ids: &[String]) -> Result<Allocation, Denied> {
         let known = self.table().allocations.get(&allocation_id(resource, ids)).cloned();
         match known {
@@ -130,11 +130,11 @@ impl Allocator {
         }
     }
 
-    /// Waits until a container can start with this allocation: its devices are in the CDI
-    /// specification, and its door is open.
+    /// Waits until a container can start with this allocation: the CDI specification lists its
+    /// devices, and its door is open.
     ///
     /// # Errors
-    /// A sentence that states what is still missing after [`READY_TIMEOUT`].
+    /// A clause that states which condition is still unmet after [`READY_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
         if let Some(folder) = self.settings.specification() {
             // The specification may not list a new MIG instance yet.

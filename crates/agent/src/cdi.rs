@@ -57,13 +57,13 @@ impl Capability {
         Some(Self { minor: field("DeviceFileMinor:")?, mode: field("DeviceFileMode:").unwrap_or(0o444) & 0o777 })
     }
 
-    /// Path of its device node on the host.
+    /// Path of the capability's device node on the host.
     fn path(self) -> String {
         format!("/dev/nvidia-caps/nvidia-cap{}", self.minor)
     }
 }
 
-/// The capabilities of a MIG instance: those of its GPU instance and its compute instance.
+/// The capabilities of a MIG instance: one for its GPU instance and one for its compute instance.
 fn capabilities<'a>(
     gpu: &Gpu,
     instance: &MigInstance,
@@ -112,7 +112,7 @@ fn major(devices: &str) -> Option<u32> {
     numbers.filter(|(_, name)| *name == "nvidia-caps").find_map(|(number, _)| number.parse().ok())
 }
 
-/// Whether the specification in this directory lists all these devices.
+/// Whether the specification in `directory` lists all of `devices`.
 pub fn describes(directory: &Path, devices: &[String]) -> bool {
     let Ok(text) = fs::read(directory.join(SPECIFICATION_FILE)) else { return false };
     let spec: Value = serde_json::from_slice(&text).unwrap_or_default();
@@ -128,7 +128,7 @@ pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Pat
         .iter()
         .map(|(uuid, paths)| {
             let paths: Vec<Value> = paths.iter().map(|path| json!({ "path": path })).collect();
-            // A device without edits is invalid. "void" keeps NVIDIA's runtime hook from adding
+            // A device without edits is invalid. "void" prevents NVIDIA's runtime hook from adding
             // devices.
             let mut edits = json!({ "env": ["NVIDIA_VISIBLE_DEVICES=void"] });
             if !paths.is_empty() {

@@ -1,17 +1,17 @@
 //! Finds the pods and the container of a process from its cgroup (cgroups(7)). Pure.
 //!
 //! A container may create cgroups with any name below its own cgroup, and move its processes there.
-//! Therefore only the component nearest the root that names a pod is trusted: only the kubelet and
-//! the container runtime create cgroups above it. Unless the node itself runs in a pod, no
+//! Therefore only the component nearest the root that names a pod is trusted: above it, only the
+//! kubelet and the container runtime create cgroups. Unless the node itself runs in a pod, no
 //! component below it names a real pod.
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Owner {
-    /// UID of the pod. For a static pod it is the hash of its manifest.
+    /// UID of the pod. A static pod's UID is the hash of its manifest.
     pub pod: String,
-    /// The container runtime's id. `None` if the process is in the pod but in none of its
-    /// containers.
+    /// Id of the container in the container runtime. `None` if the process belongs to the pod but
+    /// to none of its containers.
     pub container: Option<String>,
 }
 
@@ -31,14 +31,14 @@ pub fn owner(text: &str) -> Option<Owner> {
 }
 
 /// Parses `/proc/PID/cgroup` and returns the UIDs of all pods above the process, outermost first.
-/// Only the first can be trusted: its containers may have created the other cgroups.
+/// Only the first pod can be trusted: its containers may have created the other cgroups.
 pub fn pods(text: &str) -> Vec<String> {
-    // All hierarchies that name pods name the same ones.
+    // All hierarchies that name pods name the same pods.
     let found = paths(text).map(owners).find(|owners| !owners.is_empty());
     found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
 }
 
-/// The paths of all hierarchies.
+/// The cgroup path of each hierarchy in `/proc/PID/cgroup`.
 fn paths(text: &str) -> impl Iterator<Item = &str> {
     // `hierarchy:controllers:path`, in version 2 `0::path`. A path may contain colons.
     text.lines().filter_map(|line| line.splitn(3, ':').nth(2))
@@ -129,7 +129,7 @@ mod tests {
             format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-{ID}.scope/container"),
             // containerd with cgroupfs under a kubelet with systemd.
             format!("/system.slice/containerd.service/kubepods-burstable-pod{SLICE}.slice:cri-containerd:{ID}"),
-            // Kubelets in containers.
+            // The kubelet runs in a container.
             format!("/kubelet/kubepods/burstable/pod{UID}/{ID}"),
             format!("/docker/{ID}/kubelet/kubepods/besteffort/pod{UID}/{ID}"),
             format!(

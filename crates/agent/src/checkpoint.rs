@@ -1,5 +1,5 @@
-//! The checkpoint: state that the agent needs before the API server and NVML answer. It is a
-//! versioned file on the host's disk, and is written atomically.
+//! The checkpoint: state that the agent needs before the API server and NVML answer. The checkpoint
+//! is a versioned file on the host's disk, which the agent replaces atomically.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
@@ -16,7 +16,7 @@ use crate::files::write_atomically;
 use crate::gpu::health::Record;
 use crate::gpu::layout::{Layout, Pool};
 
-/// The format version that this agent writes, and the only one that it reads.
+/// The only format version that this agent writes and reads.
 const FORMAT_VERSION: u32 = 1;
 /// Name of the file in the state directory.
 const CHECKPOINT_FILE: &str = "agent.json";
@@ -31,13 +31,13 @@ pub struct Checkpoint {
     pub generation: i64,
     /// The last valid spec.
     pub spec: Option<GpuNodeSpec>,
-    /// The known GPUs.
+    /// The known GPUs, as NVML last described them.
     pub gpus: Vec<Gpu>,
-    /// Their layouts, by UUID. They may differ from the spec while a change waits for pods.
+    /// Layouts by UUID of the GPU. A layout may differ from the spec while a change waits for pods.
     pub layouts: BTreeMap<String, Layout>,
-    /// The allocations.
+    /// Allocations that have not ended.
     pub allocations: Vec<Allocation>,
-    /// GPUs that a spec has partitioned by MIG. They become whole again when no spec names them.
+    /// GPUs that a spec has partitioned by MIG. A GPU becomes whole again when no spec names it.
     #[serde(default, rename = "cut")]
     pub mig_partitioned: BTreeSet<String>,
     /// Recorded faults of GPUs in this boot, by UUID.
@@ -51,17 +51,17 @@ pub enum CheckpointError {
     /// The file could not be read.
     #[error("cannot read the checkpoint {path}")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The error.
+        /// Cause of the failure.
         source: io::Error,
     },
-    /// The content is not usable.
+    /// The content of the file cannot be used.
     #[error("the checkpoint {path} is not usable: {source}")]
     Unusable {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The error.
+        /// Why the content cannot be used.
         source: DecodeError,
     },
 }
@@ -69,13 +69,13 @@ pub enum CheckpointError {
 /// Why the content of a checkpoint cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// The content is not the output of an agent.
+    /// The content does not have the form of a checkpoint.
     #[error("the file is damaged")]
     Damaged(#[source] serde_json::Error),
     /// Another version of the agent wrote it.
     #[error("the file has version {0}; this agent reads version {FORMAT_VERSION}")]
     Version(u32),
-    /// Its values are impossible.
+    /// A value is impossible, for this reason.
     #[error("the file is damaged: {0}")]
     Invalid(String),
 }
@@ -100,7 +100,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Checks the values that other code uses unchecked. Numbers and names must be as
+    /// Checks the values that other code trusts. Numbers and names must be as
     /// [`crate::gpu::layout`] creates them.
     fn check(&self) -> Result<(), String> {
         let mut desired = Desired { version: wire::VERSION, ..Desired::default() };
@@ -139,13 +139,13 @@ impl Checkpoint {
     }
 }
 
-/// While this exists, no other process can be the node's agent.
+/// Lock of the state directory. While the lock exists, no other process can be the node's agent.
 #[derive(Debug)]
 pub struct Lock {
     _directory: fs::File,
 }
 
-/// The file of a node's checkpoint.
+/// The checkpoint file of a node.
 #[derive(Debug, Clone)]
 pub struct Store {
     path: PathBuf,
@@ -173,7 +173,7 @@ impl Store {
         }
     }
 
-    /// Reads the checkpoint. `None` if there is no file.
+    /// Reads the checkpoint. `None` if the file does not exist.
     pub fn load(&self) -> Result<Option<Checkpoint>, CheckpointError> {
         let path = || self.path.clone();
         let bytes = match fs::read(&self.path) {

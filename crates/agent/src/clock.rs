@@ -3,7 +3,7 @@ use std::time::Instant;
 
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
-/// When something happened.
+/// The time of an event, on two clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
     /// Monotonic time, for decisions.
@@ -12,8 +12,8 @@ pub struct Stamp {
     pub wall: Timestamp,
 }
 
-/// Converts instants to the time of day, based on one instant whose time of day is known. That
-/// instant has to be recent, because the system clock may be set.
+/// Converts instants to the time of day, based on one instant with a known time of day. The known
+/// instant must be recent, because the system clock may be set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Clock {
     from: Stamp,

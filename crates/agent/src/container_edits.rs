@@ -1,4 +1,4 @@
-//! Changes to a container that gets an allocation: environment, mounts, devices. Pure.
+//! Changes to a container for its allocation: environment, mounts, devices. Pure.
 //!
 //! The changes correspond to the container edits of a CDI specification
 //! (<https://github.com/cncf-tags/container-device-interface>). Each front end translates them into
@@ -24,7 +24,7 @@ pub struct Mount {
     pub read_only: bool,
 }
 
-/// Changes to a container that gets an allocation.
+/// Changes to a container for its allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ContainerEdits {
     /// Environment variables.
@@ -38,7 +38,7 @@ pub struct ContainerEdits {
     pub cdi_devices: Vec<String>,
 }
 
-/// How containers on this node get access to devices, as set on the command line.
+/// Settings from the command line for the access of containers to devices.
 #[derive(Debug, Clone)]
 pub struct ContainerSettings {
     strategy: DeviceListStrategy,
@@ -73,13 +73,14 @@ impl ContainerSettings {
         }
     }
 
-    /// Directory of the CDI specification that must list the allocation's devices before its
-    /// container can start. `None` for other strategies.
+    /// Directory of the CDI specification. A container can start only after the specification lists
+    /// the allocation's devices. `None` for strategies without CDI.
     pub fn specification(&self) -> Option<&Path> {
         (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
     }
 
-    /// The edits for a container with this allocation. `nodes` are the device nodes of each device.
+    /// The edits for a container with this allocation. `nodes` contains the paths of device nodes,
+    /// by device.
     pub fn edits(&self, allocation: &Allocation, nodes: &BTreeMap<String, Vec<String>>) -> ContainerEdits {
         let mut edits = ContainerEdits { mounts: self.mounts.clone(), ..ContainerEdits::default() };
         let visible = match self.strategy {

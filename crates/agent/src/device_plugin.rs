@@ -1,5 +1,5 @@
 //! The device plugin: a front end of [`Allocator`] for extended resources. It translates the
-//! kubelet's calls, and decides nothing itself.
+//! kubelet's calls and makes no decisions.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -68,7 +68,8 @@ impl Served {
         Self { resource, metrics, allocator, devices: watch::Sender::new(Arc::new(devices)) }
     }
 
-    /// Replaces the device list if it changed. Open streams send it to the kubelet.
+    /// Replaces the device list if `devices` differs. Open streams send the new list to the
+    /// kubelet.
     pub fn update(&self, devices: DeviceList) {
         self.devices.send_if_modified(|list| {
             let changed = **list != devices;
@@ -91,8 +92,8 @@ impl Resource for Served {
     }
 
     fn options(&self) -> Options {
-        // Every resource has the same options. Otherwise a resource would have to be registered
-        // again when it gets its first MPS shares.
+        // Every resource has the same options. Otherwise the plugin would have to register a
+        // resource again when it serves its first MPS shares.
         Options { pre_start: true, preferred: true }
     }
 

@@ -4,11 +4,11 @@ use cleave_api::gpunode::FindingStatus;
 /// An Event about the node, or about a pod on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeEvent {
-    /// Whether it is a warning.
+    /// Whether the type of the Event is Warning.
     pub warning: bool,
-    /// The reason, in one word.
+    /// Reason of the Event, in one word.
     pub reason: &'static str,
-    /// The note, in full sentences.
+    /// Note of the Event, in full sentences.
     pub note: String,
     /// The pod that the Event is about. The Event is published on that pod too.
     pub regarding: Option<PodRef>,
@@ -20,26 +20,26 @@ pub struct NodeEvent {
 /// A pod that an Event refers to.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PodRef {
-    /// Its namespace.
+    /// Namespace of the pod.
     pub namespace: String,
-    /// Its name.
+    /// Name of the pod.
     pub name: String,
-    /// Its UID, or empty if unknown.
+    /// UID of the pod, or empty if unknown.
     pub uid: String,
 }
 
 /// An Event about a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodEvent {
-    /// Its namespace.
+    /// Namespace of the pod.
     pub namespace: String,
-    /// Its name.
+    /// Name of the pod.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// The reason, in one word.
+    /// Reason of the Event, in one word.
     pub reason: String,
-    /// The note, in full sentences.
+    /// Note of the Event, in full sentences.
     pub note: String,
 }
 
@@ -56,7 +56,7 @@ pub fn warning(reason: &'static str, note: String) -> NodeEvent {
     NodeEvent { warning: true, reason, note, regarding: None, related: None }
 }
 
-/// A normal Event about the node: something works again.
+/// An Event of type Normal about the node, which reports a recovery.
 pub fn recovered(note: String) -> NodeEvent {
     NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: None }
 }

@@ -9,7 +9,7 @@ use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use tokio::time::sleep;
 
 /// Calls `on_change` now and after every change in the directory, forever. If inotify fails, calls
-/// `on_error` with the error, and from then on `on_change` once per `interval`.
+/// `on_error` with the error, and then calls `on_change` once per `interval`.
 pub(crate) async fn watch_directory(
     directory: &Path,
     interval: Duration,
@@ -44,7 +44,7 @@ fn watch(directory: &Path) -> io::Result<EventStream<[u8; 1024]>> {
 }
 
 /// Writes a temporary file next to `path`, syncs it to disk, and renames it. Readers of the
-/// directory ignore the suffix of the temporary file.
+/// directory ignore files with the suffix of a temporary file.
 pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");

@@ -1,7 +1,7 @@
 //! The node agent: it observes the node, compares it with its `GpuNode`, acts, and reports.
 //!
 //! One task, the main loop, owns the model of the node ([`node::Node`]). The other tasks send it
-//! what they observe, and carry out what it decides. All code that decides is pure: time is an
+//! their observations and carry out its decisions. All code that decides is pure: time is an
 //! argument, and nothing is read or written.
 //!
 //! ```text
@@ -12,7 +12,7 @@
 //!  front ends: new allocations ─────────┘             └─▶ /metrics, /healthz, /readyz
 //! ```
 //!
-//! Modules, each of which uses only those listed before it:
+//! Modules. Each module uses only modules listed before it:
 //!
 //! - [`event`], [`object`], [`clock`], [`cgroup`]: plain types that all others share.
 //! - [`gpu`]: state of GPUs, and how they are partitioned. Pure.
@@ -22,7 +22,7 @@
 //!   for `/proc`.
 //! - [`node`]: the model of the node, and its decision [`node::Node::reconcile`]. Pure.
 //! - [`args`], [`metrics`], [`cdi`]: the command line, metrics, and the CDI specification.
-//! - [`container_edits`], [`allocator`]: what a container gets, and the service that allocates it.
+//! - [`container_edits`], [`allocator`]: settings of a container, and the service that allocates.
 //! - [`device_plugin`]: the front end for extended resources. It translates the kubelet's calls for
 //!   the allocator. No module before it depends on it, but [`allocation`] and [`node`] assume that
 //!   the kubelet allocates extended resources and lists them in PodResources.

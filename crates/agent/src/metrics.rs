@@ -80,14 +80,14 @@ struct TerminationLabels {
     outcome: Termination,
 }
 
-/// Result of terminating a client of a pod that is being terminated.
+/// Result of terminating a client of a terminating pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum Termination {
     /// The client was terminated.
     Done,
-    /// An attempt failed and will be repeated.
+    /// An attempt failed. The agent repeats it.
     Failed,
-    /// The client was not terminated by the time at which its pod's containers may be killed.
+    /// The client was not terminated before its pod's containers could be killed.
     Late,
 }
 
@@ -138,7 +138,7 @@ struct Tenants {
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
-    /// Labels that have series. The series of tenants that no longer exist are removed.
+    /// Labels that have a series. The series of a removed tenant is removed too.
     known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
@@ -157,8 +157,8 @@ impl Tenants {
 }
 
 impl Metrics {
-    /// Registers all metrics: those of tenants with prefix `cleave_tenant`, the others with
-    /// `cleave_agent`.
+    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and all others
+    /// have `cleave_agent`.
     pub fn new() -> Self {
         let metrics = Self::default();
         let mut all = Registry::default();
@@ -205,8 +205,8 @@ impl Metrics {
         self.splits.get_or_create(&ResourceLabels { resource: resource.to_owned() }).inc();
     }
 
-    /// Counts a request that waited for its pod to be reported. `in_time`: the pod was reported in
-    /// time.
+    /// Counts a request that waited until its pod was known. `in_time`: the API server reported the
+    /// pod before the timeout.
     pub fn waited(&self, in_time: bool) {
         self.waits.get_or_create(&WaitLabels { result: if in_time { "came" } else { "timeout" } }).inc();
     }
@@ -221,7 +221,7 @@ impl Metrics {
         self.faults.get_or_create(&DeviceLabels { device: device.to_owned() }).inc_by(count);
     }
 
-    /// Counts a termination of a client of a terminating pod.
+    /// Counts the result of terminating a client of a terminating pod.
     pub fn terminated(&self, outcome: Termination) {
         self.terminations.get_or_create(&TerminationLabels { outcome }).inc();
     }
@@ -244,7 +244,8 @@ impl Metrics {
         self.changes.get_or_create(&ChangeLabels { change, result }).inc();
     }
 
-    /// Sets the memory use of tenants, and removes the series of tenants that no longer exist.
+    /// Sets the memory use of tenants, and removes the series of tenants without an entry in
+    /// `usage`.
     pub fn tenants(&self, usage: &[Usage]) {
         let Tenants { memory, limit, known, .. } = &self.tenants;
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
@@ -285,8 +286,8 @@ impl Metrics {
         self.errors.get_or_create(&ErrorLabels { reason: reason.to_owned() }).inc();
     }
 
-    /// Sets the metrics of the node from its status. Devices that the status does not list lose
-    /// their series.
+    /// Sets the metrics of the node from its status, and removes the series of devices that the
+    /// status does not list.
     pub fn node(&self, status: &GpuNodeStatus) {
         for family in [&self.total, &self.in_use, &self.unhealthy] {
             family.clear();

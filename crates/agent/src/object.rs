@@ -7,10 +7,10 @@ pub enum Object {
     /// The API server has not answered yet.
     #[default]
     Unknown,
-    /// It does not exist. The operator creates it.
+    /// The object does not exist. The operator creates it.
     Missing,
-    /// It does not match its CRD, for this reason.
+    /// The object does not match its CRD, for this reason.
     Malformed(String),
-    /// Its generation and spec.
+    /// The object's generation and spec.
     Present(i64, GpuNodeSpec),
 }

@@ -1,5 +1,5 @@
-//! The node's own pods: the parts of a pod object that the agent reads, the requests that follow
-//! from it, and the progress of its termination.
+//! The node's own pods: the parts of a pod object that the agent reads, the pod's requests for
+//! slices, and the progress of its termination.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use crate::tenants::names::PodName;
 use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
-/// Grace period in seconds of a pod whose object has none. The API server uses the same default.
+/// Grace period in seconds of a pod without its own. The API server uses the same default.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
 
 /// Annotation of a mirror pod: the API server's object for a static pod.
@@ -60,7 +60,7 @@ struct Lifecycle {
     pre_stop: PreStop,
 }
 
-/// A hook that the kubelet runs before it sends SIGTERM. The duration is known only for a sleep.
+/// A hook that the kubelet runs before it sends SIGTERM. Its duration is known only for a sleep.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 struct PreStop {
@@ -142,7 +142,7 @@ impl PodObject {
     /// Records the progress of the pod's termination. Returns whether it changed.
     pub fn record_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
         let Some(uid) = &self.metadata.uid else { return false };
-        // This is the API server's object for a static pod. Deleting it terminates nothing.
+        // A mirror pod is the API server's object for a static pod. Deleting it terminates nothing.
         let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR_POD_ANNOTATION));
         let bound = self.bound(node).filter(|_| !is_mirror);
         let now = Instant::now();
@@ -212,7 +212,7 @@ fn requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits
         })
         .collect();
     let asks = ledger::asks(&containers);
-    // Reservations are matched by resource and order: the annotation lists those for whole devices
+    // Match reservations by resource and order: the annotation lists reservations of whole devices
     // one by one.
     let device_of = |ask: usize| {
         let resource = asks.get(ask)?.resource.as_str();

@@ -1,5 +1,4 @@
-//! Tests of the agent as a process with a fake kubelet, the MPS host, simulated GPUs and simulated
-//! MPS.
+//! The agent as a process, with a fake kubelet, the MPS host, simulated GPUs and simulated MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails with a panic")]
 mod faults;
 mod health;
@@ -99,7 +98,7 @@ async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_
     );
     let four = machine.kubelet.preferred(MPS, &free, &[], 4).await.unwrap();
     assert_eq!(device(&four), first);
-    // No pod requests nine shares, but the kubelet must get an answer.
+    // No pod requests nine shares, but the kubelet must receive an answer.
     let nine = machine.kubelet.preferred(MPS, &all, &[], 9).await.unwrap();
     assert_eq!(nine.len(), 9);
 }
@@ -122,8 +121,7 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
     let after = machine.wait_for_healthy(MPS, 10).await;
     machine.wait_for_status("applied", |status| status.plan_id == "second").await;
     assert_eq!(after.registrations.len(), before.registrations.len(), "no resource is registered twice");
-    // The stream of a resource that is no longer served ends, and the stream of another resource
-    // starts.
+    // The stream of the removed resource ends, and the stream of the new resource starts.
     machine.set_spec("third", vec![]);
     machine.wait_for_healthy(WHOLE, 2).await;
     machine
@@ -222,7 +220,7 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
     // The reboot has cleared the fault.
     machine.wait_for_healthy(MPS, 20).await;
     assert_eq!(machine.desired().unwrap(), desired, "the daemons and doors are the same");
-    // The kubelet restarts a container with the answer from before the reboot. It only calls
+    // The kubelet restarts a container with its response from before the reboot. It calls only
     // PreStartContainer.
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
     let seen = machine.client(&given, &[]);

@@ -16,8 +16,8 @@ const MAX_REASON: usize = 200;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cordons(pub BTreeMap<String, String>);
 
-/// GPUs by UUID, each with the time up to which its recorded faults are cleared. Format:
-/// `<uuid>=<RFC 3339>,…`.
+/// GPUs by UUID, each with a time: faults up to this time are cleared. Format: `<uuid>=<RFC
+/// 3339>,…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleared(pub BTreeMap<String, Time>);
 

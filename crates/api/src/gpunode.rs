@@ -619,7 +619,7 @@ mod tests {
             vec![with_mig("A100", &["1g", "7g"]); 8],
             vec![with_mig("A100", &["1g"]), with_mig("H100", &["1g", "7g"]), gpu("T4", "", 0, 0)],
             vec![with_mig("A100", &[]), with_mig("A100", &[])],
-            // A GPU does not get profiles that only its model's other GPUs have.
+            // A GPU does not receive profiles that only other GPUs of its model have.
             vec![with_mig("A100", &["1g"]), with_mig("A100", &[]), with_mig("H100", &["1g"])],
             vec![gpu("A100", "", 0, 0), with_mig("A100", &["1g"])],
         ] {

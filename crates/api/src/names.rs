@@ -22,9 +22,9 @@ pub const GATE: &str = "cleave.dev/placement";
 /// Label of a namespace that exempts its pods from admission rules. Its value is one or more words,
 /// separated by dots.
 pub const ALLOW_LABEL: &str = "cleave.dev/allow";
-/// Word of [`ALLOW_LABEL`]: pods get no placement gate.
+/// Word of [`ALLOW_LABEL`]: pods receive no placement gate.
 pub const ALLOW_PLACEMENT: &str = "placement";
-/// Word of [`ALLOW_LABEL`]: containers with shares get no `preStop` hook.
+/// Word of [`ALLOW_LABEL`]: containers with shares receive no `preStop` hook.
 pub const ALLOW_PRE_STOP: &str = "pre-stop";
 /// Annotation with which a pod declines a `preStop` hook. Its value is [`PRE_STOP_NONE`].
 pub const PRE_STOP: &str = "cleave.dev/pre-stop";
@@ -92,8 +92,9 @@ pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
 /// Annotation of a pod that the operator released although the pod fits on no GPU of the cluster.
 pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
 /// Prefix of node labels such as `largest.cleave.dev/gpu-mps`. The value is the number of units of
-/// this resource on the node's largest GPU. A pod that fits on no GPU of the cluster is released
-/// with a requirement on this label. So an autoscaler adds only nodes on which the pod fits.
+/// this resource on the node's largest GPU. If a pod fits on no GPU of the cluster, the operator
+/// releases it with a requirement on this label. An autoscaler then adds only nodes on which the
+/// pod fits.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
 /// Ways in which a tenant exceeds its limits: kinds of [`crate::gpunode::FindingStatus`].
@@ -111,7 +112,7 @@ pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
 /// Value of [`COMPONENT_LABEL`] on the agents' pods.
 pub const COMPONENT_AGENT: &str = "agent";
 
-/// Condition of a `SharingPolicy`: its fields are valid for the GPUs that it selects.
+/// Condition of a `SharingPolicy`: the policy's fields are valid for the GPUs that it selects.
 pub const CONDITION_ACCEPTED: &str = "Accepted";
 /// Condition of a `SharingPolicy`: a more specific or older policy overrides it on some GPUs.
 pub const CONDITION_CONFLICT: &str = "Conflict";
@@ -124,8 +125,8 @@ pub fn is_served(resource: &str) -> bool {
         || resource.starts_with(RESOURCE_MIG_PREFIX)
 }
 
-/// Whether pods that request the resource with this name share GPUs. True for every resource that
-/// Cleave serves, except whole GPUs. The chart's admission policies use the same rule.
+/// Whether pods that request this resource share GPUs. True for every resource that Cleave serves,
+/// except whole GPUs. The chart's admission policies use the same rule.
 pub fn is_shared(resource: &str) -> bool {
     is_served(resource) && resource != RESOURCE_GPU
 }

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// The annotation, with a [`Placement`] as JSON. An admission policy lets only the operator write
-/// it.
+/// The annotation, with a [`Placement`] as JSON. An admission policy rejects the annotation from
+/// all writers except the operator.
 pub const ANNOTATION: &str = "cleave.dev/placement";
 
 /// Units that are reserved for a pod until the kubelet allocates units to the pod.
@@ -18,7 +18,7 @@ pub struct Placement {
     /// Time at which the reservation expires if the pod is not bound, in seconds since the Unix
     /// epoch.
     pub until: u64,
-    /// The pod's reservations on each node that it may run on. A node's list has one entry for each
+    /// The pod's reservations on each node where it may run.  A node's list has one entry for each
     /// part of the request that must be on one device, in the order of `cleave_plan::ledger::asks`.
     pub nodes: BTreeMap<String, Vec<ReservedUnits>>,
 }

@@ -10,7 +10,7 @@ pub struct Reason {
     pub name: &'static str,
     /// What happened.
     pub meaning: &'static str,
-    /// What to do. Empty if there is nothing to do.
+    /// What to do. Empty if no action is necessary.
     pub action: &'static str,
 }
 
@@ -193,7 +193,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
     reason("Bound", "`cleave.dev/Placed` is True.", ""),
 ];
 
-/// All tables.
+/// All tables of reasons in this module.
 pub const ALL: [&[Reason]; 8] = [
     POD_EVENTS_OF_OPERATOR,
     POD_EVENTS_OF_AGENT,

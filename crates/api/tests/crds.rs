@@ -40,8 +40,8 @@ fn without_nulls(value: Value) -> Value {
     }
 }
 
-/// Returns the refusals of the rules for an object, after dropping nulls and setting defaults as
-/// the API server does.
+/// Returns the rules' refusals of an object. Drops nulls and sets defaults first, as the API server
+/// does.
 fn refusals(text: &str) -> String {
     let schema = crd_schema();
     let object: Value = serde_saphyr::from_str(text).unwrap();
@@ -102,7 +102,7 @@ fn bad_policies_are_refused_with_their_message() {
     assert!(checked > 40);
 }
 
-/// Each rule of the definitions must refuse at least one fixture, which shows that it has an
+/// Each rule of the definitions must refuse at least one fixture, to show that the rule has an
 /// effect.
 #[test]
 fn each_rule_refuses_something() {

@@ -73,8 +73,8 @@ pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<Targ
     Ok(target)
 }
 
-/// Writes the annotations that `wanted` computes from the current object. Returns whether anything
-/// had to be written.
+/// Writes the annotations that `wanted` computes from the current object. Returns whether a write
+/// was necessary.
 async fn change(
     client: &Client,
     args: &GpuArgs,
@@ -103,7 +103,7 @@ async fn change(
     bail!("failed to update GpuNode {}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.", args.node)
 }
 
-/// The annotations that cordon a GPU. An empty reason keeps an existing one.
+/// The annotations that cordon a GPU. An empty reason preserves an existing reason.
 fn cordoned(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     let mut cordons = cordons(object);
     let before = cordons.0.get(uuid);
@@ -135,7 +135,7 @@ fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
     annotations
 }
 
-/// The time of the latest fault that still makes a GPU or one of its MIG devices unhealthy.
+/// The time of the latest fault because of which a GPU or one of its MIG devices is unhealthy.
 fn last_fault(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);
@@ -146,7 +146,7 @@ fn last_fault(gpu: &GpuStatus) -> Option<Time> {
 mod tests {
     use super::*;
 
-    /// A node whose GPU `GPU-a` has a fault, and whose `GPU-b` has a MIG device with a later one.
+    /// A node with two faults: one of GPU `GPU-a`, and a later one of a MIG device of `GPU-b`.
     fn node() -> GpuNode {
         let instance = json!({"uuid": "MIG-b", "profile": "1g.10gb", "start": 0, "gpuInstance": 1,
             "health": {"healthy": false, "last": "2026-11-21T20:00:05Z"}});

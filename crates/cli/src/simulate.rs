@@ -151,7 +151,7 @@ impl Input {
                 items.into_iter().try_for_each(|item| self.add(item))?;
             }
             "" => bail!("an object has no kind"),
-            // Other kinds in manifests do not affect where a pod runs.
+            // Objects of other kinds do not affect where a pod runs.
             _ => {}
         }
         Ok(())

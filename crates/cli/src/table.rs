@@ -1,6 +1,6 @@
 //! Text tables in the style of `kubectl get`.
 
-/// A table whose columns are as wide as their widest cell, with three spaces in between.
+/// A table with columns as wide as their widest cell, and three spaces between columns.
 pub(crate) struct Table {
     wide: bool,
     rows: Vec<Vec<String>>,

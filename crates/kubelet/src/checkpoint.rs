@@ -1,11 +1,11 @@
 //! The checkpoint of the kubelet's device manager: the devices that a restarted kubelet considers
 //! allocated.
 //!
-//! The kubelet drops devices of deleted pods from memory when it lists devices or is about to
-//! allocate some. It writes the file only after an allocation, and for each device list that a
-//! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device. So
-//! a restarted kubelet does not allocate devices that only the file lists as allocated. The layout
-//! is that of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
+//! When the kubelet lists or allocates devices, it first drops the devices of deleted pods from
+//! memory. It writes the file only after an allocation, and for each device list that a plugin
+//! sends. A restarted kubelet reads the file, and admits pods before it drops any device. Therefore
+//! it does not allocate devices that only the file lists as allocated. The layout is that of
+//! `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -49,7 +49,8 @@ struct Entry {
 /// Reads the devices of a checkpoint.
 ///
 /// # Errors
-/// The text is not a checkpoint. The error has the position but not the text, which can be long.
+/// The text is not a checkpoint. The error contains the position but not the text, which can be
+/// long.
 pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
@@ -66,11 +67,11 @@ pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     Ok(entries.into_iter().flat_map(of).collect())
 }
 
-/// Identity of the file: device, inode, modification time and size. It changes with each write,
-/// because the kubelet writes a new file and renames it.
+/// Identity of the file: device, inode, modification time and size. The identity changes with each
+/// write, because the kubelet writes a new file and renames it.
 type FileId = (u64, u64, i64, i64, u64);
 
-/// The checkpoint in a device plugin directory.
+/// Reader of the checkpoint in a device plugin directory.
 #[derive(Debug)]
 pub struct KubeletCheckpoint {
     path: PathBuf,
@@ -79,7 +80,7 @@ pub struct KubeletCheckpoint {
 }
 
 impl KubeletCheckpoint {
-    /// The checkpoint in this directory. The file need not exist.
+    /// Creates a reader for this directory. The file need not exist.
     pub fn of(directory: &Path) -> Self {
         Self { path: directory.join(CHECKPOINT_FILE), read: None, devices: None }
     }

@@ -16,14 +16,14 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tonic::transport::server::Connected;
 
-/// Maximum number of connections of one resource. The kubelet has one. The others are for
-/// administrators with a gRPC client. The limit bounds the number of open files.
+/// Maximum number of connections of one resource. The kubelet has one connection. The others are
+/// for administrators with a gRPC client. The limit bounds the number of open files.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Delay before the next attempt to accept, after an error such as "too many open files".
+/// Delay after a failure to accept a connection, such as "too many open files".
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
-/// The connections of one server. Dropping this closes them.
+/// The connections of one server. Dropping this value closes them.
 pub(crate) struct Connections {
     accepted: mpsc::Sender<io::Result<Connection>>,
     slots: Arc<Semaphore>,
@@ -49,8 +49,8 @@ impl Connections {
         (connections, ReceiverStream::new(incoming))
     }
 
-    /// Accepts connections of this listener, in addition to other listeners, until the handle is
-    /// dropped.
+    /// Accepts connections of this listener until the caller drops the handle. Other listeners
+    /// continue.
     pub(crate) fn accept_from(&self, listener: UnixListener) -> AbortOnDropHandle<()> {
         let (accepted, slots) = (self.accepted.clone(), Arc::clone(&self.slots));
         let (tracker, cut) = (self.tracker.clone(), self.cut.clone());

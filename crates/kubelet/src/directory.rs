@@ -21,15 +21,15 @@ pub const DEVICE_PLUGINS: &str = "/var/lib/kubelet/device-plugins";
 /// Name of the kubelet's socket in the directory.
 pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
 
-/// Prefix of our sockets. All other files belong to other programs.
+/// Prefix of our sockets. Files without it belong to other programs.
 const SOCKET_PREFIX: &str = "cleave-";
 const SOCKET_SUFFIX: &str = ".sock";
 
 /// `sockaddr_un.sun_path` has 108 bytes and ends with a zero byte.
 const MAX_SOCKET_PATH: usize = 107;
 
-/// Maximum time to wait for an answer on a socket of an earlier start of the program. A socket that
-/// does not answer by then counts as in use.
+/// Maximum time to wait for an answer on a socket that an earlier process left behind. Without an
+/// answer, the socket counts as in use.
 const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Why a directory cannot be used.
@@ -53,7 +53,7 @@ pub enum DirectoryError {
     Open {
         /// The directory.
         directory: PathBuf,
-        /// The cause.
+        /// Cause of the failure.
         #[source]
         source: io::Error,
     },
@@ -62,13 +62,13 @@ pub enum DirectoryError {
     Lock {
         /// The directory.
         directory: PathBuf,
-        /// The cause.
+        /// Cause of the failure.
         #[source]
         source: io::Error,
     },
 }
 
-/// A directory whose path is short enough for sockets.
+/// A directory with a path that is short enough for sockets.
 #[derive(Clone, Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
@@ -114,7 +114,7 @@ impl Directory {
         }
     }
 
-    /// Removes sockets that earlier starts of the program left and on which no process listens. The
+    /// Removes sockets that earlier processes left behind and on which no process listens. The
     /// caller must have the lock.
     pub(crate) async fn remove_stale(&self) {
         let entries = match std::fs::read_dir(&self.path) {
@@ -132,7 +132,7 @@ impl Directory {
             let path = entry.path();
             let probe = tokio::time::timeout(PROBE_TIMEOUT, tokio::net::UnixStream::connect(&path)).await;
             // Only a refused connection proves that no process listens. Any other error can mean
-            // that the queue of a listening process is full, or that we lack the permission.
+            // that the queue of a listening process is full, or that permission is missing.
             if matches!(&probe, Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused) {
                 match std::fs::remove_file(&path) {
                     Ok(()) => tracing::info!(socket = %path.display(), "removed a socket of an earlier plugin process"),
@@ -145,10 +145,10 @@ impl Directory {
     }
 }
 
-/// The lock of the directory.
+/// The lock of the directory. Dropping it releases the lock.
 #[derive(Debug)]
 pub(crate) struct Lock {
-    /// Device and inode of the locked directory. The path can refer to another directory by now.
+    /// Device and inode of the locked directory. The path may now refer to another directory.
     id: (u64, u64),
     _file: File,
 }
@@ -160,10 +160,10 @@ impl Lock {
     }
 }
 
-/// The identity of a socket file, which distinguishes it from a later one at the same path.
+/// The identity of a socket file, which distinguishes the file from later sockets at the same path.
 ///
-/// The inode is not enough, because ext4 reuses a freed one for the next file. The modification
-/// time of a socket is the time of its bind. Renaming or linking it does not change that time.
+/// The inode is not enough, because ext4 reuses inodes. The modification time of a socket is the
+/// time of its bind. Renaming or linking the file does not change that time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SocketId {
     device: u64,
@@ -182,14 +182,14 @@ impl SocketId {
     }
 }
 
-/// Creates a socket name that no other start of the program has used. Since Kubernetes 1.37, the
-/// kubelet distinguishes streams by the path of their socket.
+/// Creates a socket name that no earlier process has used. Since Kubernetes 1.37, the kubelet
+/// distinguishes streams by the path of their socket.
 pub(crate) fn socket_name(resource: &ResourceName) -> String {
     let mut hasher = DefaultHasher::new();
     hasher.write(resource.as_str().as_bytes());
     let resource = hasher.finish() >> 32;
     // Do not use the process id: process ids repeat in containers. The system seeds this number, so
-    // it differs between starts.
+    // each process uses a different one.
     let nonce = RandomState::new().build_hasher().finish() >> 32;
     format!("{SOCKET_PREFIX}{resource:08x}-{nonce:08x}{SOCKET_SUFFIX}")
 }
@@ -205,7 +205,7 @@ fn is_ours(name: &str) -> bool {
 /// A change of the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// A socket was created or removed: the kubelet's, or one of ours.
+    /// The kubelet's socket or one of our sockets was created or removed.
     Sockets,
     /// The directory was removed, moved or unmounted.
     Gone,
@@ -213,7 +213,7 @@ pub(crate) enum Change {
 
 /// Reports changes of the directory.
 ///
-/// Create it before reading the directory, so that no change is missed.
+/// Create the watch before reading the directory, so that no change is missed.
 pub(crate) struct Watch {
     events: Option<EventStream<[u8; 1024]>>,
     /// Polls in addition to events: inotify can be unavailable (`max_user_instances`), and events
@@ -240,7 +240,7 @@ impl Watch {
     }
 
     /// Waits for the next relevant change. Cancel-safe: callers read the directory after each call,
-    /// so a lost event does no harm.
+    /// so they miss nothing if an event is lost.
     pub(crate) async fn changed(&mut self) -> Change {
         loop {
             let Some(events) = &mut self.events else {
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(SocketId::of(&path), None);
         std::fs::rename(folder.path().join("t"), &path).expect("rename");
         assert_eq!(SocketId::of(&path), Some(first), "renaming does not make another socket of it");
-        // Keep the old file, so that the new one cannot get the same inode.
+        // Keep the old file, so that the new file has another inode.
         std::fs::rename(&path, folder.path().join("t")).expect("rename");
         drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
         assert_ne!(SocketId::of(&path), Some(first));

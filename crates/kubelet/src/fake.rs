@@ -1,8 +1,8 @@
 //! A fake kubelet on real unix sockets, for tests and benchmarks.
 //!
 //! It behaves on the wire like `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36, including its
-//! race: clients are keyed by resource name alone. So the end of an old stream removes the
-//! resource's current client.
+//! race: the resource name alone identifies a client. Therefore the end of an old stream removes
+//! the resource's current client.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -31,8 +31,8 @@ use crate::proto::v1beta1::registration_server::{Registration, RegistrationServe
 /// Deadline for connecting to a plugin after its registration.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A device plugin directory with a kubelet that can be restarted, can refuse registrations, and
-/// can call its plugins.
+/// A device plugin directory with a kubelet. The test can restart the kubelet, and the kubelet can
+/// refuse registrations and call its plugins.
 pub struct FakeKubelet {
     directory: PathBuf,
     shared: Arc<Shared>,
@@ -46,7 +46,8 @@ pub struct Registered {
     pub at: Instant,
     /// The request.
     pub request: wire::RegisterRequest,
-    /// Whether it was accepted. `None` while the kubelet connects to the plugin or hangs.
+    /// Whether the kubelet accepted the request. `None` while the kubelet connects to the plugin or
+    /// hangs.
     pub accepted: Option<bool>,
 }
 
@@ -57,7 +58,7 @@ pub struct Endpoint {
     pub connected: bool,
     /// Name of the last registered socket.
     pub socket: String,
-    /// Options read at the last registration.
+    /// Options that the kubelet read at the last registration.
     pub options: wire::DevicePluginOptions,
     /// The last list of devices.
     pub devices: Vec<wire::Device>,
@@ -220,7 +221,7 @@ impl FakeKubelet {
     }
 
     /// Waits until the condition is met, and returns the observable state. `None` if the condition
-    /// is not met within `within`.
+    /// is not met within this duration.
     pub async fn once(&self, within: Duration, condition: impl FnMut(&Seen) -> bool) -> Option<Seen> {
         let mut seen = self.seen();
         let found = tokio::time::timeout(within, seen.wait_for(condition)).await;
@@ -232,7 +233,7 @@ impl FakeKubelet {
         locked(&self.shared.behaviour).refuse = times;
     }
 
-    /// While set, registrations are not answered.
+    /// While set, the kubelet does not answer registrations.
     pub fn hang(&self, hang: bool) {
         locked(&self.shared.behaviour).hang = hang;
     }
@@ -248,7 +249,7 @@ impl FakeKubelet {
         locked(&self.shared.behaviour).slow_disconnect = delay;
     }
 
-    /// Ends a resource's stream without restarting.
+    /// Ends a resource's stream while the kubelet continues.
     pub fn drop_stream(&self, resource: &str) {
         let mut clients = locked(&self.shared.clients);
         let Some(client) = clients.by_name.remove(resource) else { return };
@@ -411,8 +412,8 @@ impl Shared {
         }
         let delay = locked(&self.behaviour).slow_disconnect;
         tokio::time::sleep(delay).await;
-        // Like the kubelet up to 1.36, this identifies the client by the name alone. The order is
-        // also the same: the client disconnects, then the endpoint is stopped.
+        // Like the kubelet up to 1.36, this identifies the client by the name alone. It also uses
+        // the kubelet's order: the client disconnects, and then the endpoint stops.
         drop(locked(&self.clients).by_name.remove(&resource));
         drop(client);
         self.disconnected(&resource);
@@ -486,7 +487,7 @@ impl FakePodResources {
         locked(&self.shared.allocatable).devices = devices.collect();
     }
 
-    /// While set, calls are not answered.
+    /// While set, the kubelet does not answer calls.
     pub fn hang(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }

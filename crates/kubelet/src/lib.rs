@@ -1,5 +1,5 @@
 //! The kubelet's device plugin v1beta1 and PodResources v1 protocols: registration, streams and
-//! sockets. This crate knows nothing about GPUs.
+//! sockets. No code in this crate depends on GPUs.
 //!
 //! An agent passes [`Plugins`] the resources to serve, as a map from names to [`Resource`]s,
 //! whenever they change. The streams of unchanged resources continue.
@@ -16,7 +16,7 @@
 //!  Plugins::state ◀─watch── all tasks
 //! ```
 //!
-//! A resource's task decides from the state of the directory. It never counts events, because
+//! A resource's task decides from the state of the directory and never counts events, because
 //! events can be lost or repeated.
 
 mod checkpoint;

@@ -1,5 +1,5 @@
-//! Keeps resources served and registered, with one task for the directory and one for each
-//! resource.
+//! Serves resources and keeps them registered. One task watches the directory, and one task serves
+//! each resource.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -57,10 +57,10 @@ impl Backoff {
 #[derive(Clone, Copy, Debug)]
 pub struct Timings {
     /// Delay between attempts to connect to a `kubelet.sock` without a listener. The kubelet
-    /// listens about 100 µs after it binds, so the first delay is short.
+    /// listens about 100 µs after it binds the socket, so the first delay is short.
     pub dial: Backoff,
-    /// Delay after a registration that the kubelet refused, and after a failure to serve. Less than
-    /// 2 s, because pods wait for the resource.
+    /// Delay after a registration that the kubelet refused, and after a failure to serve. It is
+    /// less than 2 s, because pods wait for the resource.
     pub register: Backoff,
     /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
     /// connecting to the plugin.
@@ -72,7 +72,7 @@ pub struct Timings {
     pub hang_up: Duration,
     /// Delay between the kubelet's disconnection and the next registration with the same kubelet.
     /// Up to Kubernetes 1.36, a kubelet marks the resource's devices unhealthy after it
-    /// disconnects, even if a new client serves them by then.
+    /// disconnects, even if a new client already serves them.
     pub settle: Duration,
     /// Delay between attempts to lock the directory.
     pub lock: Duration,
@@ -103,7 +103,7 @@ impl Default for Timings {
 pub struct PluginsState {
     /// State of the directory.
     pub directory: DirectoryState,
-    /// State of each resource, including removed resources whose streams are ending.
+    /// State of each resource, including removed resources with streams that are ending.
     pub resources: BTreeMap<ResourceName, ResourceState>,
 }
 
@@ -116,17 +116,17 @@ impl PluginsState {
     }
 }
 
-/// Which process serves from the directory.
+/// Whether this process can serve from the directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DirectoryState {
-    /// Not known yet.
+    /// The directory has not been opened yet.
     #[default]
     Opening,
-    /// Another process. This process waits for the other one to end.
+    /// Another process has locked the directory. This process waits for the lock.
     HeldByAnother,
-    /// This process.
+    /// This process has locked the directory.
     Held,
-    /// No process can serve. The value is the error and its causes.
+    /// Opening or locking the directory failed. The value is the error and its causes.
     Failed(String),
 }
 
@@ -135,7 +135,7 @@ pub enum DirectoryState {
 pub struct ResourceState {
     /// Phase of the resource.
     pub phase: Phase,
-    /// Name of its socket in the directory.
+    /// Name of the resource's socket in the directory.
     pub socket: Option<String>,
     /// Number of open `ListAndWatch` streams.
     pub streams: usize,
@@ -143,17 +143,17 @@ pub struct ResourceState {
     pub registrations: u64,
     /// Number of failed registrations.
     pub failures: u64,
-    /// Number of repeated registrations because the kubelet opened no stream, or ended its stream
-    /// without restarting.
+    /// Number of registrations that were repeated because the kubelet opened no stream, or ended
+    /// its stream without restarting.
     pub streamless: u64,
-    /// The last error and its causes, until the next success.
+    /// The last error and its causes. Cleared by the next success.
     pub error: Option<String>,
 }
 
 /// Phase of a resource.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// There is no `kubelet.sock`.
+    /// No `kubelet.sock` exists.
     #[default]
     WaitingForKubelet,
     /// The resource's socket answers.
@@ -174,7 +174,7 @@ pub struct Plugins {
     manager: AbortOnDropHandle<()>,
 }
 
-/// What a task should do.
+/// Instruction to a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Run {
     Serve,
@@ -198,8 +198,9 @@ impl Plugins {
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
     }
 
-    /// Replaces the set of resources. A new resource is registered, and the stream of a removed one
-    /// ends. A resource with a name that is already served replaces the old one in the open stream.
+    /// Replaces the set of resources. A new resource is registered, and the stream of a removed
+    /// resource ends. If the name is already served, the new resource replaces the old one in the
+    /// open stream.
     pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
         self.wanted.send_replace(resources);
     }
@@ -377,8 +378,8 @@ impl Tasks {
         }
         for (name, resource) in wanted {
             if let Some(task) = self.running.get(name) {
-                // The task of a removed resource may still be ending. It is restarted after its
-                // end.
+                // The task of a removed resource may still be ending. The manager starts it again
+                // after its end.
                 task.resource.send_if_modified(|served| {
                     let replaced = !Arc::ptr_eq(served, resource);
                     *served = Arc::clone(resource);
@@ -434,7 +435,7 @@ impl Tasks {
     }
 }
 
-/// The task of one resource.
+/// The task that serves one resource.
 struct Plugin {
     name: ResourceName,
     directory: Directory,
@@ -528,7 +529,7 @@ impl Plugin {
                 return Some(kubelet);
             }
             self.show(|state| state.phase = Phase::WaitingForKubelet);
-            // Both are cancel-safe: `changed` marks a value as seen only when it returns.
+            // Both branches are cancel-safe: `changed` marks a value as seen only when it returns.
             tokio::select! {
                 () = stopped(&mut self.run) => return None,
                 changed = self.directory_changes.changed() => changed.ok()?,
@@ -545,13 +546,13 @@ impl Plugin {
     }
 
     /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once if
-    /// another kubelet has started: it can admit pods 12 ms after it listens. That kubelet rejects
-    /// pods of resources that are not registered by then.
+    /// another kubelet has started. Such a kubelet can admit pods 12 ms after it listens, and
+    /// rejects pods that request unregistered resources.
     async fn settle(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
         while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
-            // The socket of a killed kubelet remains until the next kubelet removes it. The next
+            // The socket of a killed kubelet remains until the next kubelet removes it. That
             // kubelet removes our socket first.
             tokio::select! {
                 () = stopped(&mut self.run) => return,
@@ -592,8 +593,8 @@ impl Plugin {
             }
             let deadline = self.timings.register_deadline;
             let attempt = register(&self.directory, session.path(), &self.name, session.options(), deadline);
-            // Dropping an attempt disconnects, which the kubelet tolerates. The other futures are
-            // cancel-safe by their documentation.
+            // Dropping an attempt closes its connection, which the kubelet tolerates. The other
+            // futures are cancel-safe by their documentation.
             let registered = tokio::select! {
                 registered = attempt => registered,
                 () = stopped(&mut self.run) => continue,
@@ -709,7 +710,7 @@ impl Plugin {
     }
 }
 
-/// Waits until a change of the directory makes the current registration attempt useless.
+/// Waits until a change of the directory makes the current registration attempt pointless.
 async fn changed_for_us(
     changes: &mut watch::Receiver<()>,
     directory: &Directory,

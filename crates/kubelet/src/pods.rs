@@ -1,4 +1,4 @@
-//! PodResources v1: the devices of each container, as the kubelet reports them.
+//! PodResources v1: the kubelet's report of each container's devices.
 
 use std::error::Error;
 use std::path::Path;
@@ -49,7 +49,7 @@ pub enum PodResourcesError {
     /// The socket's path is relative or not UTF-8.
     #[error("{0:?} is not an absolute path in UTF-8")]
     Path(std::path::PathBuf),
-    /// There was no answer within the deadline.
+    /// The kubelet did not answer within the deadline.
     #[error("the kubelet's PodResources did not answer within {0:?}")]
     Deadline(Duration),
     /// The kubelet returned an error, or the connection failed.
@@ -57,8 +57,8 @@ pub enum PodResourcesError {
     Call(#[source] Box<tonic::Status>),
 }
 
-/// A client of the kubelet's PodResources API. It connects when it is first used, and again after
-/// the kubelet restarted.
+/// A client of the kubelet's PodResources API. It connects at the first call, and reconnects after
+/// the kubelet restarts.
 ///
 /// The kubelet answers at most 100 calls per second.
 #[derive(Clone, Debug)]
@@ -102,8 +102,8 @@ impl PodResources {
     ) -> Result<T, PodResourcesError> {
         let asked = async {
             match call(self.client.clone()).await {
-                // After the kubelet restarts, the old connection fails at its next use. The calls
-                // only read, so repeating one is safe.
+                // After the kubelet restarts, the old connection fails at its next use. Repeating a
+                // call is safe, because calls only read.
                 Err(status) if status.source().is_some() => call(self.client.clone()).await,
                 answer => answer,
             }
@@ -116,8 +116,8 @@ impl PodResources {
     }
 }
 
-/// Returns one entry for each container and resource, with sorted ids. The kubelet sends one for
-/// each NUMA node.
+/// Returns one entry for each container and resource, with sorted ids. The kubelet sends one entry
+/// for each NUMA node.
 pub fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
     let mut rows: Vec<HeldDevices> = Vec::new();
     for pod in answer.pod_resources {

@@ -12,7 +12,7 @@ use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_client::RegistrationClient;
 use crate::resource::{Options, ResourceName};
 
-/// Deadline for the answer from our own socket. The kubelet allows a plugin 10 s.
+/// Deadline for the answer from our own socket. The kubelet's own deadline for a plugin is 10 s.
 const SELF_DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Creates an endpoint for a unix socket. `None` if the path is not valid.
@@ -25,11 +25,11 @@ pub(crate) fn unix(path: &str) -> Option<Endpoint> {
 /// Why a registration failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegisterError {
-    /// No process listens at `kubelet.sock`. The kubelet binds before it listens, and a killed
-    /// kubelet leaves its socket behind.
+    /// No process listens at `kubelet.sock`. The kubelet binds the socket before it listens, and a
+    /// killed kubelet leaves the socket behind.
     #[error("no process listens on kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
-    /// The kubelet refused, or stopped during the call.
+    /// The kubelet refused the registration, or stopped during the call.
     #[error("the kubelet refused: {}", .0.message())]
     Refused(#[source] Box<tonic::Status>),
     /// The kubelet did not answer in time.
@@ -81,8 +81,8 @@ pub(crate) enum SelfDialError {
     Path,
 }
 
-/// Makes the call that the kubelet will make first, so that a registration is attempted only if it
-/// can succeed.
+/// Makes the same first call as the kubelet, so that a registration is attempted only if it can
+/// succeed.
 pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
     let endpoint = socket.to_str().and_then(unix).ok_or(SelfDialError::Path)?;
     let call = async {
@@ -103,7 +103,7 @@ pub(crate) struct Observation {
     pub(crate) registered_with: SocketId,
     /// The current `kubelet.sock`.
     pub(crate) kubelet: Option<SocketId>,
-    /// Whether our own socket is still at its path.
+    /// Whether our own socket still exists at its path.
     pub(crate) reachable: bool,
     /// Whether the resource's options have changed since the registration.
     pub(crate) options_changed: bool,
@@ -111,7 +111,7 @@ pub(crate) struct Observation {
     pub(crate) streamless_for: Option<Duration>,
 }
 
-/// What to do next.
+/// The next step for a registered plugin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Wait for a change.
@@ -124,7 +124,7 @@ pub(crate) enum Step {
     Register(Cause),
 }
 
-/// Why to register again.
+/// Reason for a repeated registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
     /// `kubelet.sock` is not the socket that the plugin was registered with.
@@ -133,17 +133,18 @@ pub(crate) enum Cause {
     SocketLost,
     /// The kubelet opened no stream or ended its stream, without restarting.
     NoStream,
-    /// The resource was replaced by one with other options, which the kubelet reads only once.
+    /// A resource with other options replaced this one. The kubelet reads options only at a
+    /// registration.
     OptionsChanged,
 }
 
-/// Decides from the observed state, not from events. Events can be lost, late or repeated: the
-/// creation of `kubelet.sock` can be reported after the registration with that same socket.
+/// Decides from the observed state instead of events. Events can be lost, late or repeated: the
+/// creation of `kubelet.sock` can be reported after the registration with that socket.
 pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
         Some(kubelet) if kubelet != seen.registered_with => return Step::Register(Cause::KubeletRestarted),
-        // Without a kubelet there is nothing to do. When a kubelet starts, the directory changes.
+        // Without a kubelet, no step is necessary. When a kubelet starts, the directory changes.
         None if !streaming => return Step::Keep,
         _ => {}
     }
@@ -151,8 +152,8 @@ pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
         return Step::Register(Cause::OptionsChanged);
     }
     match seen.streamless_for {
-        // Do not register again: the devices would be unavailable for a moment. The kubelet's
-        // connection works without the file.
+        // Do not register again: the devices would be briefly unavailable. The kubelet's connection
+        // works without the file.
         None if !seen.reachable => Step::Rebind,
         None => Step::Keep,
         Some(_) if !seen.reachable => Step::Register(Cause::SocketLost),
@@ -167,8 +168,8 @@ mod tests {
 
     const GRACE: Duration = Duration::from_secs(2);
 
-    /// The state of a healthy plugin, and another socket bound after the one that it was registered
-    /// with.
+    /// The state of a healthy plugin, and a kubelet socket that was bound after the plugin's
+    /// registration.
     fn healthy() -> (Observation, SocketId) {
         let folder = tempfile::tempdir().expect("a folder");
         let bind = |name: &str| {

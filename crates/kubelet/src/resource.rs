@@ -1,5 +1,5 @@
 //! A resource in terms of the device plugin API: devices, answers and refusals. This module does no
-//! I/O and knows nothing about GPUs.
+//! I/O and does not depend on GPUs.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -14,18 +14,18 @@ use crate::proto::v1beta1 as wire;
 /// One extended resource of this node, with the answers to the kubelet's calls.
 ///
 /// All methods except [`until_known`](Resource::until_known) and [`pre_start`](Resource::pre_start)
-/// must answer from memory. The kubelet blocks the admission of pods, and sometimes its device
-/// manager, while it waits.
+/// must answer from memory. While the kubelet waits, it blocks the admission of pods, and sometimes
+/// its device manager.
 pub trait Resource: Send + Sync + 'static {
     /// The devices, as they change. Each published list is sent on the open stream, even if it
-    /// equals the previous one, because the kubelet writes its
+    /// equals the previous list, because the kubelet writes its
     /// [checkpoint](crate::KubeletCheckpoint) for each list. A list that is the same `Arc` is not
     /// sent again.
     ///
     /// If the sender is dropped, the last list remains valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
-    /// The calls that the kubelet may make. The kubelet reads the options once for each
+    /// The calls that the kubelet may use. The kubelet reads the options once for each
     /// registration. A replacement with other options is registered again.
     fn options(&self) -> Options;
 
@@ -36,15 +36,15 @@ pub trait Resource: Send + Sync + 'static {
         None
     }
 
-    /// The devices to allocate, chosen from the available ones. This is a hint: the kubelet may
-    /// allocate others.
+    /// Chooses devices for a container from the available devices. The answer is a hint: the
+    /// kubelet may allocate others.
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
 
-    /// The answer for a container that is allocated exactly these devices. The kubelet can repeat
-    /// the call for the same devices.
+    /// The settings for a container to which the kubelet allocates exactly these devices. The
+    /// kubelet can repeat the call for the same devices.
     ///
-    /// `ids` is as the kubelet sent it. Unknown ids, repeated ids and empty lists must be refused
-    /// here.
+    /// `ids` is as the kubelet sent it. This method must refuse unknown ids, repeated ids and empty
+    /// lists.
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
 
     /// Called before each start of a container with these devices, if [`Options::pre_start`] is
@@ -78,8 +78,8 @@ pub struct InvalidResourceName {
 }
 
 impl ResourceName {
-    /// Maximum length of the domain. The kubelet checks `requests.<name>` as a qualified name,
-    /// whose domain may have 253 bytes.
+    /// Maximum length of the domain in bytes. The kubelet checks `requests.<name>` as a qualified
+    /// name. The domain of a qualified name may have 253 bytes.
     const MAX_DOMAIN: usize = 253 - "requests.".len();
     const MAX_NAME: usize = 63;
 
@@ -212,7 +212,7 @@ pub(crate) fn list_response(devices: &DeviceList) -> wire::ListAndWatchResponse 
     wire::ListAndWatchResponse { devices }
 }
 
-/// A request for the devices to allocate to a container, as the kubelet sent it.
+/// A request to choose devices for a container, as the kubelet sent it.
 #[derive(Clone, Copy, Debug)]
 pub struct PreferredRequest<'a> {
     /// Devices to choose from, including `must_include`. The kubelet's order is random.

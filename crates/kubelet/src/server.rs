@@ -19,18 +19,17 @@ use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
 use crate::resource::{DeviceList, Options, PreferredRequest, Refusal, Resource, list_response};
 
-/// Maximum size of a request in bytes. The largest request of the kubelet is
-/// `GetPreferredAllocation` with every free id: 1 MiB holds 20,000 of them.
+/// Maximum size of a request in bytes. The kubelet's largest request is `GetPreferredAllocation`
+/// with every free id. 20,000 ids fit in 1 MiB.
 const MAX_REQUEST: usize = 1 << 20;
 
 /// Maximum time to wait for calls on connections without a stream.
 const IDLE_GRACE: Duration = Duration::from_millis(50);
 
-/// The current resource. It is replaced in place when the agent passes another one with the same
-/// name.
+/// The current resource. A new resource with the same name replaces it in place.
 pub(crate) type Served = watch::Receiver<Arc<dyn Resource>>;
 
-/// What the streams of a session do.
+/// Behaviour of a session's `ListAndWatch` streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Streams {
     /// Send each change.
@@ -91,7 +90,7 @@ impl Session {
         self.open.clone()
     }
 
-    /// Whether our socket is still at its path.
+    /// Whether our socket still exists at its path.
     pub(crate) fn is_reachable(&self) -> bool {
         SocketId::of(&self.path) == Some(self.socket)
     }
@@ -213,7 +212,7 @@ impl From<Options> for wire::DevicePluginOptions {
     }
 }
 
-/// The lists that one `ListAndWatch` stream sends. Each stream has its own feed and gets every
+/// The lists that one `ListAndWatch` stream sends. Each stream has its own feed and sends every
 /// change.
 struct Feed {
     served: Served,
@@ -241,8 +240,8 @@ impl Feed {
             }
             if let Some(devices) = &mut self.devices {
                 let now = Arc::clone(&devices.borrow_and_update());
-                // Compare the pointers and not the contents: an equal list is published so that the
-                // kubelet writes its checkpoint.
+                // Compare the pointers instead of the contents: an equal list is published so that
+                // the kubelet writes its checkpoint.
                 if !self.sent.as_ref().is_some_and(|sent| Arc::ptr_eq(sent, &now)) {
                     self.sent = Some(Arc::clone(&now));
                     return Some(now);
@@ -255,7 +254,7 @@ impl Feed {
                     None => std::future::pending().await,
                 }
             };
-            // All three are cancel-safe: `changed` marks a value as seen only when it returns.
+            // All branches are cancel-safe: `changed` marks a value as seen only when it returns.
             tokio::select! {
                 changed = self.order.changed() => changed.ok()?,
                 replaced = self.served.changed() => {

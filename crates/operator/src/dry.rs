@@ -1,4 +1,4 @@
-//! Computes what the operator would do, without writing anything, for `cleave plan --live`.
+//! Computes the operator's decisions without writing anything, for `cleave plan --live`.
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -28,7 +28,7 @@ pub struct DryRun {
     pub changes: Vec<Change>,
 }
 
-/// Computes what one pass would do. Pure.
+/// Computes the decisions of one pass. Pure.
 ///
 /// # Errors
 /// The plan violates a rule, so the operator would not apply it.
@@ -50,9 +50,9 @@ pub struct Objects {
     pub nodes: Vec<NodeObject>,
     /// The agents' pods.
     pub agents: Vec<AgentPod>,
-    /// All `GpuNode`s, malformed ones included.
+    /// All `GpuNode`s, including malformed objects.
     pub gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
-    /// All `SharingPolicy`s, malformed ones included.
+    /// All `SharingPolicy`s, including malformed objects.
     pub policies: Vec<DeserializeGuard<SharingPolicy>>,
     /// All pods that have not ended, trimmed.
     pub pods: Vec<PodObject>,
@@ -62,7 +62,8 @@ impl Objects {
     /// Lists a cluster's objects.
     ///
     /// # Arguments
-    /// `namespace` is where Cleave runs; `agent_selector` selects the agents' pods in it.
+    /// `namespace` is the namespace of Cleave. `agent_selector` selects the agents' pods in this
+    /// namespace.
     ///
     /// # Errors
     /// The API server refused a list request.

@@ -1,5 +1,5 @@
-//! Decides which Events to publish about pods and nodes: each Event once, and a limited number per
-//! pass. Pure: callers pass in the time.
+//! Decides which Events to publish about pods and nodes. Publishes each Event once, and limits the
+//! number per pass. Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::policies::demand::{Outcome, Reason, Waiting};
 use crate::policies::status::shorten;
 use crate::read::Observed;
 
-/// Time for which a pod must wait for room before it gets an Event. Most pods are placed sooner.
+/// Time for which a pod must wait for room before an Event reports it. Most pods are placed sooner.
 const NO_ROOM_EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Minimum time between two Events of one pod with different messages.
 const MIN_EVENT_INTERVAL: Duration = Duration::from_secs(300);
@@ -20,7 +20,7 @@ const MAX_PER_PASS: usize = 20;
 /// Maximum length of an Event's note in bytes. The API server refuses notes above 1 KiB.
 const MAX_NOTE_BYTES: usize = 1000;
 
-/// Remembers what was reported, so that each Event is published once.
+/// Stores the reported messages, so that each Event is published once.
 #[derive(Debug, Default)]
 pub(crate) struct EventPublisher {
     pods: BTreeMap<String, Reported>,
@@ -28,17 +28,17 @@ pub(crate) struct EventPublisher {
     excluded_gpus: BTreeMap<(String, String), String>,
 }
 
-/// What was reported about one pod.
+/// The last report about one pod.
 #[derive(Debug)]
 struct Reported {
     reason: Reason,
-    /// When it began to wait for this reason.
+    /// When the pod began to wait for its current reason.
     since: Duration,
-    /// The message and time of its last Event.
+    /// Message and time of the pod's last Event.
     last: Option<(String, Duration)>,
 }
 
-/// Delay before the next check of pods that have not waited long enough to get an Event.
+/// Delay before the next check of pods that have not waited long enough for an Event.
 pub(crate) const EVENT_CHECK_DELAY: Duration = NO_ROOM_EVENT_DELAY;
 
 impl EventPublisher {
@@ -56,8 +56,8 @@ impl EventPublisher {
         events
     }
 
-    /// Returns the Events to publish now for pods that wait. `uids` contains the UIDs of the pods
-    /// that exist.
+    /// Returns the Events to publish now for waiting pods. `uids` contains the UIDs of all existing
+    /// pods.
     pub(crate) fn of_pods(
         &mut self,
         waiting: &BTreeMap<String, Waiting>,
@@ -121,7 +121,7 @@ impl EventPublisher {
     }
 }
 
-/// A reference to the pod `namespace/name`.
+/// Returns a reference to the pod `namespace/name`.
 pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
     let (namespace, name) = pod.split_once('/').unwrap_or(("default", pod));
     ObjectReference {
@@ -134,7 +134,7 @@ pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
     }
 }
 
-/// The Event of a pod that was released as unschedulable.
+/// Creates the Event of a pod that was released as unschedulable.
 pub(crate) fn unschedulable(message: &str) -> Event {
     let note = format!(
         "{message}. The pod fits on no GPU of the cluster, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then recreate the pod."
@@ -142,24 +142,24 @@ pub(crate) fn unschedulable(message: &str) -> Event {
     event(EventType::Warning, "NoGpuFits", &note)
 }
 
-/// The Event of a released pod that nodes no longer accept.
+/// Creates the Event of a released pod that nodes no longer accept.
 pub(crate) fn stranded(message: &str) -> Event {
     Event { action: "Recreate".to_owned(), ..event(EventType::Warning, "Stranded", message) }
 }
 
-/// The Event of a pod that is evicted for a pod of higher priority.
+/// Creates the Event of a pod that is evicted for a pod of higher priority.
 pub(crate) fn preempted(by: &str) -> Event {
     let note = format!("evicted for {by}, which has a higher priority and needs room on the same GPU");
     Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
 }
 
-/// The Event of a pod that is evicted because it used a GPU outside its share.
+/// Creates the Event of a pod that is evicted because it used a GPU outside its share.
 pub(crate) fn expelled(node: &str, message: &str) -> Event {
     let note = format!("evicted from {node}, because the GPU's policy sets `enforcement: Evict`: {message}");
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictedOutsideShare", &note) }
 }
 
-/// The Event of a pod whose eviction a disruption budget refuses.
+/// Creates the Event of a pod whose eviction a disruption budget refuses.
 pub(crate) fn protected(message: &str) -> Event {
     let note = format!(
         "failed to evict the pod, which exceeded its limits, because a disruption budget protects it: {message}"
@@ -167,16 +167,16 @@ pub(crate) fn protected(message: &str) -> Event {
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }
 
-/// The Event of an MPS host that is replaced by a host of its `DaemonSet`'s newest revision.
+/// Creates the Event of an MPS host that a host of its `DaemonSet`'s newest revision replaces.
 pub(crate) fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
     let note = format!("replacing {pod} with a pod of the newest revision, because nothing uses MPS on node {node}");
-    // The recorder merges Events that differ only in their note. A different `secondary` keeps them
-    // apart.
+    // The recorder merges Events that differ only in their note. A different `secondary` prevents
+    // that.
     let secondary = Some(of_pod(pod, uid));
     Event { action: "Replace".to_owned(), secondary, ..event(EventType::Normal, "MpsHostReplaced", &note) }
 }
 
-/// The Event that reports that the replacement of MPS hosts has stopped.
+/// Creates the Event that reports that the replacement of MPS hosts has stopped.
 pub(crate) fn rollout_stopped(message: &str) -> Event {
     Event { action: "Replace".to_owned(), ..event(EventType::Warning, "MpsHostUpgradeStopped", message) }
 }

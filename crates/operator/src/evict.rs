@@ -12,14 +12,14 @@ pub enum Evicted {
     Done,
     /// A disruption budget allows no eviction now. Contains the API server's message.
     Protected(String),
-    /// The pod no longer exists. A new pod may have its name.
+    /// The pod no longer exists. A new pod may have the same name.
     Gone,
     /// The request failed. Contains the reason.
     Failed(String),
 }
 
 impl Evicted {
-    /// The value of the `result` label in metrics.
+    /// Value of the `result` label in metrics.
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
             Self::Done => "evicted",
@@ -30,31 +30,31 @@ impl Evicted {
     }
 }
 
-/// How a pod is evicted.
+/// Options of an eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// The grace period in seconds. `None` means the pod's own grace period.
+    /// Grace period in seconds. `None` means the pod's own grace period.
     pub grace: Option<u32>,
-    /// The time limit of the request.
+    /// Time limit of the request.
     pub timeout: Duration,
 }
 
-/// Evicts the pod `namespace/name` if it still has this UID and `resourceVersion`. A pod that was
+/// Evicts the pod `namespace/name` if its UID and `resourceVersion` are unchanged. A pod that was
 /// bound after this version is not evicted.
 pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> Evicted {
     let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
     send(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await
 }
 
-/// Evicts the pod `namespace/name` with its own grace period, if it still has this UID.
+/// Evicts the pod `namespace/name` with its own grace period, if its UID is unchanged.
 pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> Evicted {
     evict_with(client, pod, uid, Options { grace: None, timeout: WRITE_TIMEOUT }).await
 }
 
-/// Evicts the pod `namespace/name`, if it still has this UID.
+/// Evicts the pod `namespace/name`, if its UID is unchanged.
 ///
-/// A client that retries requests on its own repeats an eviction that a disruption budget refuses
-/// (HTTP 429). Pass a client with `Config::default_retry` off.
+/// Pass a client with `Config::default_retry` off. A client that retries requests on its own
+/// repeats an eviction that a disruption budget refuses (HTTP 429).
 pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Options) -> Evicted {
     let mut delete = serde_json::json!({"preconditions": {"uid": uid}});
     if let Some(grace) = options.grace {

@@ -16,7 +16,7 @@ use crate::admission::certificate::Served;
 use crate::leader::LeaseGuard;
 use crate::metrics::Metrics;
 
-/// What the endpoints report on.
+/// The state that the endpoints report.
 #[derive(Clone)]
 pub(crate) struct Health {
     /// Set once every watch has listed its objects.
@@ -27,11 +27,11 @@ pub(crate) struct Health {
     pub(crate) metrics: Metrics,
     /// The registry that `/metrics` encodes.
     pub(crate) registry: Arc<Registry>,
-    /// The webhook's certificate; `None` if the webhook is disabled.
+    /// The webhook's certificate. `None` if the webhook is disabled.
     pub(crate) certified: Option<Served>,
 }
 
-/// Serves until `stop` is cancelled.
+/// Serves requests until `stop` is cancelled.
 pub(crate) async fn serve(listener: TcpListener, health: Health, stop: CancellationToken) -> std::io::Result<()> {
     let router = Router::new()
         .route("/metrics", get(metrics))
@@ -51,7 +51,7 @@ async fn readyz(State(health): State<Health>) -> Response {
     }
 }
 
-/// Ready means that all objects are listed, the lease has been read, and the webhook (if enabled)
+/// Ready means that all objects are listed, the lease has been read, and the webhook, if enabled,
 /// has a certificate.
 fn readiness(listed: bool, known: bool, certified: bool) -> Result<(), &'static str> {
     match (listed, known, certified) {

@@ -1,10 +1,10 @@
 //! Leader election: only the process that holds a lease writes to the cluster.
 //!
 //! [`evaluate`] decides and is pure. [`Elector::run`] reads the lease, decides and writes. The
-//! holder has a [`LeaseGuard`] that expires before another process may take the lease. So a holder
-//! that cannot reach the API server stops writing before another process starts. Clocks of
-//! different processes are never compared: a process measures the age of a renewal from the moment
-//! when it reads the changed lease.
+//! holder's [`LeaseGuard`] expires before another process may acquire the lease. So a holder that
+//! cannot reach the API server stops writing before another process starts to write. Processes
+//! never compare each other's clocks: a process measures the age of a renewal from the moment when
+//! it reads the changed lease.
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -25,13 +25,13 @@ pub const GUARD: Duration = Duration::from_secs(10);
 const RENEW_INTERVAL: Duration = Duration::from_secs(4);
 /// Interval at which other processes read the lease, and delay before a failed request is retried.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// The time limit of a request to the API server.
+/// Time limit of a request to the API server.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A lease as this process last read it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ObservedLease {
-    /// Its spec.
+    /// Spec of the lease.
     pub spec: LeaseSpec,
     /// When this process first read this spec, on its own clock.
     pub since: Duration,
@@ -49,7 +49,7 @@ impl ObservedLease {
 pub enum Decision {
     /// The lease does not exist: create it.
     Create,
-    /// The lease is free or has expired: take it.
+    /// The lease is free or has expired: acquire it.
     Take,
     /// This process holds the lease: renew it.
     Renew,
@@ -62,7 +62,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
     let Some(ObservedLease { spec, since }) = last else { return Decision::Create };
     match spec.holder_identity.as_deref() {
         None | Some("") => Decision::Take,
-        // After a container restart the identity is the same, and the former process has exited.
+        // After a container restart, the identity is unchanged, and the former process has exited.
         Some(holder) if holder == me => Decision::Renew,
         Some(_) => {
             let length = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok());
@@ -75,7 +75,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
     }
 }
 
-/// The spec of a lease that `me` holds from `now` on.
+/// The spec of a lease that `me` acquires at `now`.
 fn held_by(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     let kept = old.filter(|old| old.holder_identity.as_deref() == Some(me));
     let transitions = old.and_then(|old| old.lease_transitions).unwrap_or(0);
@@ -102,17 +102,17 @@ fn released(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
 #[derive(Debug, Clone)]
 pub struct LeaseGuard(watch::Receiver<Term>);
 
-/// What the elector reports to the guards.
+/// The state that the elector reports to the guards.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Term {
     /// Whether the lease was read or written at least once.
     known: bool,
-    /// When the guard expires; `None` while another process leads.
+    /// When the guard expires. `None` while another process leads.
     until: Option<Instant>,
 }
 
 impl LeaseGuard {
-    /// Whether this process holds the lease long enough to complete a write.
+    /// Whether the lease remains valid long enough for this process to complete a write.
     pub fn is_current(&self) -> bool {
         self.0.borrow().until.is_some_and(|until| Instant::now() < until)
     }
@@ -131,7 +131,7 @@ impl LeaseGuard {
                 return;
             }
         }
-        // The elector has exited. `crate::run` handles that.
+        // The elector has exited. `crate::run` handles its exit.
         std::future::pending::<()>().await;
     }
 }
@@ -181,12 +181,12 @@ impl Elector {
                 () = tokio::time::sleep(delay) => {}
             }
         }
-        // No other process may lead until all writers of this one have stopped.
+        // No other process may lead until all writers of this process have stopped.
         released.cancelled().await;
         self.release().await;
     }
 
-    /// Reads the lease and takes the next step with it. Returns the delay before the next read.
+    /// Reads the lease and executes the next step. Returns the delay before the next read.
     async fn poll(&mut self) -> Result<Duration, Error> {
         let sent = Instant::now();
         let lease = within(self.api.get_opt(&self.name)).await?;
@@ -210,8 +210,8 @@ impl Elector {
             Decision::Take | Decision::Renew => {
                 let mut lease = lease.unwrap_or_default();
                 lease.spec = Some(held_by(lease.spec.as_ref(), &self.me, Timestamp::now()));
-                // The request includes the `resourceVersion` that was read. If two processes take
-                // the lease at once, one gets a conflict.
+                // The request includes the `resourceVersion` that was read. If two processes try to
+                // acquire the lease at once, one of them receives a conflict.
                 within(self.api.replace(&self.name, &PostParams::default(), &lease)).await
             }
         };
@@ -234,7 +234,7 @@ impl Elector {
         self.term.send_replace(Term { known: true, until });
     }
 
-    /// Releases the lease, so that the next leader need not wait for it to expire.
+    /// Releases the lease, so that the next leader need not wait for the lease to expire.
     async fn release(&mut self) {
         self.term.send_replace(Term { known: true, until: None });
         let released_lease = async {

@@ -10,7 +10,7 @@
 //! | `rollout` | outdated MPS hosts on idle nodes | their replacement, as part of placement |
 //! | [`admission`] | new pods, on API servers without admission policies | answers of the webhook |
 //!
-//! All of them read the cluster through [`pods`] and [`read`]. `run` starts the tasks:
+//! All modules read the cluster through [`pods`] and [`read`]. `run` starts the tasks:
 //!
 //! ```text
 //!  watches ──▶ stores ───────────────┬──▶ passes (policies) ──────────▶ writes

@@ -44,11 +44,11 @@ pub(crate) struct Metrics {
     pub(crate) recreated: Family<Outcome, Counter>,
     /// Pods evicted because they used a GPU outside their share, by result.
     pub(crate) expelled: Family<Outcome, Counter>,
-    /// Conditions written to report whether pods keep within their share, by result.
+    /// Conditions written about whether pods use a GPU only within their share, by result.
     pub(crate) judged: Family<Outcome, Counter>,
     /// MPS hosts whose `DaemonSet` has a newer revision.
     pub(crate) hosts_outdated: Gauge,
-    /// MPS hosts deleted to be replaced.
+    /// MPS hosts deleted for replacement, by result.
     pub(crate) hosts_replaced: Family<Outcome, Counter>,
     /// 1 while replacement of MPS hosts is stopped because a replaced host does not serve.
     pub(crate) rollout_stopped: Gauge,
@@ -56,7 +56,7 @@ pub(crate) struct Metrics {
     pub(crate) gated: Family<Reason, Gauge>,
     /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs.
     pub(crate) fragmentation: Gauge<f64, AtomicU64>,
-    /// Nodes excluded from plans.
+    /// Nodes that are excluded from plans.
     pub(crate) left_out: Gauge,
     /// 1 while this process holds the lease.
     pub(crate) leader: Gauge,
@@ -185,7 +185,7 @@ impl Metrics {
     }
 }
 
-/// Resident memory in bytes, from `/proc/self/status`. Unlike `statm`, that file does not depend on
+/// Resident memory in bytes, from `/proc/self/status`. Unlike `statm`, this file does not depend on
 /// the page size.
 fn resident(status: &str) -> Option<i64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;

@@ -1,7 +1,7 @@
 //! The GPU controller: reads the cluster, plans every GPU from the policies and pods, writes the
-//! plan, and reports.
+//! plan, and reports the results.
 //!
-//! The steps are in [`crate::policies`]. One pass runs all of them. It writes only while this
+//! [`crate::policies`] contains the steps. One pass runs all steps. A pass writes only while this
 //! process holds the lease.
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,10 +29,10 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakes;
 use crate::write::{publish, within};
 
-/// Interval between passes while pods wait for room. A pass is necessary because a pod that only
-/// frees CPU and memory does not start one.
+/// Interval between passes while pods wait for room. The interval is necessary because a pod that
+/// frees only CPU and memory does not wake the controller.
 const WAITING_PODS_INTERVAL: Duration = Duration::from_secs(5);
-/// Delay between a failed pass and the next one. Each further failure doubles it.
+/// Delay between a failed pass and the next one. Each further failure doubles the delay.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Maximum delay after a failed pass.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
@@ -41,7 +41,7 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 pub(crate) struct Parts {
     pub(crate) context: Context,
     pub(crate) wakes: Wakes,
-    /// What each waiting pod waits for, as input of the gate.
+    /// Sends what each waiting pod waits for to the gate.
     pub(crate) demand: watch::Sender<Arc<BTreeMap<String, Waiting>>>,
     /// Whether to taint nodes that cannot serve any pod.
     pub(crate) taint: bool,
@@ -58,13 +58,13 @@ pub(crate) struct Passes {
     quiet: QuietPeriod,
     pace: Pace,
     publisher: EventPublisher,
-    /// The steps of each node at the last count.
+    /// The steps of each node when they were last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
-    /// Decides which nodes get the taint. `None` if tainting is disabled.
+    /// Decides which nodes are tainted. `None` if tainting is disabled.
     taints: Option<Taints>,
     /// When the next pass runs if nothing changes.
     next: Option<Duration>,
-    /// When a failed pass is retried.
+    /// When the controller retries a failed pass.
     retry: Option<Duration>,
 }
 
@@ -206,7 +206,7 @@ impl Passes {
             if before == Some(&status.steps) {
                 continue;
             }
-            // Steps from before the start of this process were counted by its predecessor.
+            // A previous process has already counted the steps from before this process started.
             if let Some(before) = before {
                 for step in status.steps.iter().filter(|step| !before.contains(step)) {
                     let result = match step.result.as_str() {
@@ -222,7 +222,7 @@ impl Passes {
         }
     }
 
-    /// Publishes Events about the plan on pods and nodes. A failed Event is not retried.
+    /// Publishes Events about the plan on pods and nodes. Does not retry failed Events.
     async fn report_demand(&mut self, outcome: &demand::Outcome, observed: &Observed) {
         for (regarding, event) in self.publisher.events(outcome, observed, self.now()) {
             if !self.context.claim.is_current() {
@@ -333,7 +333,7 @@ impl Passes {
                     tracing::info!(node, why, tainted = why.is_some(), "updated the node's taint");
                     true
                 }
-                // The node has changed since it was read.
+                // The node changed after this pass read it.
                 Some(Err(kube::Error::Api(status))) if matches!(status.code, 409 | 422) => {
                     tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
                     false
@@ -354,7 +354,7 @@ impl Passes {
         all
     }
 
-    /// Publishes Events about a policy's conditions that changed. A failed Event is not retried.
+    /// Publishes Events about a policy's conditions that changed. Does not retry failed Events.
     async fn publish(&self, update: &status::Update, observed: &Observed) {
         let Some(Ok(policy)) = observed.policies.get(&update.policy) else { return };
         let regarding: ObjectReference = policy.object_ref(&());

@@ -6,8 +6,8 @@ use serde_json::json;
 use crate::pods::PodCondition;
 use crate::write::WRITE_TIMEOUT;
 
-/// Writes a condition of the pod `namespace/name` if it still has this UID. Returns true if nothing
-/// is left to do. `status_changed` is true if the condition's status changes, and not only its
+/// Writes a condition of the pod `namespace/name` if its UID is unchanged. Returns true if no retry
+/// is necessary. `status_changed` is true if the condition's status changes, and not only its
 /// reason or message.
 pub(crate) async fn write(
     client: &Client,
@@ -26,7 +26,7 @@ pub(crate) async fn write(
     let patch = json!({"metadata": {"uid": uid}, "status": {"conditions": [entry]}});
     let request =
         http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}/status?fieldManager=cleave-operator"))
-            // Conditions are merged by type, so the kubelet's conditions are kept.
+            // The API server merges conditions by type, so the kubelet's conditions are kept.
             .header(http::header::CONTENT_TYPE, "application/strategic-merge-patch+json")
             .body(patch.to_string().into_bytes());
     let request = match request {
@@ -47,7 +47,7 @@ pub(crate) async fn write(
             );
             true
         }
-        // The pod was deleted, or a new pod has its name.
+        // The pod was deleted, or a new pod has the same name.
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
             tracing::debug!(
                 pod,

@@ -1,5 +1,5 @@
-//! The parts of a pod that planning and placement use, and the scheduler's sum of its requests.
-//! Pure.
+//! Selects the fields of a pod that planning and placement use, and sums the pod's requests as the
+//! scheduler does. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::{
@@ -23,7 +23,7 @@ use serde::de::IgnoredAny;
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CorePod")]
 pub struct PodObject {
-    /// Name, namespace, UID and times.
+    /// Name, namespace, UID and timestamps.
     pub metadata: ObjectMeta,
     /// Resource requests and constraints.
     #[serde(default)]
@@ -34,10 +34,10 @@ pub struct PodObject {
     /// Whether the pod has annotations. Set by [`PodObject::trim`], which drops the annotations.
     #[serde(skip)]
     pub annotated: bool,
-    /// The reservation in the pod's annotation, written when it was released.
+    /// The reservation in the pod's annotation, written when the pod was released.
     #[serde(skip)]
     pub placement: Option<Placement>,
-    /// Whether it was released as unschedulable.
+    /// Whether the pod was released as unschedulable.
     #[serde(skip)]
     pub unschedulable: bool,
     /// The controller that owns the pod. Set only while the pod is not bound.
@@ -48,27 +48,28 @@ pub struct PodObject {
 /// The controller that owns a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Controller {
-    /// Its kind: `ReplicaSet`, `Job`.
+    /// Kind of the controller, such as `ReplicaSet` or `Job`.
     pub kind: String,
-    /// Its name.
+    /// Name of the controller.
     pub name: String,
-    /// Its UID.
+    /// UID of the controller.
     pub uid: String,
 }
 
-/// What a controller does when one of its pods is evicted before it is bound.
+/// How a controller reacts when one of its pods is evicted before the pod is bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Replacement {
-    /// It creates a new pod, at no cost.
+    /// The controller creates a new pod and counts no failure.
     Free,
-    /// It creates a new pod and counts a failure. A `Job` does so up to its `backoffLimit`.
+    /// The controller creates a new pod and counts a failure. A `Job` does so up to its
+    /// `backoffLimit`.
     CountsAsFailure,
-    /// Unknown: the pod may not be replaced.
+    /// The reaction is unknown. The pod may not be replaced.
     Unknown,
 }
 
 impl Controller {
-    /// What the controller does when one of its pods is evicted before it is bound.
+    /// How the controller reacts when one of its pods is evicted before the pod is bound.
     pub fn replacement(&self) -> Replacement {
         match self.kind.as_str() {
             "ReplicaSet" | "ReplicationController" | "StatefulSet" | "DaemonSet" => Replacement::Free,
@@ -78,39 +79,39 @@ impl Controller {
     }
 }
 
-/// The part of a pod's spec that the operator reads.
+/// The fields of a pod's spec that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodSpec {
-    /// The node's name, once the pod is bound.
+    /// Name of the node, once the pod is bound.
     pub node_name: Option<String>,
-    /// Priority.
+    /// Priority of the pod.
     pub priority: Option<i32>,
     /// Labels that the node must have.
     pub node_selector: BTreeMap<String, String>,
     /// Affinity to nodes and other pods.
     pub affinity: Option<Box<Affinity>>,
-    /// Taints that it tolerates.
+    /// Tolerations of the pod.
     pub tolerations: Vec<Toleration>,
     /// Containers.
     pub containers: Vec<Container>,
     /// Init containers and sidecars.
     pub init_containers: Vec<Container>,
-    /// Resources that running the pod costs in addition to its containers.
+    /// Resources that the pod needs in addition to its containers' requests.
     pub overhead: BTreeMap<String, Quantity>,
     /// Pod-level resources, shared by all containers.
     pub resources: Option<Resources>,
     /// Scheduling gates.
     pub scheduling_gates: Vec<Gate>,
-    /// Whether it preempts pods of lower priority: `Never`, or unset.
+    /// `Never` if the pod does not preempt pods of lower priority, otherwise unset.
     pub preemption_policy: Option<String>,
-    /// Seconds that it may take to terminate.
+    /// Maximum time for the pod to terminate, in seconds.
     pub termination_grace_period_seconds: Option<i64>,
     /// Topology spread constraints.
     pub topology_spread_constraints: Vec<SpreadConstraint>,
-    /// Volumes.
+    /// Volumes of the pod.
     pub volumes: Vec<Volume>,
-    /// Claims of dynamic resource allocation.
+    /// Claims of dynamic resource allocation. Only their presence matters.
     pub resource_claims: Vec<IgnoredAny>,
     /// Groups of units. The units of each group must be on one device. Set by [`PodObject::trim`].
     /// Excludes [interchangeable](is_interchangeable) resources.
@@ -124,35 +125,37 @@ pub struct PodSpec {
     /// only the constraints that keep other pods away.
     #[serde(skip)]
     pub rules: Rules,
-    /// Names of the `PersistentVolumeClaim`s that it mounts. Kept only while the pod is not bound.
+    /// Names of the `PersistentVolumeClaim`s that the pod mounts. Kept only while the pod is not
+    /// bound.
     #[serde(skip)]
     pub volume_claims: Vec<String>,
-    /// The scheduler's sum of its requests. Set by [`PodObject::trim`].
+    /// The pod's requests, summed as the scheduler does. Set by [`PodObject::trim`].
     #[serde(skip)]
     pub requests: BTreeMap<String, Quantity>,
 }
 
-/// The part of a pod's status that the operator reads.
+/// The fields of a pod's status that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub struct PodStatus {
-    /// Pending, Running, Succeeded, Failed.
+    /// `Pending`, `Running`, `Succeeded` or `Failed`.
     pub phase: String,
-    /// Conditions. After [`PodObject::trim`], only the operator's own and the scheduler's.
+    /// Conditions. After [`PodObject::trim`], only the operator's own conditions and the
+    /// scheduler's.
     pub conditions: Vec<PodCondition>,
-    /// The node on which the scheduler preempts pods for it.
+    /// The node on which the scheduler preempts other pods for this pod.
     #[serde(rename = "nominatedNodeName")]
     pub nominated_node_name: Option<String>,
 }
 
-/// The part of a pod's condition that the operator reads.
+/// The fields of a pod's condition that the operator reads.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct PodCondition {
-    /// Its type.
+    /// Type of the condition, such as `PodScheduled`.
     #[serde(rename = "type")]
     pub type_: String,
-    /// True, False or Unknown.
+    /// `True`, `False` or `Unknown`.
     pub status: String,
     /// A machine-readable reason in CamelCase.
     pub reason: String,
@@ -180,15 +183,15 @@ pub struct PodTerms {
     pub required_during_scheduling_ignored_during_execution: Vec<PodAffinityTerm>,
 }
 
-/// The part of a volume that may restrict the pod to some nodes.
+/// The fields of a volume that may restrict the pod to some nodes.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Volume {
-    /// Its name in the pod.
+    /// Name of the volume in the pod.
     pub name: String,
-    /// The claim that it mounts.
+    /// The claim that the volume mounts.
     pub persistent_volume_claim: Option<VolumeClaim>,
-    /// Set if the claim is created with the pod.
+    /// Set if the API server creates the claim with the pod.
     pub ephemeral: Option<IgnoredAny>,
 }
 
@@ -196,7 +199,7 @@ pub struct Volume {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeClaim {
-    /// Its name.
+    /// Name of the claim.
     pub claim_name: String,
 }
 
@@ -212,11 +215,11 @@ pub struct NodeAffinity {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeSelector {
-    /// The terms.
+    /// Terms of the selector.
     pub node_selector_terms: Vec<NodeSelectorTerm>,
 }
 
-/// The part of a container that the operator reads.
+/// The fields of a container that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Container {
@@ -224,13 +227,13 @@ pub struct Container {
     pub resources: Resources,
     /// `Always` makes an init container a sidecar.
     pub restart_policy: Option<String>,
-    /// Ports.
+    /// Ports of the container.
     pub ports: Vec<Port>,
-    /// Lifecycle hooks.
+    /// Lifecycle hooks of the container.
     pub lifecycle: Option<Lifecycle>,
 }
 
-/// The part of a container's lifecycle hooks that the operator reads.
+/// The fields of a container's lifecycle hooks that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Lifecycle {
@@ -238,13 +241,13 @@ pub struct Lifecycle {
     pub pre_stop: Option<IgnoredAny>,
 }
 
-/// The part of a container port that the operator reads.
+/// The fields of a container port that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Port {
     /// The node's port that this port is bound to.
     pub host_port: Option<u16>,
-    /// The node's address that the port is bound to; empty for all addresses.
+    /// The node's address that the port is bound to. Empty for all addresses.
     #[serde(rename = "hostIP")]
     pub host_ip: String,
     /// TCP, UDP or SCTP.
@@ -257,13 +260,13 @@ pub struct Port {
 pub struct Resources {
     /// Requested amounts.
     pub requests: BTreeMap<String, Quantity>,
-    /// Limits. A limit is also the request of a resource that `requests` does not name.
+    /// Limits. If `requests` does not name a resource, its limit is also its request.
     pub limits: BTreeMap<String, Quantity>,
 }
 
 /// Maximum number of claims that are read from one pod. No CSI driver mounts more on one node.
 const MAX_VOLUME_CLAIMS: usize = 128;
-/// Maximum number of devices that are listed for one pod. No node has more.
+/// Maximum number of devices that are listed for one pod. No node has more devices.
 const MAX_DEVICES: u64 = 1024;
 
 /// The condition in which the scheduler reports whether it found a node.
@@ -273,25 +276,25 @@ const POD_SCHEDULED: &str = "PodScheduled";
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub struct Gate {
-    /// Its name.
+    /// Name of the gate.
     pub name: String,
 }
 
 /// A pod that requests or uses resources of a node.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Claimant {
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// When it was created. `None` sorts first.
+    /// Time at which the pod was created. `None` sorts first.
     pub created: Option<Timestamp>,
-    /// The node that it is bound to; `None` while it is pending.
+    /// The node that the pod is bound to. `None` while the pod is pending.
     pub node: Option<String>,
-    /// What planning needs: `namespace/name`, requests and constraints.
+    /// The planner's input for the pod: `namespace/name`, requests and constraints.
     pub pod: PlanPod,
 }
 
 impl Claimant {
-    /// Its requests for GPU resources, as whole numbers.
+    /// The pod's requests for GPU resources, as whole numbers.
     pub fn of_gpus(&self) -> impl Iterator<Item = (&str, u64)> {
         let served = |(name, quantity): (&'_ String, &Quantity)| is_served(name).then(|| quantity.count()).flatten();
         self.pod.requests.iter().filter_map(move |one| Some((one.0.as_str(), served(one).filter(|&count| count > 0)?)))
@@ -299,14 +302,14 @@ impl Claimant {
 }
 
 impl PodObject {
-    /// All of its requests for devices. Units of [interchangeable](is_interchangeable) resources
-    /// are listed one by one.
+    /// All requests of the pod for devices. Units of [interchangeable](is_interchangeable)
+    /// resources are listed one by one.
     pub fn asks(&self) -> Vec<Ask> {
         let mut asks = self.spec.asks.clone();
         for (resource, quantity) in
             self.spec.requests.iter().filter(|(name, _)| is_served(name) && is_interchangeable(name))
         {
-            // The cap keeps the list short. No node can serve more.
+            // Limit the length of the list. No node can serve more devices.
             let count = quantity.count().unwrap_or(0).min(MAX_DEVICES);
             let one = Units::new(1).map(|units| Ask { resource: resource.clone(), units });
             asks.extend((0..count).filter_map(|_| one.clone()));
@@ -314,17 +317,17 @@ impl PodObject {
         asks
     }
 
-    /// Whether the placement gate is its only scheduling gate, and it is not bound.
+    /// Whether the pod is not bound and the placement gate is its only scheduling gate.
     pub fn waits_at_gate(&self) -> bool {
         self.node().is_none() && matches!(self.spec.scheduling_gates.as_slice(), [gate] if gate.name == GATE)
     }
 
-    /// The node that it is bound to.
+    /// The node that the pod is bound to.
     pub fn node(&self) -> Option<&str> {
         self.spec.node_name.as_deref().filter(|node| !node.is_empty())
     }
 
-    /// Whether it requests a resource that Cleave can serve. Call [`Self::trim`] first.
+    /// Whether the pod requests a resource that Cleave can serve. Call [`Self::trim`] first.
     pub fn wants_gpus(&self) -> bool {
         self.spec.requests.iter().any(|(name, quantity)| is_served(name) && quantity.milli() != Some(0))
     }
@@ -370,13 +373,13 @@ impl PodObject {
         }
     }
 
-    /// Whether the scheduler has tried to bind it and found no node.
+    /// Whether the scheduler has tried to bind the pod and found no node.
     pub fn is_refused_by_scheduler(&self) -> bool {
         let refused = |condition: &PodCondition| condition.status == "False" && condition.reason == "Unschedulable";
         self.condition(POD_SCHEDULED).is_some_and(refused)
     }
 
-    /// Its condition of this type.
+    /// The pod's condition of this type.
     pub fn condition(&self, type_: &str) -> Option<&PodCondition> {
         self.status.conditions.iter().find(|condition| condition.type_ == type_)
     }
@@ -403,15 +406,15 @@ fn asks(spec: &PodSpec) -> Vec<Ask> {
     ledger::asks(&init.chain(main).map(container).collect::<Vec<_>>())
 }
 
-/// A limit whose units must be on one device. The API server refuses quantities that are not
-/// numbers.
+/// Returns a limit whose units must be on one device. The API server refuses quantities that are
+/// not numbers.
 fn limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
     let placed = is_served(resource) && !is_interchangeable(resource);
     let units = quantity.count().filter(|_| placed)?;
     Some((resource.clone(), u32::try_from(units).unwrap_or(u32::MAX)))
 }
 
-/// Takes the constraints that depend on other pods out of a spec.
+/// Removes the constraints that depend on other pods from a spec and returns them.
 fn rules(spec: &mut PodSpec) -> Rules {
     let required = |terms: Option<PodTerms>| {
         terms.map(|terms| terms.required_during_scheduling_ignored_during_execution).unwrap_or_default()
@@ -433,8 +436,8 @@ fn rules(spec: &mut PodSpec) -> Rules {
     Rules { affinity, anti_affinity, spread, ports: ports.collect() }
 }
 
-/// The names of the claims of a pod's volumes. A claim that is created with the pod is named after
-/// the pod.
+/// Names of the claims of a pod's volumes. A claim that is created with the pod is named after the
+/// pod.
 fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     let claim = |volume: &Volume| match (&volume.persistent_volume_claim, &volume.ephemeral) {
         (Some(claim), _) => Some(claim.claim_name.clone()),
@@ -445,15 +448,15 @@ fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     claims.into_iter().collect()
 }
 
-/// Converts a pod for planning. Returns `None` if it has ended, requests no GPU resources, or may
-/// not be scheduled yet. Call [`PodObject::trim`] first.
+/// Converts a pod for planning. Returns `None` if the pod has ended, requests no GPU resources, or
+/// may not be scheduled yet. Call [`PodObject::trim`] first.
 pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     if matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
         return None;
     }
     let released_to = || {
-        // One node has a reservation for the pod. The pod counts as bound, so that no GPU is
-        // repartitioned under its reservation.
+        // One node has a reservation for the pod. The pod counts as bound, so that the planner does
+        // not repartition a GPU with the reservation.
         let placement = pod.placement.as_ref().filter(|_| pod.spec.scheduling_gates.is_empty())?;
         placement.nodes.keys().next().filter(|_| placement.nodes.len() == 1).map(String::as_str)
     };
@@ -490,7 +493,7 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     })
 }
 
-/// `namespace/name`.
+/// The name of an object as `namespace/name`.
 pub fn full_name(meta: &ObjectMeta) -> String {
     format!(
         "{}/{}",
@@ -499,9 +502,9 @@ pub fn full_name(meta: &ObjectMeta) -> String {
     )
 }
 
-/// Sums a pod's requests as the scheduler does: all containers and sidecars, or the largest init
-/// container with the sidecars that start before it, whichever is more. Adds the overhead.
-/// Pod-level requests replace the sum.
+/// Sums a pod's requests as the scheduler does. The sum covers all containers and sidecars, or the
+/// largest init container with the sidecars that start before it, whichever is more. Pod-level
+/// requests replace this sum. The overhead is added.
 pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     let mut containers = Sum::default();
     spec.containers.iter().for_each(|container| containers.add(&container.resources));
@@ -532,7 +535,8 @@ pub struct Sum {
     amounts: BTreeMap<String, Amount>,
 }
 
-/// Thousandths, or a text that is not a quantity. One malformed quantity makes the sum malformed.
+/// An amount in thousandths, or a text that is not a quantity. One malformed quantity makes the
+/// whole sum malformed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Amount {
     Milli(u64),
@@ -579,7 +583,7 @@ impl Sum {
         }
     }
 
-    /// Converts the amounts to quantities in the notation of Kubernetes.
+    /// Converts the amounts to quantities in Kubernetes notation.
     pub fn into_quantities(self) -> BTreeMap<String, Quantity> {
         let quantity = |amount: Amount| match amount {
             Amount::Milli(milli) if milli % 1000 == 0 => Quantity::whole(milli / 1000),

@@ -1,6 +1,6 @@
 //! The state of the cluster, as one value.
 //!
-//! Each watch drops what the operator does not use before it stores an object:
+//! Each watch drops the fields that the operator does not use before it stores an object:
 //!
 //! | object | what is kept |
 //! |---|---|
@@ -29,61 +29,61 @@ use serde::Deserialize;
 
 use crate::pods::{self, Claimant, NodeSelector, PodObject};
 
-/// `SharingPolicy`s, by name.
+/// Stored `SharingPolicy`s, by name.
 pub type PolicyStore = Store<DeserializeGuard<SharingPolicy>>;
-/// `GpuNode`s, by name.
+/// Stored `GpuNode`s, by name.
 pub type GpuNodeStore = Store<DeserializeGuard<GpuNode>>;
-/// Nodes, by name.
+/// Stored nodes, by name.
 pub type NodeStore = Store<NodeObject>;
-/// The agents' pods.
+/// Stored pods of the agents.
 pub type AgentStore = Store<AgentPod>;
-/// All pods that have not ended.
+/// Stored pods that have not ended.
 pub type PodStore = Store<PodObject>;
-/// `PersistentVolumeClaim`s.
+/// Stored `PersistentVolumeClaim`s.
 pub type VolumeClaimStore = Store<VolumeClaimObject>;
-/// `PersistentVolume`s.
+/// Stored `PersistentVolume`s.
 pub type VolumeStore = Store<VolumeObject>;
-/// Labels of namespaces.
+/// Stored labels of namespaces.
 pub type NamespaceStore = Store<NamespaceObject>;
 
-/// A namespace, of which only the labels are kept.
+/// A namespace with its labels alone.
 pub type NamespaceObject = PartialObjectMeta<Namespace>;
 
-/// The kept part of a `PersistentVolumeClaim`.
+/// The fields of a `PersistentVolumeClaim` that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "PersistentVolumeClaim")]
 pub struct VolumeClaimObject {
-    /// Its name and namespace.
+    /// Name and namespace of the claim.
     pub metadata: ObjectMeta,
     /// The bound volume.
     #[serde(default)]
     pub spec: VolumeClaimSpec,
 }
 
-/// The kept part of a claim's spec.
+/// The fields of a claim's spec that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeClaimSpec {
-    /// The volume's name, once the claim is bound.
+    /// Name of the volume, once the claim is bound.
     pub volume_name: Option<String>,
 }
 
-/// The kept part of a `PersistentVolume`.
+/// The fields of a `PersistentVolume` that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "PersistentVolume")]
 pub struct VolumeObject {
-    /// Its name.
+    /// Name of the volume.
     pub metadata: ObjectMeta,
-    /// The nodes that can mount it.
+    /// The nodes that can mount the volume.
     #[serde(default)]
     pub spec: VolumeSpec,
 }
 
-/// The kept part of a volume's spec.
+/// The fields of a volume's spec that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeSpec {
-    /// The nodes that can mount it; `None` if all can.
+    /// The nodes that can mount the volume. `None` if all nodes can.
     pub node_affinity: Option<VolumeNodeAffinity>,
 }
 
@@ -96,31 +96,32 @@ pub struct VolumeNodeAffinity {
 }
 
 impl VolumeObject {
-    /// The terms. A node must match at least one. `None` if every node can mount the volume.
+    /// The terms of the selector. A node must match at least one term. `None` if every node can
+    /// mount the volume.
     pub fn required(&self) -> Option<&[NodeSelectorTerm]> {
         let required = self.spec.node_affinity.as_ref()?.required.as_ref()?;
         Some(&required.node_selector_terms)
     }
 }
 
-/// The kept part of a node.
+/// The fields of a node that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CoreNode")]
 pub struct NodeObject {
-    /// Name, UID, labels.
+    /// Name, UID and labels of the node.
     pub metadata: ObjectMeta,
-    /// Taints, and whether it is cordoned.
+    /// Taints, and whether the node is cordoned.
     #[serde(default)]
     pub spec: NodeObjectSpec,
-    /// Its allocatable resources.
+    /// The node's allocatable resources.
     #[serde(default)]
     pub status: NodeObjectStatus,
 }
 
-/// The kept part of a node's spec.
+/// The fields of a node's spec that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct NodeObjectSpec {
-    /// Taints.
+    /// Taints of the node.
     #[serde(default)]
     pub taints: Vec<Taint>,
     /// Whether the node is cordoned.
@@ -128,7 +129,7 @@ pub struct NodeObjectSpec {
     pub unschedulable: bool,
 }
 
-/// The kept part of a node's status.
+/// The fields of a node's status that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct NodeObjectStatus {
     /// Allocatable amount of each resource.
@@ -136,44 +137,44 @@ pub struct NodeObjectStatus {
     pub allocatable: BTreeMap<String, Quantity>,
 }
 
-/// The kept part of an agent's pod.
+/// The fields of an agent's pod that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "Pod")]
 pub struct AgentPod {
-    /// Its name.
+    /// Name of the pod.
     pub metadata: ObjectMeta,
-    /// The node that it runs on.
+    /// The node that the pod is bound to.
     #[serde(default)]
     pub spec: AgentPodSpec,
-    /// Whether it is ready.
+    /// Whether the pod is ready.
     #[serde(default)]
     pub status: AgentPodStatus,
 }
 
-/// The kept part of the spec of an agent's pod.
+/// The fields of the spec of an agent's pod that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentPodSpec {
-    /// The node's name, once the pod is bound.
+    /// Name of the node, once the pod is bound.
     #[serde(default)]
     pub node_name: Option<String>,
 }
 
-/// The kept part of the status of an agent's pod.
+/// The fields of the status of an agent's pod that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct AgentPodStatus {
-    /// Its conditions.
+    /// Conditions of the pod.
     #[serde(default)]
     pub conditions: Vec<PodCondition>,
 }
 
-/// The kept part of a pod's condition.
+/// The fields of a pod's condition that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct PodCondition {
-    /// Its type.
+    /// Type of the condition, such as `Ready`.
     #[serde(rename = "type", default)]
     pub type_: String,
-    /// True, False or Unknown.
+    /// `True`, `False` or `Unknown`.
     #[serde(default)]
     pub status: String,
 }
@@ -181,7 +182,7 @@ pub struct PodCondition {
 /// The state of the cluster at one moment.
 #[derive(Debug, Clone, Default)]
 pub struct Observed {
-    /// Policies by name. A malformed policy is an error here and does not affect the others.
+    /// Policies by name. Each malformed policy is an error and does not affect other policies.
     pub policies: BTreeMap<String, Result<SharingPolicy, InvalidObject>>,
     /// Nodes by name.
     pub nodes: BTreeMap<String, Node>,
@@ -192,22 +193,22 @@ pub struct Observed {
 /// A node of the cluster.
 #[derive(Debug, Clone, Default)]
 pub struct Node {
-    /// UID, for the owner reference of its `GpuNode`.
+    /// UID of the node, for the owner reference of its `GpuNode`.
     pub uid: String,
-    /// The `resourceVersion` of the node object.
+    /// The node object's `resourceVersion`.
     pub version: String,
-    /// Labels.
+    /// Labels of the node.
     pub labels: BTreeMap<String, String>,
-    /// Taints.
+    /// Taints of the node.
     pub taints: Vec<Taint>,
     /// Whether the node is cordoned.
     pub unschedulable: bool,
     /// Allocatable amount of each resource.
     pub allocatable: BTreeMap<String, Quantity>,
-    /// Its agent's pod; `None` if no agent runs on it.
+    /// The node's agent. `None` if no agent runs on the node.
     pub agent: Option<Agent>,
-    /// Its `GpuNode`, if it has one. Shared with the watch's store, because most passes do not
-    /// change it.
+    /// The node's `GpuNode`, if one exists. Shared with the watch's store, because most passes do
+    /// not change it.
     pub gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
 }
 
@@ -219,14 +220,14 @@ pub struct Agent {
 }
 
 impl Node {
-    /// Its GPUs as its agent last reported them; `None` if no agent has reported.
+    /// The node's GPUs as the agent last reported them. `None` if no agent has reported.
     pub fn reported(&self) -> Option<&[GpuStatus]> {
         let status = self.object()?.status.as_ref()?;
         // Another writer may create the status first. Only the agent sets these fields.
         (!status.agent_version.is_empty() || !status.gpus.is_empty()).then_some(status.gpus.as_slice())
     }
 
-    /// Its `GpuNode`; `None` if it has none or the object is malformed.
+    /// The node's `GpuNode`. `None` if the object does not exist or is malformed.
     pub fn object(&self) -> Option<&GpuNode> {
         self.gpu_node.as_ref().and_then(|object| object.0.as_ref().ok())
     }
@@ -245,12 +246,12 @@ impl Node {
         self.object()?.metadata.annotations.as_ref()?.get(name)
     }
 
-    /// Whether it has a `GpuNode`, malformed or not.
+    /// Whether the node has a `GpuNode`, malformed or not.
     pub fn has_object(&self) -> bool {
         self.gpu_node.is_some()
     }
 
-    /// The desired state in its `GpuNode`; the default if it has none.
+    /// The desired state in the node's `GpuNode`. The default if no `GpuNode` exists.
     ///
     /// # Errors
     /// The object is malformed.
@@ -266,21 +267,21 @@ impl Node {
 /// The stores that the watches fill.
 #[derive(Clone)]
 pub struct Stores {
-    /// Policies.
+    /// Stored `SharingPolicy`s.
     pub policies: PolicyStore,
-    /// `GpuNode`s.
+    /// Stored `GpuNode`s.
     pub gpu_nodes: GpuNodeStore,
-    /// Nodes.
+    /// Stored nodes.
     pub nodes: NodeStore,
-    /// Agents.
+    /// Stored pods of the agents.
     pub agents: AgentStore,
-    /// Pods.
+    /// Stored pods that have not ended.
     pub pods: PodStore,
-    /// `PersistentVolumeClaim`s.
+    /// Stored `PersistentVolumeClaim`s.
     pub volume_claims: VolumeClaimStore,
-    /// `PersistentVolume`s.
+    /// Stored `PersistentVolume`s.
     pub volumes: VolumeStore,
-    /// Labels of namespaces.
+    /// Stored labels of namespaces.
     pub namespaces: NamespaceStore,
 }
 
@@ -288,7 +289,7 @@ impl Stores {
     /// Waits until each watch has listed its objects once.
     ///
     /// # Errors
-    /// A watch has stopped.
+    /// A watch stopped.
     pub async fn wait_until_ready(&self) -> Result<(), WriterDropped> {
         let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, namespaces } = self;
         policies.wait_until_ready().await?;
@@ -301,7 +302,7 @@ impl Stores {
         pods.wait_until_ready().await
     }
 
-    /// Converts the stored objects to one value.
+    /// Converts the stored objects to one [`Observed`].
     pub fn observe(&self) -> Observed {
         let mut observed = Observed::default();
         self.nodes.state().iter().for_each(|node| observed.add_node(node));
@@ -344,7 +345,7 @@ impl Observed {
         self.share_gpu_node(Arc::new(object));
     }
 
-    /// Adds a node's `GpuNode` that is already [complete].
+    /// Adds a node's `GpuNode` whose status is already [complete].
     fn share_gpu_node(&mut self, object: Arc<DeserializeGuard<GpuNode>>) {
         if let Some(node) = self.nodes.get_mut(&object.name_any()) {
             node.gpu_node = Some(object);
@@ -361,14 +362,14 @@ impl Observed {
     /// Replaces all pods.
     pub fn set_pods<'a>(&mut self, objects: impl Iterator<Item = &'a PodObject>) {
         let gpu_node = |name: &str| self.nodes.get(name).is_some_and(Node::has_object);
-        // Pods on nodes without GPUs are not needed.
+        // Plans do not need pods on nodes without GPUs.
         let found = objects.filter(|pod| pod.node().is_none_or(gpu_node)).filter_map(pods::claimant);
         self.pods = found.collect();
         self.pods.sort_by(|a, b| (&a.created, &a.pod.name).cmp(&(&b.created, &b.pod.name)));
     }
 }
 
-/// Copies to each GPU what a status states only once for all GPUs of a model.
+/// Copies to each GPU the fields that a status states once for all GPUs of a model.
 pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
     if let Ok(GpuNode { status: Some(status), .. }) = &mut object.0 {
         *status = std::mem::take(status).complete();

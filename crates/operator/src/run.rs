@@ -29,12 +29,12 @@ use crate::task::{self, Context};
 use crate::tenants::Tenants;
 use crate::watches::{Wakes, Watches};
 
-/// The operator's tasks. Each returns its name and its result.
+/// The operator's tasks. Each task returns its name and its result.
 type Tasks = JoinSet<(&'static str, Result<()>)>;
 
 /// Connects to the API server, without the client's own retries. Each task retries within its own
-/// deadline. The default client would retry a 429 for minutes, but a 429 is how the API server
-/// reports that a disruption budget protects a pod.
+/// deadline. The default client would retry a 429 for minutes, but the API server returns 429 when
+/// a disruption budget protects a pod.
 async fn connect() -> Result<Client> {
     let mut config = kube::Config::infer().await?;
     config.default_retry = false;
@@ -47,7 +47,7 @@ async fn connect() -> Result<Client> {
 /// A task failed, or the API server cannot be found.
 pub async fn run(args: OperatorArgs) -> Result<()> {
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr, .. } = args;
-    // Two providers may be linked. An error means that one is installed already.
+    // Two crypto providers may be linked. An error means that one of them is already installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let listener = listen(metrics_addr).await?;
     let webhook = match webhook {
@@ -107,14 +107,14 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
             task::run(gate, context.clone(), gate_wake),
             task::run(tenants, context, tenants_wake),
         );
-        // Nothing writes from here on, so the lease may be released.
+        // All writers have stopped, so the lease may be released.
         released.cancel();
         ("passes", passes.and(gate).and(tenants))
     });
     finish(tasks, stop).await
 }
 
-/// Starts the webhook and the task that keeps its certificate.
+/// Starts the webhook and the task that manages its certificate.
 fn spawn_webhook(
     tasks: &mut Tasks,
     (listener, manager, served): (TcpListener, CertificateManager, &Served),
@@ -128,8 +128,8 @@ fn spawn_webhook(
     });
     let stop = stop.clone();
     tasks.spawn(async move {
-        // The certificate is published only after the exempt namespaces are known, so that API
-        // servers send no reviews before that.
+        // Publish the certificate only after the exempt namespaces are known. API servers send no
+        // reviews before the certificate is published.
         tokio::select! {
             () = stop.cancelled() => {}
             listed = exempt.wait_until_ready() => match listed {

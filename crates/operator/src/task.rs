@@ -23,7 +23,7 @@ pub(crate) struct Context {
     pub(crate) claim: LeaseGuard,
     pub(crate) metrics: Metrics,
     pub(crate) recorder: Recorder,
-    /// Set once all objects are listed.
+    /// Set once the watches have listed all objects.
     pub(crate) listed: Arc<AtomicBool>,
     pub(crate) stop: CancellationToken,
 }
@@ -33,23 +33,24 @@ pub(crate) struct Context {
 pub(crate) struct Trigger {
     /// The time at which the first change was seen.
     pub(crate) seen: Instant,
-    /// Whether more changes followed while the controller gathered changes.
+    /// Whether more changes followed while the controller collected changes.
     pub(crate) more: bool,
 }
 
 /// A controller that reads the stores and writes to the API server.
 pub(crate) trait Controller {
-    /// Time to gather further changes after the first, so that one reconcile handles a burst.
+    /// Time to collect further changes after the first change, so that one reconcile handles a
+    /// burst.
     fn gather(&mut self) -> Duration;
 
     /// Reconciles once. Returns the delay before the next reconcile if nothing changes.
     fn reconcile(&mut self, trigger: Trigger) -> impl Future<Output = Option<Duration>> + Send;
 }
 
-/// Runs a controller until `stop` is cancelled. It reconciles after each `wake`, when the lease
-/// changes hands, and after the time that the last reconcile returned.
+/// Runs a controller until `stop` is cancelled. The controller reconciles after each `wake`, when
+/// the leader changes, and after the delay that the last reconcile returned.
 ///
-/// A reconcile is never interrupted. It must check the claim before each write.
+/// A reconcile is never interrupted. The controller must check the claim before each write.
 ///
 /// # Errors
 /// A watch stopped before all objects were listed.
@@ -65,15 +66,15 @@ pub(crate) async fn run(mut controller: impl Controller, context: Context, wake:
     let mut requeue: Option<Duration> = None;
     loop {
         let mut trigger = None;
-        // Cancel-safe: `notified` keeps its permit when dropped, `changed` reads a watch channel,
-        // and the others are a token and a timer.
+        // Cancel-safe: `notified` keeps its permit when dropped, and `changed` reads a watch
+        // channel. The other branches are a token and a timer.
         tokio::select! {
             () = stop.cancelled() => return Ok(()),
             () = wake.notified() => {
                 let seen = Instant::now();
                 tokio::time::sleep(controller.gather()).await;
-                // The stores already contain the changes that woke the controller while it gathered
-                // changes.
+                // The stores already contain the changes that arrived while the controller
+                // collected changes.
                 let more = wake.notified().now_or_never().is_some();
                 trigger = Some(Trigger { seen, more });
             }

@@ -1,5 +1,5 @@
-//! Watches the cluster, keeps the stores that controllers read, and wakes the controllers that a
-//! change concerns.
+//! Watches the cluster, fills the stores that controllers read, and wakes the controllers that each
+//! change affects.
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,8 +23,8 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete};
 use crate::rollout::{Revision, Watched};
 
-/// A function that drops unused fields before an object is stored, and a predicate for
-/// changes that wake a controller.
+/// A function that drops unused fields before an object is stored, and a predicate for changes that
+/// wake a controller.
 type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
 
 /// Notifications that wake the controllers.
@@ -46,8 +46,8 @@ impl Wakes {
         self.tenants.notify_one();
     }
 
-    /// Wakes the controllers that a changed pod concerns. Pods change often and a pass covers all
-    /// nodes, so pods wake passes only if a GPU is partitioned on demand.
+    /// Wakes the controllers that a changed pod affects. Pods change often, and a pass covers all
+    /// nodes. So pods wake passes only if a GPU is partitioned on demand.
     fn pod(&self) {
         if !self.ignore_pods.load(Ordering::Acquire) {
             self.passes.notify_one();
@@ -56,9 +56,9 @@ impl Wakes {
         self.tenants.notify_one();
     }
 
-    /// Records whether the current pass found a GPU that is partitioned on demand. If the last pass
-    /// found none, wakes the passes again, because a pod that changed during the current pass did
-    /// not wake them.
+    /// Records whether the current pass found a GPU that is partitioned on demand. If the previous
+    /// pass found none, wakes the passes again: a pod that changed during the current pass did not
+    /// wake them.
     pub(crate) fn pods_decide(&self, decide: bool) {
         let before = self.ignore_pods.swap(!decide, Ordering::AcqRel);
         if decide && before {
@@ -80,7 +80,7 @@ impl Watches<'_> {
     pub(crate) fn stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
         let everything = watcher::Config::default();
         let agents = watcher::Config::default().labels(agent_selector);
-        // Pods that have ended use no devices, so the API server need not send them.
+        // Ended pods use no devices, so the API server need not send them.
         let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
         let gate: fn(&Wakes) = |wakes| wakes.gate.notify_one();
         Stores {
@@ -115,14 +115,15 @@ impl Watches<'_> {
                 Wakes::all,
             ),
             // Other pods have little influence on plans, so they do not wake passes. The next pass
-            // reads them anyway.
+            // reads them in any case.
             pods: self.keep(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
                 (PodObject::trim, |pod| pod.wants_gpus() || pod.waits_at_gate()),
                 Wakes::pod,
             ),
-            // The scheduler also reads volumes and namespaces' labels. Only the gate needs them.
+            // The scheduler also reads volumes and namespaces' labels. Only the gate needs these
+            // objects.
             volume_claims: self.keep(
                 "PersistentVolumeClaim",
                 watcher(Api::<VolumeClaimObject>::all(client.clone()), watcher::Config::default()),
@@ -151,7 +152,7 @@ impl Watches<'_> {
         self.keep("Namespace", watch, (trim, |_| false), Wakes::all)
     }
 
-    /// Watches what the replacement of MPS hosts depends on. Only the gate reads it.
+    /// Watches the objects that decide which MPS hosts to replace. Only the gate reads them.
     pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
         let labelled = watcher::Config::default().labels(selector);
         let wake = |wakes: &Wakes| wakes.gate.notify_one();
@@ -178,13 +179,13 @@ impl Watches<'_> {
     {
         let (store, writer) = reflector::store();
         let (wakes, metrics, stop) = (self.wakes.clone(), self.metrics.clone(), self.stop.clone());
-        // Without a backoff, a watcher retries a failed request at once. This one backs off from
-        // 0.8 to 30 s.
+        // Without a backoff, a watcher retries a failed request immediately. The default backoff
+        // grows from 0.8 s to 30 s.
         let events = watch.default_backoff().modify(trim).reflect(writer);
         self.tasks.spawn(async move {
             let handled = events.for_each(|event| {
                 match event {
-                    // A list in progress is not yet the state of the cluster.
+                    // An incomplete list is not yet the state of the cluster.
                     Ok(Event::Init | Event::InitApply(_)) => {}
                     Ok(Event::Apply(object) | Event::Delete(object)) if !is_relevant(&object) => {}
                     Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => wake(&wakes),
@@ -213,8 +214,8 @@ fn trim<K: Resource>(object: &mut K) {
     meta.annotations = None;
 }
 
-/// Drops metadata of other writers. Cleave's annotations are kept: administrators use them to
-/// cordon GPUs, for example.
+/// Drops other writers' metadata. Cleave's annotations are kept, because administrators use them,
+/// for example to cordon GPUs.
 fn trim_others<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;

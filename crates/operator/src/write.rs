@@ -1,12 +1,11 @@
-//! Time limits for writes to the API server, and publication of Events.
+//! Limits the time of writes to the API server, and publishes Events.
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, Recorder};
 
-/// The time limit of one write. A [`LeaseGuard`](crate::leader::LeaseGuard) expires this long
-/// before its lease, so a write that starts while the guard is valid ends before another process
-/// can lead.
+/// Time limit of one write. A [`LeaseGuard`](crate::leader::LeaseGuard) expires this long before
+/// its lease. So a write that starts while the guard is valid ends before another process can lead.
 pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Returns the result of a write, or `None` if the API server did not answer within
@@ -19,7 +18,7 @@ pub(crate) async fn within<T>(write: impl Future<Output = T>) -> Option<T> {
     written.ok()
 }
 
-/// Publishes an Event. An error is logged, a timeout is not. Neither is retried.
+/// Publishes an Event. Logs an error, but not a timeout. Retries neither.
 pub(crate) async fn publish(recorder: &Recorder, event: &Event, regarding: &ObjectReference) {
     let published = tokio::time::timeout(WRITE_TIMEOUT, recorder.publish(event, regarding)).await;
     if let Ok(Err(error)) = published {

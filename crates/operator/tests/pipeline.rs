@@ -1,4 +1,4 @@
-//! From policies and nodes to desired nodes and policy statuses: all steps that need no cluster.
+//! Tests all steps from policies and nodes to desired nodes and policy statuses, without a cluster.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::collections::BTreeMap;
@@ -41,7 +41,7 @@ fn gpu(node: &str, index: u32, model: &str, memory_mib: u64) -> GpuStatus {
     }
 }
 
-/// The cluster of a test.
+/// The simulated cluster of a test.
 #[derive(Default)]
 struct TestCluster {
     observed: Observed,
@@ -71,7 +71,7 @@ impl TestCluster {
         self
     }
 
-    /// Four GPUs of 80 GB.
+    /// Adds a node with four GPUs of 80 GB.
     fn four(self, name: &str) -> Self {
         let gpus = (0..4).map(|index| gpu(name, index, "NVIDIA H100 80GB HBM3", 81_559)).collect();
         self.node(name, &[], gpus)
@@ -213,7 +213,7 @@ fn shares_by_memory_are_as_many_as_fit() {
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
     assert_eq!((slices.count, slices.memory_mib[0], slices.memory_mib[6]), (7, 10_240, 71_680));
     assert!(slices.threads.is_empty());
-    // The number of shares is capped at what MPS can serve.
+    // The number of shares is limited to the maximum of MPS.
     let world =
         TestCluster::default().four("n1").policy("tiny", "mode: Mps\nmps:\n  unitMemory: 1Mi\n  memory: Unlimited");
     let plan = world.plan();
@@ -485,8 +485,8 @@ fn a_mistake_in_a_policy_repartitions_nothing() {
     let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.write();
     let before = world.object("n1").spec.clone();
-    // The policy becomes malformed, then invalid (stored under an older CRD), then one that its
-    // GPUs do not support, then one with on-demand partitioning.
+    // The policy becomes malformed, then invalid (stored under an older CRD). Then its GPUs do not
+    // support it. Last, it specifies on-demand partitioning.
     let malformed = TestCluster { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
     for spec in [
@@ -582,7 +582,8 @@ fn a_spec_stays_while_the_driver_does_not_answer() {
     world.write();
     world.object("n1").status.as_mut().unwrap().gpus.clear();
     assert!(!world.plan().nodes.contains_key("n1"));
-    // A node that never had GPUs gets a spec, so that its agent does not wait for one.
+    // The operator writes a spec to a node that never had GPUs, so that the agent does not wait for
+    // a spec.
     let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN);
     assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
 }

@@ -1,4 +1,4 @@
-//! The requests that the operator sends when it writes, and how it handles the answers.
+//! Tests the requests that the operator sends when it writes, and how it handles the answers.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
 
 use cleave_api::sharingpolicy::SharingPolicyStatus;
@@ -140,13 +140,13 @@ async fn a_free_lease_is_taken_renewed_and_released() {
     assert_eq!(body["metadata"]["resourceVersion"], "7", "of two concurrent writes, one gets a conflict");
     assert_eq!(body["spec"]["leaseTransitions"], 2);
 
-    // The lease is renewed. From that request on, this process leads.
+    // The lease is renewed. From this request on, this process leads.
     answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     assert!(guard.is_known() && guard.is_current());
     answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     let renewed = tokio::time::Instant::now();
 
-    // From now on the API server fails. The guard expires before another process may take the
+    // From here on, the API server fails. The guard expires before another process may acquire the
     // lease.
     while guard.is_current() {
         answer(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &refused(500, "InternalError")).await;
@@ -228,7 +228,8 @@ fn list(items: &Value) -> Value {
     json!({"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items})
 }
 
-/// The requests of `cleave plan --live`, and its result for objects as an API server returns them.
+/// Tests the requests of `cleave plan --live`, and its result for objects as an API server returns
+/// them.
 #[tokio::test]
 async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
     let (client, mut server) = client();

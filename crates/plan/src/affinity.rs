@@ -1,25 +1,24 @@
 //! Narrows a gated pod to nodes, in addition to its own affinity.
 //!
-//! The node selector terms of a pod are OR-ed, so the requirement must be added to each of them.
-//! While a pod is gated, the API server accepts only additions: requirements appended to existing
-//! terms, or a whole affinity if there was none. It rejects further terms and changes to existing
-//! ones. So the result is a list of JSON Patch additions (RFC 6902) that contain only what the pod
-//! does not have.
+//! The node selector terms of a pod are OR-ed, so the requirement must be added to each term. While
+//! a pod is gated, the API server accepts only additions: requirements appended to existing terms,
+//! or a whole affinity if the pod has none. It rejects further terms and changes to existing terms.
+//! So the result is a list of JSON Patch additions (RFC 6902) that contain only the parts that the
+//! pod does not have.
 //!
-//! Send the patch with a `test` of `/metadata/resourceVersion`, because it refers to terms by their
-//! index.
+//! Send the patch with a `test` of `/metadata/resourceVersion`, because the patch refers to terms
+//! by their index.
 use std::collections::BTreeSet;
 
 use serde::Serialize;
 
 use crate::snapshot::{NodeSelectorTerm, Operator, Requirement};
 
-/// The label used to narrow pods to nodes. The field `metadata.name` is not used, because it takes
-/// only one value in each term.
+/// Label that narrows pods to nodes. The field `metadata.name` is not used, because each term
+/// accepts only one value for it.
 pub const HOSTNAME: &str = "kubernetes.io/hostname";
 
-/// The parts of an affinity that a pod has. A field that is present counts, even if its value is
-/// `{}`.
+/// The parts of an affinity that a pod has. A present field counts, even if its value is `{}`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Present<'a> {
     /// The pod has no `affinity`.
@@ -32,8 +31,8 @@ pub enum Present<'a> {
     Required(&'a [NodeSelectorTerm]),
 }
 
-/// The pod's required node affinity matches no node, so the pod cannot be scheduled and narrowing
-/// it is useless.
+/// The pod's required node affinity matches no node. The pod cannot be scheduled, so narrowing it
+/// is useless.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the pod's required node affinity matches no node: it has no term with a requirement")]
 pub struct MatchesNothing;
@@ -57,7 +56,7 @@ impl Operation {
     }
 }
 
-/// The value to add: only what the pod does not have.
+/// The value to add: only the parts that the pod does not have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 enum Value {
@@ -87,8 +86,8 @@ const AFFINITY: &str = "/spec/affinity";
 const NODE_AFFINITY: &str = "/spec/affinity/nodeAffinity";
 const REQUIRED: &str = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution";
 
-/// A requirement for nodes with one of these hostnames. `None` if there is no hostname, because a
-/// pod must not be narrowed to no nodes.
+/// A requirement for nodes with one of these hostnames. `None` if the list is empty, because a pod
+/// must not be narrowed to no nodes.
 pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Requirement> {
     let values: BTreeSet<&str> = hostnames.into_iter().collect();
     let values: Vec<String> = values.into_iter().map(str::to_owned).collect();
@@ -96,7 +95,7 @@ pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Require
 }
 
 /// Additions that restrict the pod to the nodes that match both its affinity and the requirement.
-/// Empty if the pod has the requirement already.
+/// Empty if the pod already has the requirement.
 pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNothing> {
     let required = || Terms { node_selector_terms: vec![term(requirement)] };
     let terms = match present {
@@ -126,7 +125,7 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
 }
 
 /// The pod's required terms after [`narrow`], for callers that send the whole list. A pod without
-/// required terms gets one.
+/// required terms receives one term.
 pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNothing> {
     let Present::Required(terms) = present else { return Ok(vec![term(requirement)]) };
     if terms.iter().all(is_empty) {
@@ -143,7 +142,8 @@ fn term(requirement: &Requirement) -> NodeSelectorTerm {
     NodeSelectorTerm { match_expressions: vec![requirement.clone()], match_fields: Vec::new() }
 }
 
-/// A term without requirements matches no node. Adding a requirement would make it match some.
+/// A term without requirements matches no node. An added requirement would make it match some
+/// nodes.
 fn is_empty(term: &NodeSelectorTerm) -> bool {
     term.match_expressions.is_empty() && term.match_fields.is_empty()
 }
@@ -263,9 +263,9 @@ mod tests {
     }
 
     proptest! {
-        /// A narrowed pod can go to exactly those of its former nodes that match the requirement.
-        /// The patch from `narrow` produces the terms that `narrowed` returns. No existing part of
-        /// the pod is changed or moved.
+        /// A narrowed pod can run on exactly the nodes that both its former affinity and the
+        /// requirement allow. The patch from `narrow` produces the terms that `narrowed` returns.
+        /// No existing part of the pod is changed or moved.
         #[test]
         fn a_narrowed_pod_goes_only_to_allowed_and_required_nodes(
             terms in terms(),

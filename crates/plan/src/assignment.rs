@@ -1,18 +1,18 @@
-//! The nodes and GPUs that are assigned to pending pods while a plan is created. Computes the cost
-//! of placing a pod on a node, places pods, and removes them.
+//! Assigns nodes and GPUs to pending pods while a plan is created. Computes the cost of placing a
+//! pod on a node, places pods, and removes them.
 use std::collections::BTreeMap;
 
 use crate::model::Model;
 use crate::states::{DemandId, StateId, States};
 
-/// Where a pod is: its node, and the GPU of each of its units.
+/// The location of a pod: its node, and the GPU of each of its units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Location {
     pub(crate) node: u32,
     pub(crate) gpus: Vec<u32>,
 }
 
-/// Cost of placing a pod: lower is better, and an earlier number outweighs all later ones. The
+/// Cost of placing a pod: lower is better. An earlier number outweighs all later numbers. The
 /// [`Rule`] determines what each number counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Cost([i64; 3]);
@@ -28,7 +28,7 @@ impl Cost {
 pub(crate) enum Rule {
     /// Use only existing slices.
     Stay,
-    /// Use existing slices, and GPUs that the plan repartitions anyway.
+    /// Use existing slices, and GPUs that the plan already repartitions.
     NoFurther,
     /// Repartition as few GPUs as possible, and keep as many of their slices as possible.
     Any,
@@ -39,7 +39,7 @@ pub(crate) enum Rule {
 /// For each node, its version and the cost at that version.
 type Row = Vec<(u64, Option<Cost>)>;
 
-/// Known costs by rule and shape, then by node.
+/// Cached costs by rule and shape, then by node.
 #[derive(Debug, Default)]
 pub(crate) struct Costs {
     rows: BTreeMap<(Rule, u32), Row>,
@@ -62,13 +62,13 @@ pub(crate) struct Assignment {
     version: u64,
 }
 
-/// Maximum number of steps of one search for GPUs of a node, for a pod with several kinds of units.
+/// Maximum number of steps of one search for a node's GPUs, for a pod with several kinds of units.
 const MAX_SPREAD_STEPS: u32 = 500;
 
 impl Assignment {
-    /// The assignment without any pending pod.
+    /// Creates the assignment without any pending pod.
     pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
-        // Every class can be packed without demands: the result is its current partition.
+        // Every class can be packed without demands. The result is the GPU's current partition.
         let gpus = model.gpus.iter().map(|gpu| states.base(gpu.class).unwrap_or(StateId::MAX)).collect();
         Self {
             gpus,
@@ -92,7 +92,7 @@ impl Assignment {
     }
 
     /// The lowest cost of placing one more pod of a group on a node. The cost is cached until the
-    /// node's GPUs change. It depends only on the GPU units, so groups with the same units share
+    /// node's GPUs change. The cost depends only on the GPU units, so groups with equal units share
     /// the cache.
     pub(crate) fn cost(
         &self,
@@ -154,7 +154,7 @@ impl Assignment {
     }
 
     /// Places a pod. A location from [`Self::offer`] is always possible. If a location is not
-    /// possible, nothing changes and the result is false.
+    /// possible, changes nothing and returns false.
     pub(crate) fn put(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
         let Some(group) = group(model, pod) else { return false };
         if !self.has_room(&group.needs, location.node) {
@@ -243,7 +243,7 @@ pub(crate) fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> O
     allowed.then_some(Cost(numbers))
 }
 
-/// The cheapest GPU for one unit. If several are equal, the first one.
+/// The cheapest GPU for one unit. If several GPUs cost the same, the first of them.
 fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;
@@ -282,7 +282,8 @@ fn together(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Ru
     best.map(|(cost, at)| (cost, vec![at; units.len()]))
 }
 
-/// Places the units on several GPUs: each on the cheapest one, and if that fails, by a search.
+/// Places the units on several GPUs. Places each unit on the cheapest GPU. If that fails, searches
+/// all combinations.
 fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule) -> Option<(Cost, Vec<u32>)> {
     let mut now = slots.to_vec();
     let mut chosen = Vec::with_capacity(units.len());
@@ -297,8 +298,8 @@ fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule
     if chosen.len() == units.len() {
         return Some((sum, chosen));
     }
-    // Equal units take GPUs independently of each other. If placing them one by one fails, every
-    // other way fails too.
+    // Equal units need GPUs independently of each other. If placing them one by one fails, every
+    // other combination fails too.
     if units.windows(2).all(|pair| pair[0] == pair[1]) {
         return None;
     }

@@ -1,8 +1,7 @@
-//! Verifies plans. It shares no arithmetic with the planner, and uses only the snapshot and the
-//! plan.
+//! Verifies plans. Shares no arithmetic with the planner, and uses only the snapshot and the plan.
 //!
-//! It runs in tests on every plan, and before a plan is applied. A plan with a violation must not
-//! be applied.
+//! The check runs in tests on every plan, and before a plan is applied. A plan with a violation
+//! must not be applied.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -13,12 +12,12 @@ use crate::planner::{GpuPlan, Placement, Plan, Take};
 use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 
-/// A rule that a plan breaks.
+/// A rule that a plan violates.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Violation {
-    /// The GPU, pod or node.
+    /// Name of the GPU, pod or node.
     pub at: String,
-    /// What is wrong with it.
+    /// The violated rule.
     pub what: String,
 }
 
@@ -28,7 +27,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// All violations of a plan for a snapshot. The plan may be applied only if there are none.
+/// All violations of a plan for a snapshot. Apply the plan only if the list is empty.
 pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     let mut checker = Checker { found: Vec::new(), taken_whole: BTreeSet::new() };
     checker.gpus(snapshot, plan);
@@ -59,7 +58,7 @@ fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
 
 struct Checker {
     found: Vec<Violation>,
-    /// GPUs that one pod uses whole.
+    /// GPUs that one pod uses as a whole.
     taken_whole: BTreeSet<(String, String)>,
 }
 
@@ -252,7 +251,7 @@ impl Checker {
             self.report(&unplaced.pod, "the reason is empty");
         }
 
-        // Slices that are free in the plan. Each pod reduces them.
+        // Slices that are free in the plan. Each pod reduces their number.
         let mut free: BTreeMap<ResourceKey<'_>, u64> = BTreeMap::new();
         let mut slices_of: BTreeMap<(&str, &str), &GpuPlan> = BTreeMap::new();
         for gpu in &plan.gpus {
@@ -354,7 +353,7 @@ impl Checker {
                 _ => self.report(&pod.name, format!("GPU {gpu} has too few free {resource}")),
             }
             // Resources other than whole GPUs, sized slices and MIG instances are shares. All
-            // shares that a pod requests of one resource must be on one GPU.
+            // shares of one resource that a pod requests must be on one GPU.
             let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
             let shares = !slice && resource != device::WHOLE && device::sized(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {

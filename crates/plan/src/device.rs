@@ -11,13 +11,13 @@ pub const SHARES: &str = "nvidia.com/gpu-mps";
 pub const REPLICAS: &str = "nvidia.com/gpu-timeslice";
 /// Prefix of the resources of MIG instances.
 pub const MIG_PREFIX: &str = "nvidia.com/mig-";
-/// Suffix of the resources of shares of MIG instances. NVIDIA's device plugin uses it too.
+/// Suffix of the resources of shares of MIG instances, as in NVIDIA's device plugin.
 pub const SHARED_SUFFIX: &str = ".shared";
 
 /// Sharing mode that the policy allows for a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Mode {
-    /// Not shared.
+    /// The GPU is not shared.
     #[default]
     Whole,
     /// Shares and sized slices under MPS.
@@ -26,9 +26,9 @@ pub enum Mode {
     TimeSlicing,
     /// MIG instances.
     Mig,
-    /// Any mode. Requests of pending pods determine it.
+    /// Any mode. The requests of pending pods determine the mode.
     Auto,
-    /// A mode that this version does not know. The GPU is not repartitioned.
+    /// A mode that this version does not support. The GPU is not repartitioned.
     #[serde(other)]
     Unknown,
 }
@@ -36,7 +36,7 @@ pub enum Mode {
 /// Kind of partition. A GPU has one kind at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Family {
-    /// Undivided.
+    /// The GPU is undivided.
     Whole,
     /// MPS shares and sized slices.
     Mps,
@@ -54,7 +54,7 @@ impl Families {
     /// The empty set.
     pub const NONE: Self = Self(0);
 
-    /// The set with one more family.
+    /// Returns the set with one more family.
     #[must_use]
     pub const fn with(self, family: Family) -> Self {
         Self(self.0 | 1 << family as u8)
@@ -72,7 +72,7 @@ impl Families {
 }
 
 impl Mode {
-    /// Families that the mode allows. An unused GPU can always be served whole.
+    /// Families that the mode allows. An unused GPU can always serve as a whole GPU.
     pub const fn families(self) -> Families {
         let whole = Families::NONE.with(Family::Whole);
         match self {
@@ -97,13 +97,13 @@ impl fmt::Display for Family {
     }
 }
 
-/// The resource of a MIG profile. As in NVIDIA's device plugin, `1g.10gb+me` is
+/// Resource of a MIG profile. As in NVIDIA's device plugin, `1g.10gb+me` becomes
 /// `nvidia.com/mig-1g.10gb.me`.
 pub fn mig_resource(profile: &str) -> String {
     format!("{MIG_PREFIX}{}", profile.replace('+', "."))
 }
 
-/// The number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. It is at least 1.
+/// The number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. G is at least 1.
 pub fn sized(resource: &str) -> Option<u64> {
     let digits = resource.strip_prefix("nvidia.com/gpu-")?.strip_suffix("gb")?;
     // Refuse leading zeros: `010` would be a second name of the same slice.

@@ -1,4 +1,4 @@
-//! Places any number of pods, one after the other. Moves already placed pods to make room.
+//! Places any number of pods, one after the other. Moves pods that are already placed to make room.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Cost, Costs, Location, Rule, group, step};
@@ -10,13 +10,14 @@ pub(crate) struct Greedy<'g, 'a> {
     model: &'g Model<'a>,
     pub(crate) states: &'g mut States,
     pub(crate) assignment: Assignment,
-    /// Values of `states.work` at which moving pods stops: for all pods, and for the current group.
+    /// Values of `states.work` at which the search for moves stops: for all pods, and for the
+    /// current group.
     work_limit: u64,
     group_limit: u64,
-    /// Version of the assignment. Alternatives cached in an older epoch can be wrong.
+    /// Version of the assignment. Alternatives that were cached in an older epoch can be wrong.
     epoch: u64,
     /// For each group, some nodes with room for one of its pods, and the epoch and rule for which
-    /// they were found.
+    /// these nodes were found.
     alternatives: BTreeMap<u32, (u64, Rule, Vec<u32>)>,
     costs: &'g mut Costs,
 }
@@ -29,7 +30,7 @@ pub(crate) enum Style {
     /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
     /// the fewest GPUs.
     FewestChanges,
-    /// Places each pod where it leaves the most room, small pods first. Places more pods if room is
+    /// Places each pod where the most room remains, small pods first. Places more pods if room is
     /// scarce.
     Packed,
     /// Like `Packed`, with large pods first.
@@ -38,9 +39,9 @@ pub(crate) enum Style {
 
 /// Number of alternative nodes that are cached for each group.
 const ALTERNATIVES_PER_GROUP: usize = 4;
-/// Each group may use the remaining work for moving pods, divided by this number.
+/// Divisor of the remaining work for moving pods. Each group may use one such part.
 const GROUP_WORK_DIVISOR: u64 = 8;
-/// Maximum number of pods moved in a chain, each to make room for the one before.
+/// Maximum number of pods moved in a chain, each of them to make room for the previous pod.
 const MAX_CHAIN: u32 = 2;
 
 impl<'g, 'a> Greedy<'g, 'a> {
@@ -63,7 +64,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
     }
 
     /// Places the pods of a part, priority by priority. Pods of a higher priority can be moved for
-    /// pods of a lower one, but they remain placed.
+    /// pods of a lower priority, but remain placed.
     pub(crate) fn place(&mut self, part: &Part, style: Style, work: u64) {
         self.work_limit = self.states.work.saturating_add(work);
         let mut groups: Vec<u32> = part.groups.clone();
@@ -73,8 +74,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == Style::LargeFirst { -weight } else { weight };
-                // Small pods first, because more of them fit, except in style `LargeFirst`. Of
-                // equal ones, those with the fewest nodes to choose from.
+                // Small pods first, because more of them fit, except in style `LargeFirst`. Among
+                // equal pods, those with the fewest candidate nodes first.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -156,8 +157,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         offered && self.assignment.put(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Places a pod by moving another one, which may move a third. Either all of them are placed
-    /// afterwards, or nothing changes.
+    /// Places a pod by moving a second pod, which may move a third. Either all of these pods are
+    /// placed afterwards, or nothing changes.
     fn make_room(&mut self, pod: u32, id: u32, rule: Rule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -201,8 +202,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Places a pod by moving two others from one GPU. Either all of them are placed afterwards, or
-    /// nothing changes.
+    /// Places a pod by moving two other pods from one GPU. Either all three pods are placed
+    /// afterwards, or nothing changes.
     fn move_two(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -236,10 +237,10 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Places `pod` on a GPU in place of two others, if these can be placed elsewhere.
+    /// Places `pod` on a GPU in place of two other pods, if they can be placed elsewhere.
     fn replace_two(&mut self, pod: u32, unit: DemandId, node: u32, gpu: u32, others: [u32; 2], rule: Rule) -> bool {
         let model = self.model;
-        // Check first, by the states alone, that the GPU would have room.
+        // First check, by the states alone, that the GPU would have room.
         let mut state = self.assignment.gpus.get(gpu as usize).copied();
         for other in others {
             let Some(&[other_unit]) = group(model, other).map(|group| group.units.as_slice()) else { return false };
@@ -276,8 +277,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Whether removing `other` from the node could make room for a pod of group `id`. False only
-    /// if it certainly cannot.
+    /// Whether removing `other` from the node could make room for a pod of group `id`. Returns
+    /// false only if removal certainly cannot help.
     fn may_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
@@ -286,7 +287,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             return true;
         }
         let (&[unit], &[other_unit]) = (of.units.as_slice(), others.units.as_slice()) else { return true };
-        // Even without the other pod, its GPU has no room.
+        // Even without the other pod, the GPU has no room.
         let gpu = self
             .assignment
             .locations
@@ -298,8 +299,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         self.states.with(less, unit).is_some_and(|then| step(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved from `from`: on a node with room for it, or in the remaining
-    /// room of `from`.
+    /// Places a pod that was moved from `from`, on a node with room or in the remaining room of
+    /// `from`.
     fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
         let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {

@@ -1,8 +1,8 @@
-//! Planning: which partition each GPU gets, for which pods, and why.
+//! Planning: decides how each GPU is partitioned, for which pods, and why.
 //!
 //! This crate does no I/O, reads no clock, draws no random numbers and is not async. Its
-//! dependencies enforce that. Every result depends only on the arguments, and maps are ordered: the
-//! same input gives the same output, byte for byte.
+//! dependencies enforce that. Every result depends only on the arguments, and maps are ordered. So
+//! equal inputs produce equal outputs, byte for byte.
 //!
 //! [`plan`] creates a plan and [`check`] verifies one. [`ledger`] reserves slices for pods.
 pub mod affinity;

@@ -1,7 +1,7 @@
-//! MIG profiles, and the search for placements on one GPU.
+//! Describes MIG profiles, and searches for placements on one GPU.
 //!
-//! The memory slices of a GPU are bits of a mask, and NVML reports at which of them a profile can
-//! start. No combination of instances is hard-coded: the placements determine which ones fit
+//! The memory slices of a GPU are bits of a mask. NVML reports at which slices a profile can start.
+//! No combination of instances is hard-coded: the placements determine which instances fit
 //! together.
 use serde::{Deserialize, Serialize};
 
@@ -28,10 +28,10 @@ pub struct Profile {
     pub count: Option<u32>,
 }
 
-/// Why the profiles of a GPU are not valid.
+/// Why the profiles of a GPU are invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
-    /// There are more profiles than the planner supports.
+    /// The GPU has more profiles than the planner supports.
     #[error("the GPU reports {0} MIG profiles, more than 32")]
     TooManyProfiles(usize),
     /// A placement is outside the GPU.
@@ -39,9 +39,9 @@ pub enum TableError {
     Place {
         /// Name of the profile.
         name: String,
-        /// Its number of memory slices.
+        /// Number of memory slices of the profile.
         size: u32,
-        /// Its first memory slice.
+        /// First memory slice of the placement.
         start: u32,
     },
     /// Two profiles have the same name.
@@ -64,9 +64,9 @@ pub(crate) struct Instance {
 enum Media {
     /// No suffix: the profile's own part of the media engines.
     Plain,
-    /// `+me`: the one set of extra media engines.
+    /// `+me`: the only set of extra media engines.
     Extra,
-    /// `+me.all`: all media engines. Only instances without media engines fit beside it.
+    /// `+me.all`: all media engines. Only instances without media engines can coexist with it.
     All,
     /// `-me`: no media engines.
     Without,
@@ -84,17 +84,17 @@ struct Entry {
     compute: u32,
 }
 
-/// The validated profiles and placements of a kind of GPU.
+/// The validated profiles and placements of one kind of GPU.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Table {
     entries: Vec<Entry>,
-    /// Distinct sizes with their starts, for estimating the value of free room.
+    /// Distinct sizes with their starts. Used to estimate the value of free room.
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
     compute: u32,
 }
 
-/// Placements for the requested instances on one GPU.
+/// Placements of the requested instances on one GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Arrangement {
     /// The requested instances.
@@ -188,7 +188,7 @@ impl Table {
         (((u32::from(entry.size)) << 16).checked_div(self.slices).unwrap_or(0), compute)
     }
 
-    /// The memory slices of an instance. `None` if it cannot start there.
+    /// The memory slices of an instance. `None` if the profile cannot start at this slice.
     pub(crate) fn mask(&self, instance: Instance) -> Option<Mask> {
         let entry = self.entries.get(usize::from(instance.profile))?;
         entry.starts.binary_search(&instance.start).ok()?;
@@ -216,9 +216,9 @@ impl Table {
         extra + all <= 1 && (all == 0 || plain == 0)
     }
 
-    /// Estimates the room beside `mask`: the sum, over all shapes, of the slices that instances of
-    /// that shape alone could cover. Higher is better. Placing an instance where no larger one
-    /// could start costs little.
+    /// Estimates the remaining room if the slices in `mask` are used. The estimate is the sum, over
+    /// all shapes, of the slices that instances of one shape alone could cover. Higher is better.
+    /// An instance costs little room where no larger instance could start.
     pub(crate) fn room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * most(*size, starts, mask)).sum()
     }
@@ -236,11 +236,10 @@ impl Table {
         self.allows(instances.iter().map(|instance| instance.profile)).then_some(mask)
     }
 
-    /// Finds placements for the `wanted` profiles beside the instances `in_use`, which are not
-    /// moved.
+    /// Finds placements for the `wanted` profiles. The instances `in_use` are not moved.
     ///
-    /// Prefers placements that destroy and create the fewest instances, then those that leave the
-    /// most room, then those that start lowest.
+    /// Prefers placements that destroy and create the fewest instances, then placements that leave
+    /// the most room, then placements that start lowest.
     pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
         let taken = self.together(in_use)?;
         let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
@@ -287,7 +286,7 @@ impl Search<'_> {
         self.steps += 1;
         let Some(&profile) = self.order.get(self.placed.len()) else { return self.found(mask) };
         let Some(entry) = self.table.entries.get(usize::from(profile)) else { return };
-        // Place equal profiles in ascending order: exchanging them makes no difference.
+        // Place equal profiles in ascending order, because exchanging them makes no difference.
         let after = self.placed.last().filter(|last| last.profile == profile).map_or(0, |last| last.start + 1);
         for &start in entry.starts.iter().filter(|&&start| start >= after) {
             let bits = bits(entry.size, start);
@@ -314,12 +313,12 @@ impl Search<'_> {
 }
 
 const fn bits(size: u8, start: u8) -> Mask {
-    // A shift by the width of the type is not defined, so this size is a special case.
+    // A shift by the width of the type is undefined, so this size is a special case.
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 
-/// Maximum number of instances of one shape beside `mask`. For intervals of equal length, taking
-/// the lowest that fits is optimal.
+/// Maximum number of instances of one shape that fit outside `mask`. For intervals of equal length,
+/// choosing the lowest interval that fits is optimal.
 fn most(size: u8, starts: &[u8], mask: Mask) -> u32 {
     let mut taken = mask;
     let mut count = 0;
@@ -352,7 +351,7 @@ fn compute(name: &str) -> u32 {
 }
 
 /// Memory in GB of the profiles of a GPU with seven compute and eight memory slices: `1g`, `1g`
-/// with double memory, half and whole.
+/// with double memory, half the GPU and the whole GPU.
 struct Sevenths {
     one: u32,
     two: u32,
@@ -360,8 +359,8 @@ struct Sevenths {
     whole: u32,
 }
 
-/// Placements of A30, of data center GPUs with seven compute slices, and of RTX PRO 6000, as
-/// `nvidia-smi mig -lgipp` prints them.
+/// Placements of the A30, of data center GPUs with seven compute slices, and of the RTX PRO 6000,
+/// as `nvidia-smi mig -lgipp` prints them.
 pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);
@@ -473,8 +472,8 @@ mod tests {
         assert!(Table::built_in("Tesla T4", 15_360).is_none());
     }
 
-    /// All layouts that cannot take another instance, found by an enumeration that is independent
-    /// of the search.
+    /// All layouts that have no room for another instance. The enumeration is independent of the
+    /// search.
     fn full_layouts(table: &Table) -> Vec<Vec<Instance>> {
         fn grow(table: &Table, from: &[Instance], chosen: &mut Vec<Instance>, all: &mut Vec<Vec<Instance>>) {
             for (at, &next) in from.iter().enumerate() {
@@ -573,7 +572,7 @@ mod tests {
     fn a_small_instance_goes_where_it_leaves_the_most_room() {
         let table = a100();
         let found = table.arrange(&[], &[], &wanted(&table, &["1g.5gb"])).expect("fits");
-        // Only a start at 6 leaves 4g at 0 and 2g at 4.
+        // Only if 1g starts at 6, room remains for 4g at 0 and 2g at 4.
         assert_eq!(found.placed, [instance(&table, "1g.5gb", 6)]);
     }
 
@@ -601,7 +600,7 @@ mod tests {
         assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = Table::new(&[]).expect("an empty list is valid");
         assert_eq!((none.slices, none.room(0)), (0, 0));
-        // 16 instances with 31 placements each: many more combinations than the search may try.
+        // 16 instances with 31 placements each have many more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = Table::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
         assert!(wide.arrange(&[], &[], &[0; 16]).is_some());

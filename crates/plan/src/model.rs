@@ -14,15 +14,14 @@ use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 use crate::states::{ClassId, DemandId};
 
-/// Maximum number of slices that one pod may request. No node has that many, and a pod that
-/// requests a million must not slow planning down.
+/// Maximum number of slices that one pod may request. No node has more slices, and a request for a
+/// million must not delay the plan.
 const MAX_SLICES: u64 = 1024;
 
-/// Maximum number of equal slices of one GPU. No mode allows that many, and a plan lists each
-/// slice.
+/// Maximum number of equal slices of one GPU. No mode allows more, and a plan lists each slice.
 const MAX_EQUAL_SLICES: u32 = 4096;
 
-/// Resources that a node does not limit unless it lists them.
+/// Resources that are unlimited on a node that does not list them.
 const UNLIMITED_BY_DEFAULT: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
 const PODS: &str = "pods";
 
@@ -37,7 +36,7 @@ pub(crate) struct Model<'a> {
     pub(crate) group_of: Vec<Option<u32>>,
     /// For each pod, its node in the last plan.
     pub(crate) planned: Vec<Option<u32>>,
-    /// Why a pod without a group cannot be planned.
+    /// Why each pod without a group cannot be planned, by the pod's index.
     pub(crate) bad_pods: BTreeMap<u32, String>,
     /// Resources other than GPUs that pods request.
     pub(crate) dimensions: Vec<&'a str>,
@@ -73,16 +72,16 @@ pub(crate) struct Group<'a> {
     pub(crate) constraints: Constraints<'a>,
     /// Pods in order of arrival.
     pub(crate) pods: Vec<u32>,
-    /// Nodes that could take one of the pods if no other pod were pending.
+    /// Nodes on which one of the pods could run if no other pod were pending.
     pub(crate) nodes: Vec<u32>,
-    /// The smallest part of a GPU that one of the pods takes.
+    /// The smallest part of a GPU that one of the pods uses.
     pub(crate) weight: Usage,
 }
 
 /// Requests of a pod: GPU demands with their counts, and amounts by dimension in thousandths.
 type Wanted = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
 
-/// What all pods of a group have in common.
+/// Properties that all pods of a group have in common.
 type Key<'k> = (Reverse<i32>, &'k Wanted, Constraints<'k>);
 
 /// Resource names with their ids and kinds.
@@ -202,8 +201,8 @@ impl<'a> Model<'a> {
 
     fn add_nodes(&mut self, snapshot: &'a Snapshot, policy: &Policy, names: &Names<'_>, tables: &Tables) {
         let mut order: Vec<usize> = (0..snapshot.nodes.len()).collect();
-        // Nodes are sorted by name. The order of two nodes with the same name must not depend on
-        // the snapshot either.
+        // Nodes are sorted by name. The order of two nodes with equal names must not depend on the
+        // snapshot either.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
             a.name.cmp(&b.name).then_with(|| in_order(a).cmp(&in_order(b)))
@@ -245,7 +244,7 @@ impl<'a> Model<'a> {
         self.classes = in_order.into_iter().map(|(class, _)| class).collect();
     }
 
-    /// Free amounts of a node by dimension, and why its quantities are not valid.
+    /// Free amounts of a node by dimension, and why its quantities are invalid, if they are.
     fn free_resources(&self, node: &Node) -> (Vec<u64>, Option<String>) {
         let mut bad = None;
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
@@ -537,8 +536,8 @@ impl<'b> ClassBuilder<'b> {
 
     /// Reads the slices of the GPU. Invalid slices are kept, and the GPU is not repartitioned.
     fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
-        // Only one problem is reported: the first in alphabetical order, so that the report does
-        // not depend on the order of slices.
+        // Report only one problem, the first in alphabetical order. The report must not depend on
+        // the order of slices.
         let mut wrong: Option<String> = None;
         let mut reject = |reason: String| {
             wrong = Some(wrong.take().map_or(reason.clone(), |other| other.min(reason)));

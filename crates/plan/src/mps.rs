@@ -1,4 +1,4 @@
-//! The limits of k of n MPS shares of a GPU: thread percentage, SMs and memory.
+//! Computes the limits of k of n MPS shares of a GPU: thread percentage, SMs and memory.
 //!
 //! The results must match the figures measured on an H200 with driver 580
 //! (`docs/explanation/measurements-gpu.md`).
@@ -6,11 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Mebibytes, Percent, Sms};
 
-/// Maximum number of client contexts of one MPS server. It refuses the 49th with CUDA error 808.
+/// Maximum number of client contexts of one MPS server. The server refuses the 49th context with
+/// CUDA error 808.
 pub const MAX_CLIENTS: u32 = 48;
 
-/// Memory kept for the MPS server's own context. The context was measured at 66 MiB. The rest is a
-/// margin.
+/// Memory reserved for the MPS server's own context. The context was measured at 66 MiB. The rest
+/// is a margin.
 pub const SERVER_RESERVE: Mebibytes = Mebibytes(128);
 
 /// Minimum number of SMs to which MPS limits a client.
@@ -19,9 +20,9 @@ const MIN_SMS: u32 = 8;
 /// How strictly the SMs of a share are limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Threads {
-    /// k of n shares get 100·k/n % of the SMs.
+    /// k of n shares may use 100·k/n % of the SMs.
     Strict,
-    /// k of n shares get up to twice their part, at most the whole GPU.
+    /// k of n shares may use up to twice their part, at most the whole GPU.
     Burst,
     /// No SM limit.
     Uncapped,
@@ -43,7 +44,8 @@ pub const fn shareable(total: Mebibytes) -> Mebibytes {
 
 /// Thread percentage of `shares` of `units`, rounded down, at least 1 %.
 ///
-/// If `shares` is larger than `units`, or `units` is 0, the result is that of the whole GPU.
+/// If `shares` is larger than `units`, or `units` is 0, the result is the percentage of the whole
+/// GPU.
 pub fn threads(shares: u32, units: u32, policy: Threads) -> Option<Percent> {
     let parts = match policy {
         Threads::Strict => 100,
@@ -63,16 +65,16 @@ pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
 
 /// Memory that a sized slice of a GPU with `total` memory can use, in whole MiB, rounded down.
 ///
-/// Slices have the size that their names state, so two of 20 GiB fill a GPU of 40 GiB. The memory
-/// of the MPS server is deducted from each slice in proportion. A slice larger than the GPU counts
-/// as the whole GPU.
+/// Slices have the size that their names state, so two slices of 20 GiB fill a GPU of 40 GiB. The
+/// memory of the MPS server is deducted from each slice in proportion. A slice larger than the GPU
+/// counts as the whole GPU.
 pub fn sized(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     let whole = shareable(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
 
-/// Number of SMs that a client limited to `threads` of a GPU with `total` SMs gets.
+/// Number of SMs that a client can use if it is limited to `threads` of a GPU with `total` SMs.
 ///
 /// MPS rounds down to an even number, but not below 8.
 pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
@@ -82,12 +84,12 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
     Sms(even.max(MIN_SMS).min(total.0))
 }
 
-/// Memory that a client's CUDA context takes from the client's memory limit, if the client can use
-/// `sms` SMs. `None` if no measurement covers the GPU and driver.
+/// Part of a client's memory limit that its CUDA context uses, if the client can use `sms` SMs.
+/// `None` if no measurement covers the GPU and driver.
 ///
-/// GPUs of compute capability 9.0 with driver 580 take 27.1 MiB and 3.69 MiB for each SM. The
+/// GPUs of compute capability 9.0 with driver 580 need 27.1 MiB and 3.69 MiB for each SM. The
 /// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,
-/// `docs/explanation/measurements-gpu.md`). A larger stack and the code of kernels take more.
+/// `docs/explanation/measurements-gpu.md`). A larger stack and the code of kernels need more.
 pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))

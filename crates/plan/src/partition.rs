@@ -1,5 +1,5 @@
-//! One GPU: its slices, the partitions it can have, and the partition that serves a set of demands
-//! best.
+//! Models one GPU: its slices, its possible partitions, and the partition that serves a set of
+//! demands best.
 use std::cmp::Ordering;
 use std::rc::Rc;
 
@@ -21,12 +21,12 @@ pub(crate) enum Kind {
     Shares,
 }
 
-/// What one pod requests of one GPU: one slice, or some shares.
+/// A request of one pod for one GPU: one slice, or some shares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Demand {
     pub(crate) resource: ResourceId,
     pub(crate) kind: Kind,
-    /// Number of shares. 1 for any other kind.
+    /// Number of shares. 1 for any other kind of resource.
     pub(crate) units: u32,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct Demand {
 pub(crate) struct Cell {
     pub(crate) resource: ResourceId,
     pub(crate) kind: Kind,
-    /// The MIG instance that the slice is or belongs to.
+    /// The MIG instance that the slice is or belongs to. `None` without MIG.
     pub(crate) instance: Option<Instance>,
     pub(crate) count: u32,
 }
@@ -44,11 +44,11 @@ pub(crate) struct Cell {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct InstanceSharing {
     pub(crate) units: u32,
-    /// Resource of the shares of all profiles. `None` if each profile has a resource of its own.
+    /// Resource of the shares of all profiles. `None` if each profile has its own resource.
     pub(crate) resource: Option<ResourceId>,
 }
 
-/// A table of MIG profiles that many classes use. Compared by its id.
+/// A table of MIG profiles that many classes use. Tables are compared by id.
 #[derive(Debug, Clone)]
 pub(crate) struct Shared {
     pub(crate) id: u32,
@@ -75,18 +75,19 @@ impl Ord for Shared {
     }
 }
 
-/// Everything that planning needs to know about a GPU. GPUs of one class are planned alike.
+/// All properties of a GPU that a plan depends on. GPUs of one class are interchangeable in a plan.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class {
-    /// Families that it can be repartitioned to. Empty for a GPU that must not be repartitioned.
+    /// Families that the GPU can be repartitioned to. Empty for a GPU that must not be
+    /// repartitioned.
     pub(crate) families: Families,
     /// Memory in MiB.
     pub(crate) memory: u64,
-    /// Resource and number of the MPS shares that it can have.
+    /// Resource and number of the MPS shares that the GPU can have.
     pub(crate) shares: Option<(ResourceId, u32)>,
-    /// Whether it can have sized slices.
+    /// Whether the GPU can have sized slices.
     pub(crate) sizes: bool,
-    /// Resource and number of the replicas that it can have.
+    /// Resource and number of the replicas that the GPU can have.
     pub(crate) replicas: Option<(ResourceId, u32)>,
     pub(crate) instance_sharing: Option<InstanceSharing>,
     /// Resource of each MIG profile, and of a share of its instances.
@@ -99,15 +100,15 @@ pub(crate) struct Class {
     pub(crate) free: Vec<Cell>,
 }
 
-/// Partition of a GPU that serves a set of demands.
+/// A partition of a GPU that serves a set of demands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Packed {
-    /// Slices not in use yet: those that the pods will take, and those that remain free.
+    /// Slices not in use yet: slices for the pods, and slices that remain free.
     pub(crate) free: Vec<Cell>,
     pub(crate) changed: bool,
     /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
-    /// Value of the remaining room to future pods. Lower for fuller GPUs.
+    /// Value of the remaining room for future pods. Lower for fuller GPUs.
     pub(crate) worth: i64,
     /// Memory and compute in use, in 65,536ths, rounded down.
     pub(crate) used: Usage,
@@ -123,7 +124,7 @@ pub(crate) struct Usage {
 /// A whole GPU in 65,536ths.
 pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 
-/// Additional value of an unused GPU: pods can request it whole or in another mode.
+/// Additional value of an unused GPU, because pods can request it whole or in another mode.
 const IDLE_WORTH: i64 = 2000;
 const FULL_WORTH: u64 = 1000;
 
@@ -133,8 +134,8 @@ impl Class {
         let cells = || self.in_use.iter().chain(&self.free);
         let mut families = Families::NONE;
         for cell in cells() {
-            // A slice of a mode that the policy no longer allows has no family here. It is kept
-            // while in use.
+            // A slice of a mode that the policy no longer allows has no family here. The slice is
+            // kept while it is in use.
             families = self.family_of(cell).map_or(families, |family| families.with(family));
         }
         if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.at_most(one)) {
@@ -149,7 +150,7 @@ impl Class {
         Ok(())
     }
 
-    /// The best partition that serves all demands. `None` if there is none.
+    /// The best partition that serves all demands. `None` if no partition does.
     pub(crate) fn pack(&self, demands: &[Demand]) -> Option<Packed> {
         if self.stays(demands) {
             return Some(self.packed(self.free.clone(), demands));
@@ -188,7 +189,7 @@ impl Class {
         }
         let mut rest: Vec<(Cell, u32)> = self.free.iter().map(|cell| (*cell, cell.count)).collect();
         let mut sorted = demands.to_vec();
-        // Place the largest groups of shares first, each where the fewest shares are left.
+        // Place the largest groups of shares first, each where the fewest shares remain.
         sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
         sorted.iter().all(|demand| take(&mut rest, demand).is_some())
     }
@@ -259,7 +260,8 @@ impl Class {
         Some(vec![Cell { resource, kind: Kind::Shares, instance: None, count: free }])
     }
 
-    /// Memory in 1/n MiB, n being the number of shares, so that one share is a whole number.
+    /// Memory in 1/n MiB, where n is the number of shares. In this unit, the memory of one share is
+    /// a whole number.
     fn scaled_memory(&self, kind: Kind, count: u32) -> u128 {
         let units = u128::from(self.shares.map_or(1, |(_, units)| units));
         let one = match kind {
@@ -272,7 +274,7 @@ impl Class {
     fn repartition_mps(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
         let units = self.shares.map_or(1, |(_, units)| units);
         let mut room = (u128::from(self.memory)) * u128::from(units);
-        // Each slice may have a client, and the server limits the number of clients.
+        // Each slice may have a client, and the MPS server limits the number of clients.
         let mut clients = MAX_CLIENTS;
         let mut take = |kind: Kind, count: u32| -> Option<()> {
             room = room.checked_sub(self.scaled_memory(kind, count))?;
@@ -297,7 +299,8 @@ impl Class {
             return None;
         }
 
-        // Keep existing free slices that still fit: the smallest first, which keeps most of them.
+        // Keep existing free slices that still fit. The smallest come first, because then most
+        // slices are kept.
         let mut spare: Vec<Cell> = Vec::new();
         for cell in &self.free {
             let Kind::Sized(_) = cell.kind else { continue };
@@ -340,7 +343,7 @@ impl Class {
             let all = found.placed.iter().chain(&found.kept);
             return Some(all.filter_map(|&instance| self.free_cell(instance, &self.mig, Kind::Mig, 1)).collect());
         };
-        // Place shares on instances in use first, then on new ones, each with `units` shares.
+        // Place shares on instances in use first, then on new instances, each with `units` shares.
         let mut partly: Vec<(Cell, u32)> = self
             .free
             .iter()
@@ -368,7 +371,8 @@ impl Class {
         Some(stay.into_iter().chain(cells).collect())
     }
 
-    /// The slices of an instance that no pod uses: the existing ones, or those that it will have.
+    /// The slices of an instance that no pod uses: the existing slices, or the slices that will be
+    /// created.
     fn free_cell(&self, instance: Instance, named: &[(ResourceId, u8)], kind: Kind, count: u32) -> Option<Cell> {
         if let Some(cell) = self.free.iter().find(|cell| cell.instance == Some(instance)) {
             return Some(*cell);
@@ -377,7 +381,7 @@ impl Class {
         Some(Cell { resource: *resource, kind, instance: Some(instance), count })
     }
 
-    /// MIG instances with slices in use, and those without.
+    /// MIG instances with slices in use, and MIG instances without.
     fn instances(&self) -> (Vec<Instance>, Vec<Instance>) {
         let mut in_use: Vec<Instance> = self.in_use.iter().filter_map(|cell| cell.instance).collect();
         in_use.sort_unstable();
@@ -407,8 +411,8 @@ impl Class {
         (i64::try_from(worth).unwrap_or(i64::MAX), used)
     }
 
-    /// The remaining value, the total value, and the parts in use. The value falls faster than the
-    /// free memory.
+    /// The remaining value, the total value, and the parts in use. The value decreases faster than
+    /// the free memory.
     fn measure_partition(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Usage) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
@@ -441,7 +445,7 @@ impl Class {
     }
 
     /// The mask of the memory slices that pods use or will use, and the parts of the GPU that they
-    /// take.
+    /// occupy.
     fn taken_mig(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Usage) {
         let (in_use, _) = self.instances();
         let mut mask: Mask =
@@ -467,8 +471,8 @@ impl Class {
         (mask, used)
     }
 
-    /// The smallest part of this GPU that a demand takes, in 65,536ths, rounded down. `None` if
-    /// this GPU cannot serve the demand.
+    /// The smallest part of this GPU that a demand uses, in 65,536ths, rounded down. `None` if this
+    /// GPU cannot serve the demand.
     pub(crate) fn weight(&self, demand: &Demand) -> Option<Usage> {
         let whole = Usage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         let existing = self.free.iter().any(|cell| cell.resource == demand.resource);
@@ -488,8 +492,8 @@ impl Class {
                 let replicas = self.replicas.map_or(1, |(_, replicas)| replicas);
                 Some(both((u128::from(demand.units) << 16).checked_div(u128::from(replicas)).unwrap_or(0)))
             }
-            // A share may take no additional memory: its instance can already exist for another
-            // pod.
+            // A share may need no additional memory, because its instance can already exist for
+            // another pod.
             Some(Family::Mig) if demand.kind == Kind::Shares => Some(Usage::default()),
             Some(Family::Mig) => {
                 let (_, profile) = self.mig.iter().find(|(resource, _)| *resource == demand.resource)?;
@@ -500,8 +504,8 @@ impl Class {
     }
 }
 
-/// Takes a demand from the cell that then has the fewest slices left. Each cell in `rest` has its
-/// number of remaining slices. Returns the cell's index.
+/// Allocates a demand from the cell that then has the fewest remaining slices. `rest` contains each
+/// cell's number of remaining slices. Returns the index of the cell.
 fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     let fits = |(cell, left): &(Cell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));
@@ -511,7 +515,7 @@ fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     Some(at)
 }
 
-/// Sorts cells and joins equal ones.
+/// Sorts cells and merges equal cells.
 pub(crate) fn merge(cells: &mut Vec<Cell>) {
     cells.sort_unstable();
     cells.dedup_by(|next, first| {

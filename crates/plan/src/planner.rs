@@ -17,7 +17,7 @@ use crate::search::{Part, Score, search};
 use crate::snapshot::{Slice, Snapshot};
 use crate::states::{StateId, States};
 
-/// The partition of every GPU, and the place of every pod.
+/// The partition of every GPU, and the placement of every pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Plan {
@@ -47,7 +47,7 @@ pub struct GpuPlan {
     pub slices: Vec<Slice>,
 }
 
-/// The place of one pod.
+/// The placement of one pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Placement {
@@ -55,17 +55,17 @@ pub struct Placement {
     pub pod: String,
     /// Name of the node.
     pub node: String,
-    /// UUIDs of the GPUs that the pod gets slices of.
+    /// UUIDs of the GPUs on which the pod uses slices.
     pub gpus: Vec<String>,
-    /// The slices that the pod gets of each GPU.
+    /// The slices that the pod uses on each GPU.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub takes: Vec<Take>,
-    /// Why the pod is placed there.
+    /// Why the pod is placed on this node and these GPUs.
     #[serde(default)]
     pub reason: String,
 }
 
-/// Equal slices of one GPU that a pod gets.
+/// Equal slices of one GPU that a pod uses.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Take {
@@ -77,15 +77,15 @@ pub struct Take {
     pub count: u32,
 }
 
-/// A pod that no node can take.
+/// A pod that fits no node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Unplaced {
     /// Name of the pod.
     pub pod: String,
-    /// Why no node can take it, for the pod's owner.
+    /// Why the pod fits no node, for the pod's owner.
     pub reason: String,
-    /// Whether the pod's requests are not valid, so that it fits nowhere. Not part of the JSON.
+    /// Whether the pod's requests are invalid, so that it fits nowhere. Not part of the JSON.
     #[serde(skip)]
     pub malformed: bool,
 }
@@ -111,7 +111,7 @@ const MOVING_WORK_PER_POD: u64 = 300;
 /// afterwards.
 const SMALL_MOVING_WORK: u64 = 10_000;
 
-/// Plans the partition of each GPU and the place of each pending pod.
+/// Plans the partition of each GPU and the placement of each pending pod.
 ///
 /// The plan places as many pods of the highest priority as possible, then as many of the next
 /// priority. Slices in use are kept. A GPU is repartitioned only if a pod needs it.
@@ -159,8 +159,8 @@ struct Budget {
     each: u32,
 }
 
-/// Finds the candidate nodes of each group: those that could take one of its pods if no other pod
-/// were pending. Also finds the smallest part of a GPU that one of its pods takes.
+/// Finds the candidate nodes of each group: nodes on which one of its pods could run if no other
+/// pod were pending. Also finds the smallest part of a GPU that one of the pods uses.
 fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, empty: &Assignment) {
     let mut admitted: BTreeMap<_, Vec<u32>> = BTreeMap::new();
     let mut groups = std::mem::take(&mut model.groups);
@@ -196,7 +196,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
     }
 }
 
-/// The smallest part of a GPU that a demand takes, over all classes of GPUs.
+/// The smallest part of a GPU that a demand uses, over all classes of GPUs.
 fn least(states: &States, demand: &Demand) -> Usage {
     let parts = || states.classes().iter().filter_map(|class| class.weight(demand));
     Usage {
@@ -205,7 +205,7 @@ fn least(states: &States, demand: &Demand) -> Usage {
     }
 }
 
-/// The node that represents all nodes joined with this one.
+/// The node that represents all nodes joined with this node.
 fn leader_of(leader: &mut [u32], of: u32) -> u32 {
     let mut at = of;
     while let Some(&next) = leader.get(at as usize)
@@ -220,7 +220,7 @@ fn leader_of(leader: &mut [u32], of: u32) -> u32 {
 }
 
 /// Divides the cluster into parts with their groups. No pod can be placed in two parts. Nodes that
-/// no pod can use are in no part.
+/// no pod can use belong to no part.
 fn parts(model: &Model<'_>) -> Vec<Part> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {
@@ -294,7 +294,7 @@ fn solve(
     }
 }
 
-/// Assigns the places of equal pods in order of arrival.
+/// Assigns the locations of equal pods in order of arrival.
 fn first_come_first_served(model: &Model<'_>, assignment: &mut Assignment) {
     for group in &model.groups {
         let mut locations: Vec<Location> = group

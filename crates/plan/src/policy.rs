@@ -10,8 +10,8 @@ pub struct Policy {
     /// Number of time-sliced replicas of a GPU. `None` means no replicas.
     pub replicas: Option<u32>,
     /// Maximum number of steps of the exact search for each small part of the cluster. All parts
-    /// together get sixteen times as many. The limit is a number of steps and not a time, so that
-    /// the same input gives the same plan on every machine.
+    /// together may use sixteen times as many steps. The limit is a number of steps and not a time,
+    /// so that equal inputs produce equal plans on every machine.
     pub search_steps: u32,
 }
 

@@ -1,4 +1,4 @@
-//! Kubernetes quantities, in thousandths.
+//! Parses Kubernetes quantities, in thousandths.
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -13,7 +13,7 @@ pub struct Quantity {
     milli: Option<u64>,
 }
 
-/// Maximum length of a quantity in bytes. No Kubernetes object has a longer one.
+/// Maximum length of a quantity in bytes. No Kubernetes object has a longer quantity.
 const MAX_LENGTH: usize = 40;
 
 impl Quantity {
@@ -22,12 +22,12 @@ impl Quantity {
         Self { text: text.to_owned(), milli: parse(text) }
     }
 
-    /// A whole number.
+    /// Creates a quantity from a whole number.
     pub fn whole(count: u64) -> Self {
         Self { text: count.to_string(), milli: Some(count.saturating_mul(1000)) }
     }
 
-    /// An amount of memory in MiB.
+    /// Creates an amount of memory in MiB.
     pub fn mebibytes(mebibytes: u64) -> Self {
         Self::new(&format!("{mebibytes}Mi"))
     }
@@ -38,7 +38,7 @@ impl Quantity {
         self.milli
     }
 
-    /// The value, if it is a whole number.
+    /// The value as a whole number. `None` if it is not a whole number.
     pub fn count(&self) -> Option<u64> {
         self.milli.filter(|milli| milli % 1000 == 0).map(|milli| milli / 1000)
     }

@@ -50,7 +50,7 @@ pub struct NodeReport {
 /// Maximum number of reasons in one pod's explanation. Each reason covers one or more nodes.
 const MAX_REASONS: usize = 6;
 
-/// A finished plan and its input.
+/// A finished plan and its inputs.
 pub(crate) struct Cluster<'r, 'a> {
     pub(crate) model: &'r Model<'a>,
     pub(crate) snapshot: &'r Snapshot,
@@ -139,8 +139,8 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
         let reason = obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
-    // The reason that applies to most nodes comes first. If several are equal, that of the first
-    // node comes first.
+    // The reason that applies to most nodes comes first. Among equally frequent reasons, the reason
+    // of the first node comes first.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
     let shown = reasons.len().min(MAX_REASONS);
@@ -227,7 +227,7 @@ fn obstacle(
     competitors(cluster, group, index)
 }
 
-/// Names the pods that take the node's room. Without them, a pod of the group would fit.
+/// Names the pods that use the node's room. Without these pods, a pod of the group would fit.
 fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();

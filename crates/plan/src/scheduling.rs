@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::snapshot::{Node, NodeSelectorTerm, Operator, Pod, Requirement, Taint, Toleration};
 
-/// The part of a pod that decides which nodes it may run on. Pods with equal constraints are
+/// The properties of a pod that decide which nodes it may run on. Pods with equal constraints are
 /// checked once.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Constraints<'a> {
@@ -22,17 +22,17 @@ pub enum Refused {
     Affinity,
     /// The pod does not tolerate a taint of the node.
     Taint {
-        /// The taint's key.
+        /// Key of the taint.
         key: String,
-        /// The taint's value. It is often empty.
+        /// Value of the taint. Often empty.
         value: String,
     },
     /// The node is cordoned.
     Cordoned,
 }
 
-/// Taints that controllers add and remove without an administrator: node conditions, startup, and
-/// removal by an autoscaler. An entry that ends with `/` is a prefix.
+/// Taints that controllers add and remove without an administrator: for node conditions, during
+/// startup, and when an autoscaler removes a node. An entry that ends with `/` is a prefix.
 const PASSING_TAINTS: [&str; 11] = [
     "node.kubernetes.io/",
     "node.cloudprovider.kubernetes.io/",
@@ -49,8 +49,8 @@ const PASSING_TAINTS: [&str; 11] = [
 
 impl Refused {
     /// Whether the refusal can end without a change of the pod or a permanent change of the node.
-    /// This is true for a cordon and for taints that controllers add and remove. Labels and other
-    /// taints are permanent.
+    /// True for a cordon and for taints that controllers add and remove. Labels and other taints
+    /// are permanent.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Selector(_) | Self::Affinity => false,
@@ -82,7 +82,7 @@ pub fn admit(pod: &Pod, node: &Node) -> Result<(), Refused> {
     Constraints::of(pod).admit(node)
 }
 
-/// Why a pod may not run on a node, as a sentence. `None` if it may.
+/// Why a pod may not run on a node, as a sentence. `None` if the pod may run on the node.
 pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
     admit(pod, node).err().map(|refused| refused.to_string())
 }
@@ -103,8 +103,8 @@ impl<'a> Constraints<'a> {
         let cordoned = || (node.unschedulable && !self.tolerates(&cordon())).then_some(Refused::Cordoned);
         let tainted = |taint: &Taint| Refused::Taint { key: taint.key.clone(), value: taint.value.clone() };
         let taints: Vec<Refused> = self.untolerated(node).map(tainted).collect();
-        // Report permanent reasons first: a temporary one must not hide that the pod can never run
-        // there.
+        // Report permanent reasons first. A temporary reason must not hide that the pod can never
+        // run on the node.
         let lasting = taints.iter().find(|refused| !refused.may_pass()).cloned();
         lasting.or_else(cordoned).or_else(|| taints.into_iter().next()).map_or(Ok(()), Err)
     }

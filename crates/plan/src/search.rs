@@ -1,5 +1,5 @@
-//! Exact search for small parts of a cluster. It tries every assignment that can be better than the
-//! best known one.
+//! Searches small parts of a cluster exactly. The search tries every assignment that can be better
+//! than the best known assignment.
 //!
 //! The search is depth first over the pods, highest priority first. It skips a branch that cannot
 //! be better than the best known assignment, even if all remaining pods are placed. It also skips a
@@ -11,15 +11,15 @@ use crate::model::Model;
 use crate::partition::WHOLE_GPU;
 use crate::states::{StateId, States};
 
-/// How good an assignment is: pods placed by priority, highest first, then GPUs that are not
-/// repartitioned.
+/// How good an assignment is: the number of placed pods by priority, highest first, then the number
+/// of GPUs that are not repartitioned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Score {
     pub(crate) placed: Vec<u32>,
     pub(crate) unchanged: u32,
 }
 
-/// A part of the cluster. Every pod has all its candidate nodes in the same part.
+/// A part of the cluster. All candidate nodes of a pod are in the same part.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Part {
     pub(crate) nodes: Vec<u32>,
@@ -81,7 +81,7 @@ impl Part {
     }
 }
 
-/// Result of a search: an assignment that is better than the given one, if there is one.
+/// Result of a search: an assignment that is better than the given assignment, if one exists.
 pub(crate) struct Found {
     pub(crate) better: Option<(Score, Vec<(u32, Location)>)>,
     /// Number of steps used.
@@ -96,7 +96,7 @@ struct Search<'s, 'a> {
     nodes: &'s [u32],
     pods: Vec<u32>,
     level_of: Vec<usize>,
-    /// Number for each node of the part. Nodes with the same number are interchangeable.
+    /// A number for each node of the part. Nodes with equal numbers are interchangeable.
     alike: Vec<u32>,
     gpus: Vec<u32>,
     placed: Vec<u32>,
@@ -110,8 +110,8 @@ struct Search<'s, 'a> {
 /// Maximum number of ways to spread one pod's units over a node's GPUs.
 const MAX_SPREADS: usize = 24;
 
-/// Searches for an assignment better than `best`. `assignment` must not place any of the part's
-/// pods. On return, it still places none of them.
+/// Searches for an assignment better than `best`. `assignment` must not place any pod of the part.
+/// On return, it still places none of these pods.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
@@ -152,7 +152,7 @@ pub(crate) fn search(
     Found { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
-/// Gives the same number to interchangeable nodes: those with the same GPU states, the same free
+/// Assigns equal numbers to interchangeable nodes. Such nodes have equal GPU states, equal free
 /// resources, and the same candidate pods.
 fn alike(model: &Model<'_>, assignment: &Assignment, part: &Part) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
@@ -196,7 +196,7 @@ impl Search<'_, '_> {
         let same_group = |other: Option<&u32>| {
             other.is_some_and(|&other| self.model.group_of.get(other as usize).copied().flatten() == group)
         };
-        // If one of several equal pods is skipped, the later ones are skipped too.
+        // If one of several equal pods is skipped, the later pods of the group are skipped too.
         let forced = skipped && at.checked_sub(1).is_some_and(|before| same_group(self.pods.get(before)));
         if !forced {
             for location in self.options(pod) {
@@ -237,7 +237,7 @@ impl Search<'_, '_> {
             room.1 += u64::from(WHOLE_GPU.saturating_sub(summary.used.compute));
             unchanged += u32::from(!summary.changed);
         }
-        // Allow for the rounding down of each part.
+        // Compensate for the rounding down of each part.
         let slack = self.gpus.len() as u64 * 64;
         room = (room.0 + slack, room.1 + slack);
         let mut rest = at;
@@ -256,8 +256,8 @@ impl Search<'_, '_> {
             if most != best {
                 return most > best;
             }
-            // An assignment as good as the best known one takes at least this much room at this
-            // level.
+            // An assignment as good as the best known assignment uses at least this much room at
+            // this level.
             room.0 = room.0.saturating_sub(weights.0.iter().take(more).sum());
             room.1 = room.1.saturating_sub(weights.1.iter().take(more).sum());
         }
@@ -282,7 +282,8 @@ impl Search<'_, '_> {
         key
     }
 
-    /// All places for a pod, cheapest first. Includes only one of several interchangeable places.
+    /// All locations for a pod, cheapest first. Includes only one of several interchangeable
+    /// locations.
     fn options(&mut self, pod: u32) -> Vec<Location> {
         let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
         let model = self.model;
@@ -337,7 +338,7 @@ impl Search<'_, '_> {
                     next.push((states, chosen));
                 }
             }
-            // Ways that result in the same states count as one, no matter which GPU has which
+            // Ways that result in the same states count as one way, no matter which GPU has which
             // state.
             let canonical = |states: &[StateId]| {
                 let mut states = states.to_vec();

@@ -1,8 +1,8 @@
 //! The input of planning: the observed nodes, GPUs and slices, and the pending pods.
 //!
-//! The serde format is that of `cleave plan --snapshot` (`docs/explanation/planning.md`). Unknown
-//! fields are ignored. Omitted fields have neutral defaults. An invalid part does not make the
-//! snapshot unreadable: that part alone is excluded from the plan, with a reason.
+//! The serde format is the format of `cleave plan --snapshot` (`docs/explanation/planning.md`).
+//! Unknown fields are ignored. Omitted fields have neutral defaults. An invalid part does not make
+//! the snapshot unreadable: only this part is excluded from the plan, with a reason.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,7 @@ pub struct Snapshot {
     pub pods: Vec<Pod>,
 }
 
-/// One node.
+/// A node of the cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Node {
@@ -47,7 +47,7 @@ pub struct Node {
     pub left_out: Option<String>,
 }
 
-/// One GPU.
+/// A GPU of a node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Gpu {
@@ -63,23 +63,21 @@ pub struct Gpu {
     pub mode: Mode,
     /// Current slices. An empty list is a whole GPU.
     pub slices: Vec<Slice>,
-    /// MIG profiles and placements as NVML reports them. If they are omitted, the built-in ones for
-    /// the model are used.
+    /// MIG profiles and placements as NVML reports them. If they are omitted, the planner uses the
+    /// built-in profiles of the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profiles: Option<Vec<Profile>>,
-    /// Number of MPS shares of the GPU, 1 to 48. If it is omitted, [`Policy`](crate::Policy)
-    /// decides.
+    /// Number of MPS shares of the GPU, 1 to 48. If omitted, [`Policy`](crate::Policy) decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub units: Option<u32>,
-    /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them. True if it
-    /// is omitted.
+    /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them. True if
+    /// omitted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sizes: Option<bool>,
-    /// Number of time-sliced replicas of the GPU. If it is omitted, [`Policy`](crate::Policy)
-    /// decides.
+    /// Number of time-sliced replicas of the GPU. If omitted, [`Policy`](crate::Policy) decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
-    /// Another resource name for the shares or replicas.
+    /// Name of the resource of the shares or replicas, if it is not the default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<String>,
     /// Sharing inside each MIG instance.
@@ -99,7 +97,7 @@ pub struct Gpu {
 pub struct MigSharing {
     /// Number of MPS shares or time-sliced replicas of each instance, 1 to 48.
     pub units: u32,
-    /// Resource of the shares or replicas. If it is omitted, the resource is
+    /// Resource of the shares or replicas. If omitted, the resource is
     /// `nvidia.com/mig-<profile>.shared`, and instances are created as pods request them. Any other
     /// name does not identify a profile, so no instance is created for it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -113,7 +111,7 @@ pub struct Slice {
     /// First memory slice, for MIG instances and shares of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<u32>,
-    /// The extended resource that the slices are served as.
+    /// The extended resource of the slices.
     pub resource: String,
     /// Whether a running pod uses the slices.
     #[serde(default)]
@@ -122,7 +120,7 @@ pub struct Slice {
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub count: u32,
     /// Profile of the MIG instance to which the shares belong, if the resource's name does not
-    /// contain it.
+    /// contain the profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
     /// The pod that uses the slices, for messages.
@@ -152,19 +150,19 @@ pub struct Pod {
     pub name: String,
     /// Priority. Higher priorities are placed first.
     pub priority: i32,
-    /// Requests of the whole pod, summed up as the scheduler does: containers, init containers and
+    /// Requests of the whole pod, summed as the scheduler does: containers, init containers and
     /// overhead.
     pub requests: BTreeMap<String, Quantity>,
     /// Labels that the node must have.
     pub node_selector: BTreeMap<String, String>,
-    /// Required node affinity: the node must match one of these terms. Empty means no requirement.
+    /// Required node affinity. The node must match one of these terms. Empty means no requirement.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub affinity: Vec<NodeSelectorTerm>,
     /// Tolerations of the pod.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tolerations: Vec<Toleration>,
-    /// The pod's node in the last plan. The pod is placed there again unless another plan is
-    /// better, so that plans do not alternate between equally good ones.
+    /// The pod's node in the last plan. The pod is placed on this node again unless another plan is
+    /// better, so that plans do not alternate between equally good nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub planned_node: Option<String>,
 }
@@ -210,7 +208,7 @@ pub enum Operator {
     Gt,
     /// The label is an integer smaller than the value.
     Lt,
-    /// An operator that this version does not know. Nothing matches it.
+    /// An operator that this version does not support. Nothing matches it.
     #[serde(other)]
     Unknown,
 }

@@ -1,5 +1,5 @@
-//! The states that GPUs can be in while pods are placed. Each state is computed once for all equal
-//! GPUs.
+//! Computes the states that GPUs can be in while pods are placed. Each state is computed once for
+//! all equal GPUs.
 //!
 //! A state is a class of GPU with the demands placed on it. Thousands of GPUs share a few states,
 //! so placing one more demand is a look-up.
@@ -20,9 +20,9 @@ struct State {
     /// Demands on the GPU, sorted.
     demands: Vec<DemandId>,
     packed: Packed,
-    /// For each demand, the state with one more of it, if it was computed.
+    /// For each demand, the state with this demand added, if it was computed.
     next: Vec<Next>,
-    /// States with one demand less that were computed.
+    /// Computed states with one demand less.
     before: Vec<(DemandId, StateId)>,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct States {
     demands: Vec<Demand>,
     all: Vec<State>,
     known: BTreeMap<(ClassId, Vec<DemandId>), StateId>,
-    /// Number of look-ups. Searches are limited by it, because a time limit would make plans depend
+    /// Number of look-ups. Searches limit this number, because a time limit would make plans depend
     /// on the machine.
     pub(crate) work: u64,
 }
@@ -78,7 +78,7 @@ impl States {
         Some(id)
     }
 
-    /// The state with one more demand. `None` if the GPU cannot serve it in addition.
+    /// The state with one more demand. `None` if the GPU cannot serve the additional demand.
     pub(crate) fn with(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let at = state as usize;
@@ -96,8 +96,7 @@ impl States {
         next
     }
 
-    /// The state with one demand less. A GPU that can serve a set of demands can serve each part of
-    /// it.
+    /// The state with one demand less. A GPU that can serve a set of demands can serve each subset.
     pub(crate) fn without(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let now = self.all.get(state as usize)?;

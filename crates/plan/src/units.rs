@@ -1,4 +1,4 @@
-//! Types that keep units apart.
+//! Types that prevent mixing up units.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -18,7 +18,7 @@ pub struct Sms(pub u32);
 #[serde(try_from = "u8", into = "u8")]
 pub struct Percent(u8);
 
-/// A percentage outside 1 to 100.
+/// The error for a percentage outside 1 to 100.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0} is not a percentage from 1 to 100")]
 pub struct NotAPercent(u8);
@@ -27,12 +27,12 @@ impl Percent {
     /// The whole GPU.
     pub const FULL: Self = Self(100);
 
-    /// A percentage from 1 to 100.
+    /// Creates a percentage from 1 to 100.
     pub const fn new(value: u8) -> Result<Self, NotAPercent> {
         if value == 0 || value > 100 { Err(NotAPercent(value)) } else { Ok(Self(value)) }
     }
 
-    /// The percentage, 1 to 100.
+    /// Returns the percentage, 1 to 100.
     pub const fn get(self) -> u8 {
         self.0
     }

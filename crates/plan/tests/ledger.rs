@@ -1,5 +1,5 @@
-//! The ledger in a simulated cluster. Pods are created, bound, allocated and deleted in any order.
-//! The ledger is lost and rebuilt, devices shrink, and pods bypass the gate.
+//! Tests the ledger in a simulated cluster. Pods are created, bound, allocated and deleted in any
+//! order. The ledger is lost and rebuilt, devices shrink, and pods bypass the gate.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
@@ -32,9 +32,9 @@ enum Event {
     Crash,
     /// The capacity of a device changes. This event and those below break the ledger's assumptions.
     Resize { node: usize, device: usize, capacity: u32 },
-    /// A pod takes units without a reservation.
+    /// A pod uses units without a reservation.
     Bypass { node: usize, device: usize, units: u32 },
-    /// A node becomes unknown until units are allocated there again.
+    /// A node becomes unknown until units are allocated on it again.
     Forget { node: usize },
     /// A node is observed.
     Observe { node: usize },
@@ -86,7 +86,7 @@ struct Pod {
     nodes: Vec<String>,
     bound: Option<String>,
     served: bool,
-    /// The annotation written when the pod was released. It never changes.
+    /// The annotation written when the pod was released. The annotation never changes.
     noted: Noted,
 }
 
@@ -204,7 +204,7 @@ impl Simulation {
         let name = format!("p{}", self.count);
         self.count += 1;
         let fits = self.ledger.fit(&asks(sizes), NODES, most, &Tightest);
-        // The index finds the same place as the full search.
+        // The index finds the same placement as the full search.
         let asks = asks(sizes);
         let waiting = Waiting { pod: &name, priority: 0, asks: &asks };
         let found = self.ledger.fit_tightest(waiting, most, |node| NODES.contains(&node));
@@ -222,7 +222,7 @@ impl Simulation {
         self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
     }
 
-    /// Whether the sizes fit, by trying all assignments.
+    /// Whether the sizes fit, determined by trying all assignments.
     fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
         fn can(free: &mut [u32], sizes: &[u32]) -> bool {
             let Some((&size, rest)) = sizes.split_first() else { return true };
@@ -239,8 +239,8 @@ impl Simulation {
         self.known.contains_key(node) && can(&mut free, sizes)
     }
 
-    /// Allocates like the agent: on one device, it prefers a reservation of exactly this size, and
-    /// it counts its own allocations.
+    /// Allocates like the agent. On one device, the agent prefers a reservation of exactly this
+    /// size, and it counts its own allocations.
     fn allocate(&mut self, name: &str, number: usize) {
         let pod = self.pods[name].clone();
         let node = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()).unwrap();
@@ -338,10 +338,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     /// Invariants after any events:
-    /// - No device has more units reserved than are free.
+    /// - No device has more reserved units than free units.
     /// - No released pod loses its claim.
-    /// - A fit is found exactly if one exists.
-    /// - A rebuilt ledger equals the lost one unless a pod is short.
+    /// - A fit is found if and only if one exists.
+    /// - A rebuilt ledger equals the lost ledger unless a pod is short.
     #[test]
     fn the_ledger_never_overcommits_and_keeps_every_claim(events in prop::collection::vec(hostile(), 0..80)) {
         let mut simulation = Simulation::new();
@@ -351,9 +351,9 @@ proptest! {
         }
     }
 
-    /// If no pod bypasses the gate and no device shrinks, every released pod is allocated its
-    /// units. The order of events, the choice among equal devices and restarts of the operator do
-    /// not matter.
+    /// If no pod bypasses the gate and no device shrinks, the kubelet allocates all units of every
+    /// released pod. The order of events, the choice among equal devices and restarts of the
+    /// operator do not matter.
     #[test]
     fn released_pods_are_always_allocated_their_units(events in prop::collection::vec(orderly(), 0..120)) {
         let mut simulation = Simulation::new();

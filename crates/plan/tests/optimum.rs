@@ -1,7 +1,7 @@
 //! Compares the planner with an exact solver on small random clusters of A100s.
 //!
 //! The solver shares no code with the planner. It tries every set of pods on every node, with the
-//! placements of NVIDIA's guide listed here.
+//! placements of NVIDIA's guide listed in this file.
 #![allow(clippy::expect_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
@@ -39,7 +39,7 @@ impl Numbers {
     }
 }
 
-/// The variations of a test run.
+/// The variations of one series of random tests.
 #[derive(Clone, Copy)]
 struct Campaign {
     priorities: u32,
@@ -125,7 +125,7 @@ fn instance(seed: u64, campaign: Campaign) -> Snapshot {
     Snapshot { nodes, pods: pods.collect() }
 }
 
-/// Whether these slices fit beside those in use, by trying every placement.
+/// Whether these slices fit beside the slices in use, determined by trying every placement.
 fn fits(taken: &mut [u32], wanted: &[usize]) -> bool {
     let Some((&profile, rest)) = wanted.split_first() else { return true };
     let (_, size, places) = PROFILES[profile];
@@ -182,7 +182,7 @@ fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
             continue;
         }
         let mut wanted: Vec<usize> = members().flat_map(|pod| wanted_by[pod].iter().copied()).collect();
-        // Large ones first, because they fail early.
+        // Place large slices first, because they fail early.
         wanted.sort_unstable_by(|a, b| b.cmp(a));
         let total: u32 = wanted.iter().map(|&profile| PROFILES[profile].1).sum();
         table[set] =

@@ -1,4 +1,4 @@
-//! Preemption by examples, and compared with all sets of victims.
+//! Tests preemption by examples, and compares it with all sets of victims.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::cmp::Reverse;
@@ -25,7 +25,8 @@ fn allocation(pod: &str, device: &str, size: u32) -> Allocation {
     Allocation { pod: pod.to_owned(), resource: R.to_owned(), device: device.to_owned(), units: units(size) }
 }
 
-/// Devices of ten units with these names, and the units of them that are allocated to pods.
+/// A node with devices of ten units with these names. `held` lists the units that are allocated to
+/// pods.
 fn node(devices: &[&str], held: &[(&str, &str, u32)]) -> NodeFacts {
     let used = |device: &str| held.iter().filter(|held| held.1 == device).map(|held| held.2).sum();
     let device = |&device: &&str| DeviceFacts {
@@ -70,8 +71,8 @@ fn names(pods: &[&str]) -> Vec<String> {
 
 #[test]
 fn victims_are_on_one_device() {
-    // By the sum of the node's units, a1 and b1 would be enough and have the lowest priorities. But
-    // they free 5 and 1 units on two devices.
+    // By the sum of the node's units, `a1` and `b1` would suffice and have the lowest priorities.
+    // But they free 5 and 1 units on two devices.
     let facts = node(&["a", "b"], &[("a1", "a", 4), ("a2", "a", 5), ("b1", "b", 3), ("b2", "b", 6)]);
     let known = [("a1", holder(1)), ("a2", holder(2)), ("b1", holder(1)), ("b2", holder(2))];
     assert_eq!(victims(facts.clone(), &[5], &known), Some(names(&["a1"])));
@@ -217,7 +218,8 @@ fn reserved_units_are_not_room() {
     ledger.reserve("low", &fits, Moment(9)).unwrap();
     assert_eq!(preempt(&ledger, &[7], &[("v", holder(1))]), None);
     assert_eq!(preempt(&ledger, &[6], &[("v", holder(1))]).unwrap().victims, ["v"]);
-    // More units are claimed than exist, so units that become free go to the claims first.
+    // More units are claimed than exist, so units that become free are reserved for the claims
+    // first.
     ledger.bind("around", "n", &asks(&[3]));
     assert!(!ledger.short("n").is_empty());
     assert_eq!(preempt(&ledger, &[1], &[("v", holder(1))]), None);
@@ -291,7 +293,7 @@ fn two_preemptors_do_not_use_the_same_room() {
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["v"], "a pod that is gone keeps nothing");
 }
 
-// Property tests follow.
+// The property tests begin here.
 
 const NODES: [&str; 2] = ["m", "n"];
 const DEVICES: [&str; 3] = ["a", "b", "c"];
@@ -326,7 +328,7 @@ fn facts() -> impl Strategy<Value = NodeFacts> {
             facts.allocations.push(Allocation { pod: format!("h{pod}"), resource, device: device.to_owned(), units });
         }
         for ((resource, device), (capacity, others)) in capacity {
-            // Pods that the node does not report can have units too, even more than exist.
+            // Pods that the node does not report can also have units, even more than exist.
             let used = sum(&facts.allocations, &resource, device) + others;
             facts.devices.push(DeviceFacts { device: device.to_owned(), resource, capacity, used });
         }
@@ -349,7 +351,7 @@ fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
         .prop_map(|asks| asks.into_iter().map(|(resource, size)| Ask { resource, units: units(size) }).collect());
     (facts(), facts(), holders, prop::collection::vec(1_u32..3, 0..3), asks, 0_i32..5).prop_map(
         |(m, n, mut holders, reserved, asks, priority)| {
-            // A pod is on one node.
+            // A pod is on only one node.
             let (mut m, mut n) = (m, n);
             for held in &mut m.allocations {
                 held.pod.push_str("@m");
@@ -388,7 +390,7 @@ impl PreemptionCase {
         ledger.preempt(waiting("p", self.priority, &self.asks), NODES, &self.holders)
     }
 
-    /// Free units of a node after these pods and the terminating ones have ended.
+    /// Free units of a node after these pods and the terminating pods have ended.
     fn rooms(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> Rooms {
         let facts = &self.nodes[node];
         let leaves = |held: &&Allocation| {
@@ -469,8 +471,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
     /// For each way to place the asks, the victims equal the best set of all subsets, and the
-    /// chosen way has the lowest cost. The victims make room, each of them is needed, and all have
-    /// a lower priority.
+    /// chosen way has the lowest cost. The victims make room, each victim is needed, and all
+    /// victims have a lower priority.
     #[test]
     fn victims_are_needed_and_no_other_choice_is_cheaper(case in preemption_case()) {
         let ledger = case.ledger();
@@ -526,8 +528,8 @@ proptest! {
         }
     }
 
-    /// The result does not depend on the order of the facts or of the nodes. When the victims are
-    /// terminating, calling it again returns no further victim, so callers need not remember them.
+    /// The result does not depend on the order of the facts or of the nodes. While the victims
+    /// terminate, another call returns no further victim, so callers need not store the victims.
     #[test]
     fn the_result_does_not_depend_on_order(case in preemption_case(), turn in 0_usize..6) {
         let ledger = case.ledger();
@@ -550,8 +552,8 @@ proptest! {
         prop_assert!(again.as_ref().is_some_and(|again| again.victims.is_empty()), "{:?}, then {:?}", found, again);
     }
 
-    /// The preemptor gets the room, whatever pods of the same or lower priority arrive while its
-    /// victims terminate one by one.
+    /// The preemptor receives the nominated units, whatever pods of the same or lower priority
+    /// arrive while its victims terminate one by one.
     #[test]
     fn nominated_room_goes_to_its_pod(
         case in preemption_case(),

@@ -1,4 +1,4 @@
-//! Properties of every plan, on random snapshots with valid and with invalid parts.
+//! Tests properties of every plan, on random snapshots with valid and invalid parts.
 #![allow(clippy::expect_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
@@ -63,7 +63,7 @@ fn slice() -> impl Strategy<Value = Slice> {
     })
 }
 
-/// Slices that a GPU can have: those of a plan for these requests, some of them in use.
+/// Slices that a GPU can have: the slices of a plan for these requests, some of them in use.
 fn possible_slices(gpu: &Gpu, asked: &[String], taken: &[bool]) -> Vec<Slice> {
     let pods = asked.iter().enumerate().map(|(at, resource)| Pod {
         name: format!("p{at}"),
@@ -216,8 +216,8 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
                     .map(|one| one.count)
                     .sum()
             };
-            // A share of a MIG instance comes from the instance with the fewest free shares that
-            // suffice, as in an allocator.
+            // A share of a MIG instance is allocated from the instance with the fewest free shares
+            // that suffice, as in an allocator.
             let shares = take.resource.ends_with("shared");
             let place = gpu
                 .slices
@@ -265,8 +265,8 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
 fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
     for waiting in &plan.unplaced {
         let pod = snapshot.pods.iter().find(|pod| pod.name == waiting.pod)?;
-        // Check only pods without node constraints, with one kind of slice that is not a share, on
-        // nodes with enough other resources.
+        // Check only pods without node constraints and with one kind of slice that is not a share,
+        // on nodes with enough other resources.
         let of_gpus: Vec<_> = pod.requests.iter().filter(|(name, _)| name.starts_with("nvidia.com/")).collect();
         let [(resource, count)] = of_gpus.as_slice() else { continue };
         let plain = (resource.contains("mig-") && !resource.ends_with("shared")) || resource.ends_with("gb");

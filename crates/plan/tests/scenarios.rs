@@ -1,7 +1,7 @@
-//! Scenario files with their expectations, and the committed text of each plan.
+//! Tests scenario files with their expectations, and the committed text of each plan.
 //!
 //! The `expect` of each file states the placed pods and the number of repartitioned GPUs, which
-//! must not change. A change of a committed text shows the effect of a change of the planner.
+//! must not change. A difference in a committed text shows the effect of a change of the planner.
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;

@@ -9,8 +9,8 @@ use anyhow::{Context as _, Result, bail};
 const START_MARKER: &str = "<!-- generated: ";
 const END_MARKER: &str = "<!-- end of generated -->\n";
 
-/// Replaces each generated part of a page by what `content` returns for its name. Fails if the page
-/// lacks one of `required`.
+/// Replaces each generated part of a page with the result of `content` for the part's name. Fails
+/// if the page lacks one of `required`.
 pub(crate) fn fill(page: &str, required: &[String], content: impl Fn(&str) -> Result<String>) -> Result<String> {
     let mut out = String::with_capacity(page.len());
     let mut rest = page;

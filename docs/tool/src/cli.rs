@@ -7,8 +7,8 @@ use clap::{Arg, Args as _, Command, Subcommand as _};
 use crate::blocks::{fill, table};
 use crate::text::wrap;
 
-/// All programs with their commands. The log options, which all servers have, are described by hand
-/// on the page.
+/// All programs with their commands. The log options, which all servers have, are not generated:
+/// the page describes them.
 fn programs() -> Vec<Command> {
     // The arguments of a server may set their own name and purpose.
     let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
@@ -114,7 +114,7 @@ fn form(arg: &Arg) -> String {
     format!("{short}{long}{value}")
 }
 
-/// Returns a text with a full stop.
+/// Returns a text that ends with a full stop.
 fn sentence(text: &str) -> String {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     if text.is_empty() || text.ends_with(['.', ':']) { text } else { text + "." }
@@ -123,7 +123,7 @@ fn sentence(text: &str) -> String {
 /// Describes an argument: its help, choices, default and environment variable.
 fn meaning(arg: &Arg) -> String {
     let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-    // Help that states its own default has it in brackets, as clap formats it.
+    // If the help states a default, clap's format has it in brackets.
     let help = help.trim_end_matches(']').replace(" [default: ", ". Default: ");
     let mut out = sentence(&help).replace('<', "\\<");
     let quoted = |names: Vec<String>| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");

@@ -66,8 +66,8 @@ impl Page {
     /// Writes a section for an object, and one for each object in it.
     fn object(&mut self, path: &str, level: usize, schema: &Value) {
         let Some(properties) = schema.get("properties").and_then(Value::as_object) else { return };
-        // Record the fields that get sections before the sections are written: of equal objects,
-        // the outermost is described.
+        // Record the fields with a section before the sections are written: of equal objects, the
+        // outermost is described.
         let mut described = Vec::new();
         for (name, field) in properties {
             let inner = inner(field);

@@ -10,7 +10,7 @@
 //! arrow NAME <-> NAME Text
 //! ```
 //!
-//! The picture has a background of its own, so that it is legible on light and dark pages.
+//! The picture has a background, so that it is legible on light and dark pages.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail, ensure};

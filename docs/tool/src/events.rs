@@ -1,4 +1,5 @@
-//! Generates the tables of reasons for Events and conditions. Checks that the code uses no others.
+//! Generates the tables of reasons for Events and conditions. Checks that the code uses no other
+//! reason.
 use std::collections::BTreeSet;
 use std::path::Path;
 

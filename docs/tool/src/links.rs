@@ -1,4 +1,4 @@
-//! Checks the built site: the target of every relative link exists, and so does every anchor.
+//! Checks the built site: the target and the anchor of every relative link must exist.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
@@ -6,10 +6,11 @@ use anyhow::{Context as _, Result};
 
 use crate::file::read;
 
-/// Pages that mdBook combines from others. Their links are relative to the other pages.
+/// Pages that mdBook combines from other pages. Links on a combined page are relative to the
+/// original pages.
 const COMBINED_PAGES: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
-/// A page: the ids of its elements, and the targets of its links.
+/// A page: the IDs of its elements, and the targets of its links.
 #[derive(Debug, Default)]
 struct Page {
     ids: BTreeSet<String>,
@@ -55,7 +56,7 @@ fn walk(folder: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Reads the ids and links of a page.
+/// Reads the IDs and links of a page.
 fn parse(html: &str) -> Page {
     let attributes = |name: &str| {
         let opening = format!(" {name}=\"");

@@ -1,7 +1,6 @@
 //! Generates the tables of metrics from the calls that register them.
 //!
-//! It reads the sources, because a registry without samples contains neither labels nor empty
-//! metrics.
+//! Parses the sources: a registry without samples contains neither labels nor empty metrics.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -12,7 +11,7 @@ use syn::{Expr, ExprMethodCall, File, GenericArgument, Item, Lit, Local, Pat, Pa
 use crate::blocks::{fill, table};
 use crate::file::read;
 
-/// Where metrics are registered.
+/// Source files that register metrics.
 const SOURCES: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
 /// Prefix of metrics that are registered without one.
 const PROCESS_PREFIX: &str = "process";
@@ -145,7 +144,7 @@ impl Visit<'_> for Prefixes {
     }
 }
 
-/// The prefix of `all.sub_registry_with_prefix(prefix)`.
+/// Returns the prefix in `all.sub_registry_with_prefix(prefix)`.
 fn prefix(expr: &Expr) -> Option<String> {
     match expr {
         Expr::MethodCall(call) if call.method == "sub_registry_with_prefix" => string(call.args.first()?),
@@ -153,7 +152,7 @@ fn prefix(expr: &Expr) -> Option<String> {
     }
 }
 
-/// A literal string.
+/// Returns the value of a string literal.
 fn string(expr: &Expr) -> Option<String> {
     match expr {
         Expr::Lit(literal) => match &literal.lit {
@@ -168,7 +167,7 @@ fn variable(expr: &Expr) -> Option<String> {
     if let Expr::Path(path) = expr { path.path.get_ident().map(ToString::to_string) } else { None }
 }
 
-/// The field of `self.field.clone()`.
+/// Returns the name of the field in `self.field.clone()`.
 fn field(expr: &Expr) -> Option<String> {
     let Expr::MethodCall(call) = expr else { return None };
     let Expr::Field(field) = &*call.receiver else { return None };

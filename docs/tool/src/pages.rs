@@ -11,7 +11,7 @@ use crate::text::COLUMNS;
 
 /// Folders with pages of the site.
 const PAGE_FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
-/// Folders whose pages state for each block of commands how it is tested.
+/// Folders with pages that state for each block of commands how it is tested.
 const FOLDERS_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside these folders.
 const OTHER_PAGES: [&str; 6] =

@@ -30,7 +30,7 @@ const (
 // unit is a set of programs that one go build produces, kept in one folder of the cache.
 type unit struct {
 	name     string
-	dir      string // of the Go module, relative to e2e/cluster
+	dir      string // folder of the Go module, relative to e2e/cluster
 	packages []string
 	links    map[string]string // additional name → program
 	ldflags  string
@@ -181,8 +181,8 @@ func buildAll(ctx context.Context, progress *progress) (binaries, error) {
 	return built, nil
 }
 
-// ensure builds the unit into dir if dir does not exist. An existing dir is always complete,
-// because the unit is built in a folder beside it that is then renamed.
+// ensure builds the unit into dir if dir does not exist. An existing dir is always complete: ensure
+// builds into a folder beside dir and then renames that folder.
 func (u unit) ensure(ctx context.Context, source, dir string, progress *progress) error {
 	if _, err := os.Stat(dir); err == nil {
 		return nil

@@ -19,7 +19,7 @@ import (
 // and hybrid machines have both.
 type hierarchy struct {
 	mount string // mount point
-	// Mount options for mounting it again.
+	// Options with which a node mounts the hierarchy again.
 	data    string
 	unified bool
 	// Controllers of version 1, or nil for a named hierarchy.
@@ -73,7 +73,7 @@ func hierarchies() ([]hierarchy, error) {
 	return found, nil
 }
 
-// pureUnified reports whether version 2 has the controllers. Then a node's cgroup cannot contain
+// pureUnified reports whether version 2 has all controllers. If so, a node's cgroup cannot contain
 // processes, because the kubelet passes controllers to its children.
 func pureUnified(all []hierarchy) bool { return len(all) == 1 && all[0].unified }
 
@@ -98,8 +98,8 @@ func makeCgroupIn(all []hierarchy, path string) error {
 	for _, h := range all {
 		dir := h.mount
 		for depth, part := range strings.Split(strings.Trim(path, "/"), "/") {
-			// Do not enable them in the node's own cgroup (the second level): its first process could then
-			// not join it. The kubelet enables the controllers there.
+			// Do not enable controllers in the node's own cgroup (the second level): its first
+			// process could then not join the cgroup. The kubelet enables them there.
 			if pureUnified(all) && depth < 2 {
 				if err := enableControllers(dir); err != nil {
 					return err
@@ -173,7 +173,7 @@ func cgroupDirs(path string) ([]string, error) {
 	return dirs, nil
 }
 
-// cgroupProcesses returns the process ids in a cgroup and its descendants.
+// cgroupProcesses returns the process IDs in a cgroup and its descendants.
 func cgroupProcesses(path string) ([]int, error) {
 	dirs, err := cgroupDirs(path)
 	if err != nil {

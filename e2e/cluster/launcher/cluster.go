@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// layoutVersion increases when this launcher cannot use the clusters of earlier ones. up then
-// replaces them.
+// layoutVersion increases when this launcher cannot use clusters of earlier launchers. up then
+// replaces such clusters.
 const layoutVersion = 1
 
 // clusterState is the stored state of a cluster.
@@ -126,7 +126,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		// There is no cluster, or only the remains of an interrupted up or down.
+		// No cluster exists, or only the remains of an interrupted up or down.
 		if err := c.sweep(ctx); err != nil {
 			return err
 		}
@@ -231,7 +231,7 @@ func (c *cluster) makePrograms() error {
 	}
 	for name, script := range map[string]string{
 		"cluster": fmt.Sprintf("#!/bin/sh\n%sexec %s \"$@\"\n", &environment, this),
-		// Runs the first node's containerd, or that of the node in CTR_NODE.
+		// Runs ctr on the first node, or on the node in CTR_NODE.
 		"ctr": fmt.Sprintf("#!/bin/sh\nexec %s exec-node \"${CTR_NODE:-node1}\" ctr \"$@\"\n", this),
 	} {
 		if err := writeFile(filepath.Join(c.layout.binDir(), name), []byte(script), 0o755); err != nil {

@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// The kinds of components. Those of the control plane run once on the machine, the others on each
-// node.
+// The kinds of components. The control plane's components run once on the machine, the others on
+// each node.
 const (
 	kindEtcd              = "etcd"
 	kindAPIServer         = "apiserver"
@@ -103,9 +103,9 @@ func (l layout) argv(c component, built binaries) []string {
 		return []string{
 			kube("etcd"), "--name=" + l.name, "--data-dir=" + l.dir + "/etcd",
 			"--listen-client-urls=" + url, "--advertise-client-urls=" + url,
-			// Any port works, because there are no peers.
+			// Any port works, because etcd has no peers.
 			"--listen-peer-urls=http://127.0.0.1:0",
-			// The data may be lost in a power cut.
+			// A power cut may destroy the data.
 			"--unsafe-no-fsync",
 			"--log-level=warn",
 		}
@@ -127,8 +127,8 @@ func (l layout) argv(c component, built binaries) []string {
 			"--kubelet-certificate-authority=" + l.pki("ca.crt"), "--kubelet-preferred-address-types=InternalIP",
 			// No kube-proxy runs on the machine, so webhooks are called at their pods' addresses.
 			"--enable-aggregator-routing=true",
-			// After SIGTERM the server closes open watches. Without this flag it first waits a minute for
-			// their end.
+			// After SIGTERM the server closes open watches. Without this flag it would first wait a
+			// minute for the watches to end.
 			"--shutdown-watch-termination-grace-period=5s",
 		}
 	case kindControllerManager:

@@ -117,8 +117,8 @@ func (l layout) marker() string { return markerVariable + "=" + l.dir }
 
 func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", hostAddress, apiPort) }
 
-// shellEnv returns shell code to use the cluster. Helm's folders are in the cluster's, so that Helm
-// does not use the user's.
+// shellEnv returns shell code to use the cluster. Helm's folders are below the cluster's folder, so
+// that Helm does not use the user's settings.
 func (l layout) shellEnv() string {
 	helm := filepath.Join(l.dir, "helm")
 	var lines strings.Builder

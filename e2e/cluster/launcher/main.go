@@ -79,7 +79,7 @@ func newCommand() *cobra.Command {
 		}
 		return &cluster{layout: l, progress: newProgress(os.Stderr)}, nil
 	}
-	// with opens the cluster for a command. With locked set, no other command can change the
+	// with opens the cluster for a command. If locked is set, no other command can change the
 	// cluster while this one runs.
 	with := func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error {
 		return func(command *cobra.Command, args []string) error {

@@ -81,7 +81,7 @@ func nodeInit(spec nodeInitSpec) error {
 	return nil
 }
 
-// sysctls are settings of the machine that a kubelet writes. Nodes get regular files instead, so
+// sysctls are settings of the machine that a kubelet writes. A node has regular files instead, so
 // that the machine's settings do not change.
 var sysctls = []string{
 	"vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops",

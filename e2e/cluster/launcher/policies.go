@@ -21,8 +21,8 @@ import (
 )
 
 // This file contains the component that enforces IPv4 NetworkPolicies in the packet filter of each
-// node. The component polls every second instead of watching, so a new pod may be open for a
-// second.
+// node. The component polls every second instead of watching, so a new pod may accept all traffic
+// for a second.
 
 const (
 	policiesPort   = 10258
@@ -235,7 +235,7 @@ func (w policyInputs) chains(node string) (map[string][]string, error) {
 			if isolated {
 				chain := fmt.Sprintf("%s-%s-%s", policiesChain, direction.name[:1], strings.ReplaceAll(pod.Status.PodIP, ".", "-"))
 				chains[policiesChain] = append(chains[policiesChain], fmt.Sprintf("%s %s/32 -j %s", direction.mine, pod.Status.PodIP, chain))
-				// REJECT answers, so that the sender does not wait.
+				// REJECT sends an answer, so that the sender does not wait.
 				chains[chain] = append(allowed, "-j REJECT")
 			}
 		}
@@ -296,7 +296,7 @@ func (a *api) readPolicyInputs(ctx context.Context) (policyInputs, error) {
 	return world, nil
 }
 
-// enforce runs the component.
+// enforce runs the component until ctx ends.
 func (c *cluster) enforce(ctx context.Context) error {
 	api, err := newAPI(c.layout)
 	if err != nil {
@@ -335,7 +335,7 @@ func (c *cluster) enforce(ctx context.Context) error {
 			for _, n := range nodes {
 				holder, alive, err := c.process(component{kindNode, n.Name})
 				if err != nil || !alive {
-					continue // there is no pod to protect
+					continue // the node runs no pod
 				}
 				before := enforced[n.Name]
 				if before.holder != holder {

@@ -81,7 +81,7 @@ func eventually(t *testing.T, want string, argv ...string) {
 	t.Fatalf("%s: timed out waiting for %q; last result %v\n%s\n%s", strings.Join(argv, " "), want, last.err, last.stdout, last.stderr)
 }
 
-// pids returns the process ids of the running components.
+// pids returns the process IDs of the running components.
 func pids(t *testing.T) map[string]string {
 	t.Helper()
 	found := make(map[string]string)
@@ -264,7 +264,7 @@ func testCDI(t *testing.T) {
 			t.Errorf("%s: a container with the device has %q", dir, got)
 		}
 	}
-	// The kubelet's part of containerd has the same configuration.
+	// The kubelet's interface of containerd has the same configuration.
 	config := cluster(t, "exec-node", "node1", "containerd", "--config", "/etc/containerd/config.toml", "config", "dump")
 	if !strings.Contains(config, "cdi_spec_dirs = ['/etc/cdi', '/var/run/cdi']") {
 		t.Errorf("containerd's configuration:\n%s", config)
@@ -304,7 +304,7 @@ func testSecondNode(t *testing.T) {
 		url := "http://" + target + "/"
 		eventually(t, "served", kubectlArgv("exec", "one", "--", "client", url)...)
 		eventually(t, "served", client, url) // from the machine
-		// Also from a node itself, like a pod of the node's network.
+		// Query from the node itself too, like a pod of the host network.
 		must(t, "cp", client, state+"/nodes/node1/host/tmp/client")
 		eventually(t, "served", clusterArgv("exec-node", "node1", "/tmp/client", url)...)
 	}

@@ -12,12 +12,12 @@ use crate::{Seen, Target, guard};
 /// Maximum number of samples kept in addition to the initial ones.
 const MAX_KEPT_SAMPLES: usize = 200;
 
-/// When a run ends.
+/// The limit of a run.
 #[derive(Debug, Clone, Copy)]
 pub enum Budget {
-    /// After this many inputs, which depend only on the seed.
+    /// Ends the run after this many inputs. The inputs depend only on the seed.
     Inputs(u64),
-    /// After this time.
+    /// Ends the run after this time.
     Time(Duration),
 }
 
@@ -76,8 +76,8 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
         progress.count(guard::run(target, sample));
     }
     let first = samples.len();
-    // Seeded with the target's name too, so that its inputs do not depend on which other targets
-    // run.
+    // The seed also depends on the target's name, so that a target's inputs do not depend on the
+    // other targets of the run.
     let mut rng = Rng::with_seed(target.name.bytes().fold(seed, |seed, byte| seed.rotate_left(5) ^ u64::from(byte)));
     loop {
         let done = match budget {
@@ -94,8 +94,8 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
         };
         let seen = guard::run(target, &input);
         progress.count(seen);
-        // Valid inputs become samples, so that mutations accumulate. Long inputs do not: they are
-        // slow.
+        // Some valid inputs become samples, so that mutations accumulate. Long inputs are slow and
+        // do not.
         if seen == Seen::Read && rng.u8(..8) == 0 && input.len() < 8192 {
             if samples.len() < first + MAX_KEPT_SAMPLES {
                 samples.push(input);

@@ -112,10 +112,10 @@ fn watch() {
                 .collect()
             };
             if !failures.is_empty() {
-                // Do not use a print macro: a test captures its output until the test ends, and
-                // this process exits before.
+                // Do not use a print macro: a test captures the macro's output until the test ends,
+                // and this process exits earlier.
                 let _ = writeln!(io::stderr(), "{}", failures.join("\n"));
-                // Exit, because another thread cannot be stopped.
+                // Exit the process, because no thread can stop another one.
                 std::process::exit(101);
             }
         }

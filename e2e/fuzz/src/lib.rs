@@ -34,7 +34,7 @@ pub enum Seen {
     Refused,
 }
 
-/// A function that reads bytes from others, and how to test it.
+/// A function that reads bytes from others, with samples and settings for its test.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
     /// Name of the target and of its folder in the corpus.

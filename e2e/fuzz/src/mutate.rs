@@ -61,7 +61,7 @@ const NUMBERS: &[&str] = &[
 const LARGEST_NUMBERS: &[&str] =
     &["4294967295", "9223372036854775807", "18446744073709551615", "9223372036854775806", "1e308"];
 
-/// Texts that are special in many formats.
+/// Texts with a special meaning in many formats.
 const SPECIAL_TEXTS: &[&str] = &[
     "", " ", "\0", "\n", ",", "=", ":", "::", "/", "../", ".", "-", "_", "+", "%", "\"", "\\", "{}", "[]", "[[[[[[[[",
     "\u{fffd}", "\u{202e}", "ä", "🦀", "NaN", "inf", "null", "true",
@@ -90,7 +90,7 @@ pub fn mutated(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &
     input
 }
 
-/// Picks an element; `None` if there is none.
+/// Picks a random element; `None` if the slice is empty.
 fn pick<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
     rng.choice(from)
 }

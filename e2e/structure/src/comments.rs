@@ -42,8 +42,8 @@ pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     }
 }
 
-/// Whether the line is a comment that can be wrapped. A directive, a row of a table or an address
-/// cannot be.
+/// Whether the line is a comment that can be wrapped. Directives, table rows and addresses cannot
+/// be wrapped.
 fn is_prose(line: &str, marker: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
     if marker == SLASH_MARKER && comment.starts_with("go:") {

@@ -1,5 +1,5 @@
 //! Reads the repository: its Rust files, the crates they belong to, and other files with comments.
-//! The only I/O of this crate.
+//! No other module of this crate does I/O.
 use std::fs;
 use std::path::Path;
 
@@ -68,8 +68,8 @@ pub fn read(root: &Path) -> Result<Sources> {
     Ok(sources)
 }
 
-/// Calls `visit` with each file's path in the repository and its path here. `prefix` is the path of
-/// `directory` in the repository: empty, or ending in `/`. Symbolic links are not followed.
+/// Calls `visit` with the path of each file in the repository and on this machine. `prefix` is the
+/// path of `directory` in the repository: empty, or ending in `/`. Symbolic links are not followed.
 fn walk(directory: &Path, prefix: &str, visit: &mut impl FnMut(String, &Path) -> Result<()>) -> Result<()> {
     let failed = || format!("failed to read {}", directory.display());
     for entry in fs::read_dir(directory).with_context(failed)? {

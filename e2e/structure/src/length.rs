@@ -10,7 +10,7 @@ use crate::parse::Parsed;
 const MAX_FILE_LINES: usize = 800;
 /// Maximum number of lines of a function, from its signature to its last brace.
 const MAX_FUNCTION_LINES: usize = 80;
-/// Start of a comment that gives the reason for a longer file or function.
+/// Start of a comment with the reason for a longer file or function.
 const REASON_PREFIX: &str = "// long:";
 
 /// Files over 800 lines without a reason at their top.
@@ -60,7 +60,7 @@ impl Functions<'_> {
         });
     }
 
-    /// Whether a comment above the function gives a reason: above its attributes, or between them
+    /// Whether a comment above the function states a reason: above its attributes, or between them
     /// and the signature.
     fn has_reason(&self, attributes: &[Attribute], first: usize) -> bool {
         let top = attributes.iter().map(|attribute| attribute.span().start().line).min().unwrap_or(first).min(first);
@@ -113,7 +113,7 @@ fn is_above(line: &str) -> bool {
     line.starts_with("//") || line.starts_with("#![")
 }
 
-/// Whether a line is a comment that gives a reason.
+/// Whether a line is a comment with a reason.
 fn is_reason(line: &str) -> bool {
     line.strip_prefix(REASON_PREFIX).is_some_and(|reason| !reason.trim().is_empty())
 }

@@ -9,13 +9,13 @@
 //!            └─────────────────► comments ─────────────────────┘
 //! ```
 //!
-//! In the graph, each file is a node. A file depends on the files that define the items it names:
-//! re-exports are followed to the definition. Test code is ignored, and so are `mod` declarations
-//! and a parent's `pub use` of items that its children define.
+//! In the graph, each file is a node. A file depends on the files that define the items it names;
+//! re-exports are followed to the definition. Test code is ignored. `mod` declarations are ignored
+//! too, and a parent's `pub use` of items that its children define.
 //!
-//! Limits: a method call on a value does not name a module. So calling an inherent method that
-//! another file defines does not count as a use of that file. Macros are not expanded: only their
-//! arguments are checked.
+//! Limits: a method call on a value does not name a module. A call of an inherent method that
+//! another file defines therefore does not count as a use of that file. Macros are not expanded:
+//! only their arguments are checked.
 pub mod comments;
 pub mod cycles;
 pub mod files;

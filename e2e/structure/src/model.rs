@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 pub struct Sources {
     /// All Rust files of members by path in the repository, with `/` between names.
     pub files: BTreeMap<String, String>,
-    /// The other files of the repository whose comments are checked, by path.
+    /// Other files with comments to check, by path in the repository.
     pub others: BTreeMap<String, String>,
-    /// The crates whose modules are checked, in the order in which they are reported.
+    /// The crates to check, in the order in which findings are reported.
     pub crates: Vec<Crate>,
 }
 
@@ -26,6 +26,6 @@ pub struct Crate {
 pub struct Finding {
     /// The finding without line numbers, as in a line of the list of known findings.
     pub what: String,
-    /// The places of the finding, one line each, with file and line.
+    /// Locations of the finding. Each is one line that starts with the file and the line number.
     pub places: Vec<String>,
 }

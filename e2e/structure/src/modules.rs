@@ -86,7 +86,7 @@ pub fn read(parsed: &Parsed, root: &str) -> Result<Tree, Error> {
 struct Reader<'a> {
     parsed: &'a Parsed,
     tree: Tree,
-    /// The first error.
+    /// The first error found in the crate.
     error: Option<Error>,
 }
 
@@ -295,7 +295,7 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
 /// One name that a `use` item imports.
 struct Imported {
     path: Vec<String>,
-    /// `None` for `*`.
+    /// The imported name; `None` for `*`.
     name: Option<String>,
     line: usize,
 }
@@ -304,7 +304,7 @@ fn flatten(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<Imported>) 
     let line = tree.span().start().line;
     let with = |prefix: &[String], last: &syn::Ident| {
         let mut path = prefix.to_vec();
-        // `a::{self}` is `a`.
+        // `a::{self}` imports `a`.
         if last != "self" || prefix.is_empty() {
             path.push(last.to_string());
         }

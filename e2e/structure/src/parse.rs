@@ -12,21 +12,21 @@ pub enum Error {
     /// A file is not valid Rust.
     #[error("{path}:{line}: {message}")]
     Syntax {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// The line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// What the parser expected.
+        /// The parser's message.
         message: String,
     },
     /// A `mod` declaration whose file does not exist.
     #[error("{path}:{line}: module `{name}` has no file")]
     NoFile {
-        /// The file with the declaration.
+        /// Path of the file with the declaration.
         path: String,
-        /// The line, from 1.
+        /// Line number of the declaration, from 1.
         line: usize,
-        /// The module's name.
+        /// Name of the module.
         name: String,
     },
     /// The root file of a crate does not exist.
@@ -34,7 +34,7 @@ pub enum Error {
     NoRoot(String),
 }
 
-/// Every file by its path.
+/// Syntax trees of all files, by path.
 pub type Parsed = BTreeMap<String, File>;
 
 /// Parses every file of `sources`.

@@ -116,7 +116,7 @@ fn re_exports_are_followed_to_the_definition() {
 fn names_are_found_through_module_and_glob_imports() {
     assert_eq!(pair("use crate::b; fn f() { b::g() }", "use super::a::*; pub fn g() { f() }"), CYCLE);
     assert_eq!(pair("use crate::b as other; fn f() { other::g() }", "use crate::a::{self}; fn g() { a::f() }"), CYCLE);
-    // An import that no path goes through is not a use.
+    // An import is not a use unless a path resolves through it.
     assert!(pair("use crate::b; fn f() {}", "use super::a::*; pub fn g() { h() }").is_empty());
 }
 

@@ -15,9 +15,9 @@ use serde_json::{Value, json};
 
 /// Namespace in which the chart is installed.
 pub const SYSTEM: &str = "cleave-system";
-/// Label of every object that a test creates. Cleanup finds the objects by it.
+/// Label of every object that a test creates. Cleanup selects objects by this label.
 pub const LABEL: &str = "cleave-e2e";
-/// Default timeout of a wait. It is generous, because the machine may have two loaded cores.
+/// Default timeout of a wait. Generous, because the machine may have only two cores, both busy.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// A client of the API server.
@@ -44,7 +44,7 @@ impl std::fmt::Display for Refused {
 impl std::error::Error for Refused {}
 
 impl Cluster {
-    /// Connects to the cluster of `KUBECONFIG`, with the rights of that kubeconfig.
+    /// Connects to the cluster with the kubeconfig that `KUBECONFIG` names.
     pub fn connect() -> Result<Self> {
         ensure!(
             std::env::var_os("KUBECONFIG").is_some(),
@@ -56,8 +56,8 @@ impl Cluster {
         Ok(Self { runtime, client })
     }
 
-    /// Connects to the same API server with only the rights of a token. With `impersonating`, the
-    /// requests impersonate that user.
+    /// Connects to the same API server with a token instead of the kubeconfig's credentials. If
+    /// `impersonating` is set, requests impersonate that user.
     pub fn by_token(token: &str, impersonating: Option<&str>) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut config = runtime.block_on(kube::Config::infer())?;
@@ -149,13 +149,13 @@ impl Cluster {
         Ok(self.list("/api/v1/nodes")?.iter().map(|node| text(&node["metadata"]["name"])).collect())
     }
 
-    /// A resource's count in the node's `status.allocatable`; 0 if the node does not have it.
+    /// A resource's count in the node's `status.allocatable`; 0 if the resource is absent.
     pub fn allocatable(&self, node: &str, resource: &str) -> Result<u64> {
         let node = self.get(&format!("/api/v1/nodes/{node}"))?;
         Ok(text(&node["status"]["allocatable"][resource]).parse().unwrap_or(0))
     }
 
-    /// A node's `GpuNode`.
+    /// Reads the `GpuNode` of a node.
     pub fn gpunode(&self, node: &str) -> Result<Value> {
         self.get(&format!("{GPUNODES}/{node}"))
     }
@@ -192,7 +192,7 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Re
     wait_for(what, WAIT_TIMEOUT, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `done` returns true. Fails at once if `violation` reports a violation before that.
+/// Waits until `done` returns true. Fails at once if `violation` returns a violation before that.
 pub fn wait_without_violation(
     what: &str,
     mut done: impl FnMut() -> Result<bool>,
@@ -211,7 +211,7 @@ pub fn wait_without_violation(
     }
 }
 
-/// Runs a program and returns its standard output. If it fails, the error has all of its output.
+/// Runs a program and returns its standard output. On failure, the error contains all output.
 pub fn run(program: &str, args: &[&str]) -> Result<String> {
     let output = output(program, args)?;
     ensure!(
@@ -260,7 +260,7 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     launcher(&args)
 }
 
-/// Pid of one of Cleave's programs on a node. Fails unless exactly one such process runs.
+/// PID of one of Cleave's programs on a node. Fails unless exactly one such process runs.
 pub fn process(node: &str, program: &str) -> Result<String> {
     // Compare only the first argument: other processes, including this search, have the name among
     // their later arguments.
@@ -347,8 +347,8 @@ impl<'a> Scope<'a> {
         Ok(scope)
     }
 
-    /// Deletes the namespace and the policies of all tests. Waits until no pod of the namespace is
-    /// left and all GPUs are offered as whole GPUs. Other objects of the namespace may outlast it.
+    /// Deletes the namespace and the policies of all tests. Waits until the namespace has no pods
+    /// and all GPUs are offered as whole GPUs. Other objects of the namespace may remain longer.
     fn sweep(&self) -> Result<()> {
         for policy in self.cluster.list(&format!("{POLICIES}?labelSelector={LABEL}"))? {
             self.cluster.delete(&format!("{POLICIES}/{}", text(&policy["metadata"]["name"])), None)?;
@@ -366,8 +366,8 @@ impl<'a> Scope<'a> {
                 Ok(pods.is_empty())
             })?;
         }
-        // The kubelet updates its node's status with seconds of delay. Without this wait the next
-        // test could read the earlier state.
+        // The kubelet updates its node's status some seconds later. Without this wait the next test
+        // could read the earlier state.
         wait_until("all GPUs are offered as whole GPUs", || {
             for node in self.cluster.nodes()? {
                 let gpus = self.cluster.gpunode(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
@@ -446,8 +446,8 @@ impl<'a> Scope<'a> {
         })
     }
 
-    /// Runs a command in a pod's container and returns its standard output. If it fails, the error
-    /// has its output.
+    /// Runs a command in a pod's container and returns its standard output. On failure, the error
+    /// contains the output.
     pub fn exec(&self, name: &str, command: &[&str]) -> Result<String> {
         let mut args = vec!["-n", &self.namespace, "exec", name, "--"];
         args.extend_from_slice(command);
@@ -513,8 +513,9 @@ impl Random {
 /// Finds allocation errors in the status of a `GpuNode`. An error is a container with slices of two
 /// GPUs, a slice allocated twice, or a GPU with more than `units` slices allocated.
 ///
-/// Considers only the allocations of `pods`, as `namespace/name`. When a pod was deleted without
-/// grace, the kubelet reallocates its slices while it still lists them for that pod.
+/// Considers only the allocations of `pods`, as `namespace/name`. After a pod is deleted without
+/// grace, the kubelet may reallocate the pod's slices while it still lists them for the deleted
+/// pod.
 pub fn allocation_errors(node: &Value, pods: &BTreeSet<String>, units: Option<usize>) -> BTreeSet<String> {
     let mut errors = BTreeSet::new();
     let mut containers: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();

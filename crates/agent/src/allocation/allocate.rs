@@ -1,23 +1,23 @@
-//! Decides which slices a request gets, and with which limits. Pure.
+//! Decides which slices a request receives, and with which limits. Pure.
 //!
 //! All MPS shares of one request are on one GPU, and so are its replicas if possible. `Allocate`
-//! depends only on the pools. A daemon that is briefly unavailable is not a reason to refuse a
-//! request: the container's start waits for the daemon.
+//! does not depend on the state of MPS daemons: if a daemon is briefly unavailable, the container's
+//! start waits for the daemon.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::pending::Reserved;
 use super::{Allocation, MpsLimits};
 use crate::gpu::layout::{Kind, Pool, parse_id};
 
-/// Maximum number of characters of a caller's text that an error repeats.
+/// Maximum length in characters of a caller's text in an error.
 const MAX_QUOTED_CHARS: usize = 80;
 
-/// The pools of one resource, and the reservations to respect.
+/// Pools and reservations of one resource.
 #[derive(Debug, Clone, Copy)]
 pub struct ResourceView<'a> {
     /// The extended resource.
     pub resource: &'a str,
-    /// Its pools on all devices.
+    /// Pools of the resource on all devices.
     pub pools: &'a [Pool],
     /// Reservations of the resource that are not allocated yet.
     pub reserved: &'a [Reserved<'a>],
@@ -30,7 +30,7 @@ impl<'a> ResourceView<'a> {
     }
 }
 
-/// A request to choose slices.
+/// A request to choose `size` of the available slices.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'a> {
     /// Ids to choose from, including `must_include`, in any order.
@@ -44,14 +44,14 @@ pub struct Choice<'a> {
 /// Chooses the slices for a request, lowest numbers first. The answer always contains
 /// `must_include`.
 ///
-/// If a GPU has enough free slices, all slices come from one GPU. Preferred are, in this order:
+/// If a GPU has enough free slices, all slices come from one GPU. GPUs are preferred in this order:
 /// - a GPU with a reservation for a request of this size, earliest reservation first
-/// - a GPU whose other free slices still cover its reservations
+/// - a GPU with enough other free slices to cover its reservations
 /// - the GPU with the fewest free slices
 /// - the first GPU by UUID
 ///
-/// If no GPU has enough, the GPUs with the most free slices come first, so that the request uses as
-/// few GPUs as possible.
+/// If no GPU has enough free slices, slices come first from the GPUs with the most free slices, so
+/// that the request uses as few GPUs as possible.
 pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
@@ -90,7 +90,7 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
     chosen.into_iter().map(str::to_owned).collect()
 }
 
-/// Why a container cannot get these ids: a sentence for the pod's events.
+/// Why slices cannot be allocated together. The text is a clause for the pod's Event.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
     /// The ids are shares of several GPUs: the pod bypassed the placement gate, or lost its
@@ -102,10 +102,10 @@ pub enum Denied {
     Invalid(String),
 }
 
-/// Creates the allocation of these ids.
+/// Creates the allocation of the slices with these ids.
 ///
 /// # Errors
-/// Returns [`Denied`] if no container can get these ids together.
+/// Returns [`Denied`] if the slices cannot be allocated together.
 pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Denied> {
     let resource = view.resource;
     let invalid = |sentence| Err(Denied::Invalid(sentence));
@@ -301,8 +301,8 @@ mod tests {
     }
 
     proptest! {
-        /// A request that fits on one GPU is never split, gets exactly its size, and can be
-        /// granted.
+        /// `prefer` never splits a request that fits on one GPU, and returns exactly `size` ids.
+        /// `grant` accepts these ids.
         #[test]
         fn a_request_that_fits_is_never_split(
             free in prop::collection::vec(prop::collection::btree_set(0_u32..10, 0..10), 1..8),
@@ -321,7 +321,7 @@ mod tests {
                 let gpu: usize = granted.unwrap().devices[0].trim_start_matches("GPU-").parse().unwrap();
                 prop_assert_eq!(Some(free[gpu].len()), smallest);
             }
-            // The kubelet's order is random.
+            // The kubelet sends ids in random order.
             let shift = usize::try_from(seed % 7).unwrap() % available.len().max(1);
             available.rotate_left(shift);
             prop_assert_eq!(prefer(&view(&pools), &request(&available, &[], size)), chosen);

@@ -1,12 +1,12 @@
-//! Containers whose `Allocate` call the kubelet has yet to make, and the device on which each has a
-//! reservation. Pure: the time is an argument.
+//! Containers for which the kubelet has not called `Allocate` yet, and the device of each
+//! container's reservation. Pure: the time is an argument.
 //!
-//! Three sources are combined, because none of them is complete. The API server lists the pods that
-//! are bound to the node, with the reservations in their annotations. `Allocate` calls name a size
-//! but no pod. The kubelet's list names the container of each slice, but appears later and omits
-//! init containers. A call is attributed to a pending container of the same size, preferably one
-//! with a reservation on the allocated device. If the kubelet then lists the slices for another
-//! container, the two containers have swapped reservations.
+//! The module combines three sources, because none of them is complete. The API server lists the
+//! pods that are bound to the node, with the reservations in their annotations. `Allocate` calls
+//! name a size but no pod. The kubelet's list names the container of each slice, but appears later
+//! and omits init containers. A call is attributed to a pending container of the same size,
+//! preferably one with a reservation on the allocated device. If the kubelet then lists the slices
+//! for another container, the two containers have swapped reservations.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -23,15 +23,15 @@ const MAX_UNMATCHED_CALLS: usize = 128;
 /// A pod that is bound to this node and requests slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoundPod {
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// Its namespace.
+    /// Namespace of the pod.
     pub namespace: String,
-    /// Its name.
+    /// Name of the pod.
     pub name: String,
-    /// The pod is being deleted, so the kubelet may never call `Allocate` for it.
+    /// Whether the pod is being deleted. The kubelet may then never call `Allocate` for the pod.
     pub terminating: bool,
-    /// The kubelet has admitted the pod: it has called `Allocate` for every container.
+    /// Whether the kubelet has admitted the pod, so it has called `Allocate` for every container.
     pub admitted: bool,
     /// The requests of the pod's containers, in the kubelet's order.
     pub requests: Vec<ContainerRequest>,
@@ -40,7 +40,7 @@ pub struct BoundPod {
 /// The request of one container for one resource.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerRequest {
-    /// The container.
+    /// Name of the container.
     pub container: String,
     /// The extended resource.
     pub resource: String,
@@ -48,7 +48,7 @@ pub struct ContainerRequest {
     pub units: u32,
     /// Index of the pod's placement group. All slices of one group must be on one device.
     pub group: usize,
-    /// Number of the group's slices that this container and the containers before it need together.
+    /// Number of the group's slices that this container and the earlier containers need together.
     pub needed: u32,
     /// The device on which the group has a reservation.
     pub reserved_on: Option<String>,
@@ -79,11 +79,11 @@ enum RequestState {
 #[derive(Debug, Clone)]
 struct PendingRequest {
     wanted: ContainerRequest,
-    /// The device of the reservation that this request will use. After a swap, the reservation was
-    /// created for another request.
+    /// Device of the reservation that this request will use. After a swap, the reservation is one
+    /// that was created for another request.
     reservation: Option<String>,
     state: RequestState,
-    /// The device on which its slices are allocated, if known.
+    /// Device of the allocated slices, if known.
     allocated_on: Option<String>,
 }
 
@@ -96,7 +96,8 @@ struct Pod {
     /// Position in the order in which pods became known. The kubelet learns of pods in the same
     /// order, and admits them one by one.
     order: u64,
-    /// When the pod became known. An older list may contain an earlier pod with the same name.
+    /// When the pod became known. A list that was requested earlier may contain an earlier pod with
+    /// the same name.
     known_since: Instant,
     requests: Vec<PendingRequest>,
 }
@@ -113,18 +114,18 @@ struct UnmatchedAllocation {
 /// State of the watch that reports pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum PodWatch {
-    /// There is no watch, so no request waits for a pod.
+    /// No watch exists, so no request waits for a pod.
     #[default]
     Disabled,
     /// The watch works, or no failure is known yet.
     Working,
     /// The watch fails.
     Failing,
-    /// The watch fails, and a request has waited without result.
+    /// The watch fails, and a request timed out while it waited for its pod.
     Unreliable,
 }
 
-/// Known containers for which the kubelet has yet to call `Allocate`.
+/// Known containers for which the kubelet has not called `Allocate` yet.
 #[derive(Debug, Clone, Default)]
 pub struct PendingAllocations {
     watch: PodWatch,
@@ -137,7 +138,7 @@ pub struct PendingAllocations {
 type RequestKey = (String, usize);
 
 impl PendingAllocations {
-    /// Creates an empty value, to which a watch on the API server adds pods.
+    /// Creates an empty set of containers. A watch on the API server adds pods to the set.
     pub fn with_watch() -> Self {
         Self { watch: PodWatch::Working, ..Self::default() }
     }
@@ -152,15 +153,15 @@ impl PendingAllocations {
         };
     }
 
-    /// Records that a request waited for a pod that was not reported.
+    /// Records that a request timed out because the API server did not report its pod.
     pub fn wait_timed_out(&mut self) {
         if self.watch == PodWatch::Failing {
             self.watch = PodWatch::Unreliable;
         }
     }
 
-    /// Whether a known pod has a pending request of this size. Also true if no watch is expected to
-    /// report such a pod.
+    /// Whether a known pod has a pending request of this size. Also true if the watch is disabled
+    /// or unreliable, because the pod may never become known.
     pub fn expects(&self, resource: &str, units: u32) -> bool {
         let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
         matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
@@ -275,8 +276,8 @@ impl PendingAllocations {
             if pod.requests.iter().any(|request| request.state == RequestState::Listed) {
                 continue;
             }
-            // The kubelet does not list this pod, so the call was for another container, whose pod
-            // no longer exists.
+            // The kubelet does not list this pod, so the call was for a container of a pod that no
+            // longer exists.
             for request in &mut pod.requests {
                 if matches!(request.state, RequestState::Answered(at) if at + LIST_DELAY < asked) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);
@@ -306,8 +307,8 @@ impl PendingAllocations {
             if here.is_some() && allocated_on == here {
                 continue;
             }
-            // The call for this request was attributed to another request. Exchange the two
-            // devices.
+            // The call for this request was attributed to another request. Exchange the devices of
+            // the two requests.
             let taken = |other: &RequestKey, request: &PendingRequest| {
                 let open =
                     matches!(request.state, RequestState::Answered(_)) && request.is(&wanted.resource, wanted.units);
@@ -330,7 +331,7 @@ impl PendingAllocations {
         }
     }
 
-    /// Marks a request of an admitted pod as listed. If it was still pending, its call was
+    /// Marks a request of an admitted pod as listed. If the request was still pending, its call was
     /// attributed to another request, which becomes pending again.
     fn mark_admitted(&mut self, key: &RequestKey) {
         let Some(request) = self.request(key) else { return };
@@ -469,7 +470,7 @@ mod tests {
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    /// A pod with containers of these sizes, each with its own reservation on one of these devices.
+    /// A pod with one container for each size, each with its own reservation on the device.
     fn bound(name: &str, requests: &[(u32, &str)]) -> BoundPod {
         let wanted = |(index, &(units, device)): (usize, &(u32, &str))| ContainerRequest {
             container: format!("c{index}"),

@@ -7,17 +7,17 @@ use crate::event::NodeEvent;
 use crate::gpu::layout::Pool;
 
 /// The slices that this node serves, and their allocations. The main loop updates the table. Front
-/// ends read it and add their allocations.
+/// ends read the table and add allocations.
 #[derive(Debug, Default)]
 pub struct AllocationTable {
     /// Pools by resource.
     pub pools: BTreeMap<String, Vec<Pool>>,
-    /// Requests that the kubelet has yet to make.
+    /// Containers for which the kubelet has not called `Allocate` yet.
     pub pending: PendingAllocations,
-    /// The allocations.
+    /// Allocations that have not ended.
     pub allocations: Allocations,
     /// Paths of device nodes, by device.
     pub nodes: BTreeMap<String, Vec<String>>,
-    /// Events of denied requests, until the main loop publishes them.
+    /// Events about denied requests that the main loop has not published yet.
     pub events: Vec<NodeEvent>,
 }

@@ -8,11 +8,11 @@ use cleave_kubelet::{AllocatedDevices, HeldDevices};
 use crate::allocation::Allocation;
 use crate::gpu::layout::parse_id;
 
-/// User name of an allocation that PodResources does not list.
+/// Name of the user of an allocation that PodResources does not list.
 const BEING_ADMITTED: &str = "a pod that is being admitted";
 
-/// Allocations by id. The kubelet does not announce that an allocation has ended. The agent infers
-/// it from the PodResources list, after a grace period.
+/// Allocations by id. The kubelet does not announce the end of an allocation. The agent infers the
+/// end from the PodResources list, after a grace period.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Allocations(BTreeMap<String, Entry>);
 
@@ -21,13 +21,14 @@ struct Entry {
     allocation: Allocation,
     /// When the slices were last allocated.
     at: Instant,
-    /// The kubelet has listed it. The allocation ends when the kubelet no longer lists it.
+    /// Whether the kubelet has listed the allocation. If it has, the allocation ends when the
+    /// kubelet no longer lists it.
     seen: bool,
 }
 
 impl Allocations {
-    /// Restores the allocations of a checkpoint. Their grace period starts again, because the
-    /// agent's downtime is unknown.
+    /// Restores the allocations of a checkpoint. Their grace period restarts, because the agent's
+    /// downtime is unknown.
     pub fn restore(allocations: impl IntoIterator<Item = Allocation>, now: Instant) -> Self {
         Self(
             allocations
@@ -37,7 +38,7 @@ impl Allocations {
         )
     }
 
-    /// Adds an allocation. If it exists, its grace period starts again.
+    /// Adds an allocation. If the allocation already exists, its grace period restarts.
     pub fn insert(&mut self, allocation: Allocation, now: Instant) {
         self.0.insert(allocation.id(), Entry { allocation, at: now, seen: false });
     }
@@ -61,7 +62,7 @@ impl Allocations {
     /// those slices as allocated.
     ///
     /// Finally, an allocation is kept while any of its slices is allocated to a container.
-    /// PodResources omits init containers, whose slices pass to the other containers of their pod.
+    /// PodResources omits init containers. Their slices pass to the other containers of the pod.
     pub fn collect(
         &mut self,
         listed: &[HeldDevices],
@@ -90,7 +91,7 @@ impl Allocations {
         collected
     }
 
-    /// Marks the listed allocations. Removes none, because the list may be incomplete.
+    /// Marks the listed allocations. Removes no allocation, because the list may be incomplete.
     pub fn mark_listed(&mut self, listed: &[HeldDevices]) {
         let used = listed_slices(listed);
         for entry in self.0.values_mut() {
@@ -143,7 +144,7 @@ impl Usage {
     }
 
     /// The slices of these devices that are in use, as resource, id and users. The id can be the
-    /// device's UUID alone: other plugins name their devices that way.
+    /// device's UUID alone, because other device plugins use UUIDs as ids.
     pub fn of<'a>(
         &'a self,
         devices: &'a BTreeSet<&str>,

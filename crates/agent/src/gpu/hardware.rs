@@ -22,11 +22,11 @@ use crate::gpu::xid::Class;
 /// The driver and the GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Hardware {
-    /// The driver.
+    /// State of the driver.
     pub driver: Driver,
     /// GPUs by UUID, including those that NVML no longer lists.
     pub gpus: BTreeMap<String, KnownGpu>,
-    /// The errors, by index, of GPUs that NVML lists but that have never reported their UUID.
+    /// Errors of GPUs that NVML lists but that have never reported their UUID, by index.
     pub unnamed: BTreeMap<u32, String>,
 }
 
@@ -36,14 +36,14 @@ pub enum Driver {
     /// NVML has not answered yet.
     #[default]
     Unknown,
-    /// There is no driver, or it does not answer, with this error.
+    /// No driver is installed, or the driver does not answer, with this error.
     Missing(String),
     /// The driver answers and has this version.
     Present(String),
 }
 
 impl Driver {
-    /// The version of a driver that answers.
+    /// The driver's version, if the driver answers.
     pub fn version(&self) -> Option<&str> {
         match self {
             Self::Present(version) => Some(version),
@@ -57,11 +57,11 @@ impl Driver {
 pub struct KnownGpu {
     /// The last description from NVML.
     pub gpu: Gpu,
-    /// Whether the GPU can serve.
+    /// Health of the GPU.
     pub health: Health,
-    /// Health of MIG devices that cannot serve although the GPU can, by UUID.
+    /// Health of each MIG device that cannot serve although its GPU can, by UUID.
     pub instances: BTreeMap<String, Health>,
-    /// NVML has described the GPU to this process. Otherwise the description is from the
+    /// Whether NVML has described the GPU to this process. If not, the description is from the
     /// checkpoint.
     pub observed: bool,
     /// Processes on the GPU and in its MIG instances, as NVML last listed them.
@@ -99,7 +99,8 @@ pub struct HardwareTracker {
     gpus: BTreeMap<String, Entry>,
     /// The GPU at each of NVML's indices.
     slots: Vec<Slot>,
-    /// The GPUs are from an earlier boot. A GPU that NVML does not list was removed from the node.
+    /// Whether the GPUs are from an earlier boot. If so, a GPU that NVML does not list was removed
+    /// from the node.
     earlier_boot: bool,
     /// The time up to which an administrator cleared a GPU's faults, by UUID.
     cleared: BTreeMap<String, Time>,
@@ -119,7 +120,7 @@ struct Entry {
 /// The GPU at one of NVML's indices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Slot {
-    /// The index has not answered since the list last changed.
+    /// NVML has not answered for this index since its list last changed.
     Unknown,
     /// The GPU with this UUID.
     Gpu(String),
@@ -133,8 +134,8 @@ struct Lost {
     reason: &'static str,
     message: String,
     since: Time,
-    /// Only a reset restores the GPU, because it fell off the bus or its driver was unloaded. A
-    /// driver that hangs is not proof of this.
+    /// Whether only a reset restores the GPU, because it fell off the bus or its driver was
+    /// unloaded. A driver that hangs does not prove this.
     for_good: bool,
 }
 
@@ -183,7 +184,7 @@ impl HardwareTracker {
         self.gpus.values_mut().for_each(|entry| entry.history.quiet = quiet);
     }
 
-    /// Restores recorded faults. Ignores them after a reboot, because a reboot ends them.
+    /// Restores recorded faults, unless the node has rebooted. A reboot ends all recorded faults.
     #[must_use]
     pub fn with_health_records(mut self, records: BTreeMap<String, Record>, now: Instant) -> Self {
         for (uuid, record) in records.into_iter().filter(|_| !self.earlier_boot) {
@@ -195,7 +196,7 @@ impl HardwareTracker {
         self
     }
 
-    /// Sets the time of day: it is `wall` at `now`.
+    /// Sets the time of day at `now` to `wall`.
     pub fn set_time(&mut self, now: Instant, wall: Timestamp) {
         self.clock = Clock::new(now, wall);
     }
@@ -315,7 +316,7 @@ impl HardwareTracker {
     pub fn record_gpu(&mut self, gpu: Gpu, processes: Vec<Process>) {
         match self.gpus.get_mut(&gpu.uuid) {
             Some(entry) => {
-                // The GPU was lost and is back, so it was reset. The reset ended its faults.
+                // The GPU was lost and answers again, so it was reset. The reset ended its faults.
                 if entry.lost.take().is_some_and(|lost| lost.for_good) {
                     entry.history.was_reset();
                 }
@@ -338,16 +339,16 @@ impl HardwareTracker {
         }
     }
 
-    /// The time stamp of a new fault. An administrator clears faults up to a time of day. If the
-    /// clock was set back since, a new fault still has to be later than that time.
+    /// The time stamp of a new fault. An administrator clears faults up to a time of day. A new
+    /// fault must be later than that time, even if the clock was set back.
     fn stamp(&self, uuid: &str, now: Instant) -> Stamp {
         let Stamp { now, wall } = self.clock.stamp(now);
         let after = self.cleared.get(uuid).and_then(|cleared| cleared.0.checked_add(SignedDuration::from_secs(1)).ok());
         Stamp { now, wall: after.map_or(wall, |after| after.max(wall)) }
     }
 
-    /// Ends a GPU's faults up to a time, because an administrator cleared them. Call it again after
-    /// a restart, before any new fault is recorded.
+    /// Ends the faults that an administrator cleared: those up to `until`. After a restart, call
+    /// this before any new fault is recorded.
     pub fn cleared(&mut self, uuid: &str, until: &Time) {
         if self.cleared.get(uuid).is_none_or(|before| before < until) {
             self.cleared.insert(uuid.to_owned(), until.clone());
@@ -357,14 +358,14 @@ impl HardwareTracker {
         }
     }
 
-    /// The record of each GPU that has one, for the checkpoint.
+    /// The records that are not empty, by UUID of the GPU, for the checkpoint.
     pub fn records(&self) -> BTreeMap<String, Record> {
         let record = |entry: &Entry| entry.history.record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
         records.filter(|(_, record)| !record.is_empty()).collect()
     }
 
-    /// The last description of a GPU.
+    /// NVML's last description of a GPU.
     pub fn known(&self, uuid: &str) -> Option<&Gpu> {
         self.gpus.get(uuid).map(|entry| &entry.gpu)
     }
@@ -381,7 +382,7 @@ impl HardwareTracker {
         history.xid(xid, device, ignored, at)
     }
 
-    /// The current state.
+    /// The current state of the driver and the GPUs.
     pub fn hardware(&self) -> Hardware {
         let known = |Entry { gpu, observed, processes, lost, history }: &Entry| {
             let health = self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), Lost::health);
@@ -538,7 +539,7 @@ pub(crate) mod tests {
         tracker.observe(both(), now);
         tracker.record_answer(1, hung(), now);
         tracker.census(Err(NvmlError::Hung(Duration::from_secs(20))), now);
-        // A GPU that answers is not usable while its driver does not answer.
+        // A GPU that answers is unusable while its driver does not answer.
         tracker.record_answer(0, seen("GPU-a", 0), now);
         assert_eq!(unhealthy(&tracker), ["GPU-a", "GPU-b"]);
         assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
@@ -559,8 +560,8 @@ pub(crate) mod tests {
         assert_eq!(unhealthy(&tracker), ["GPU-a"]);
         tracker.record_answer(1, seen("GPU-a", 1), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
-        // The driver now lists one GPU fewer. Which GPU it removed is known once all remaining
-        // indices have answered or failed.
+        // The driver now lists one GPU fewer. The missing GPU is known once all
+        // remaining indices have answered or failed.
         census(&mut tracker, 1, now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
         tracker.record_answer(1, hung(), now);
@@ -605,7 +606,7 @@ pub(crate) mod tests {
             let mut tracker = two();
             tracker.xid("GPU-b", 119, None, &[], now);
             tracker.observe(answer, now);
-            // A driver that hangs is not proof of a loss, but does not cancel earlier proof either.
+            // A driver that hangs does not prove a loss, but does not cancel earlier proof either.
             tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
             tracker.observe(both(), now);
             assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");

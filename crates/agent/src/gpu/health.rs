@@ -34,15 +34,15 @@ use crate::gpu::xid::{Class, classify, describe};
 /// Default quiet period: time without a further error after which a suspect GPU can be healthy
 /// again. `--suspect-quiet` overrides it.
 ///
-/// A GPU that fails under every load fails again within this time. A longer period would remove the
-/// GPU's capacity for longer after a single error.
+/// A GPU that fails under every load fails again within this time. With a longer period, a single
+/// error would remove the GPU's capacity for longer.
 pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
 /// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
 pub mod reason {
-    /// An XID made the GPU suspect.
+    /// The GPU is suspect because of an XID.
     pub const XID: &str = "XidError";
-    /// Uncorrected memory errors made the GPU suspect.
+    /// The GPU is suspect because of uncorrected memory errors.
     pub const ECC: &str = "EccErrors";
     /// NVML reports the GPU as lost, or a call for it fails.
     pub const LOST: &str = "GpuLost";
@@ -68,13 +68,13 @@ pub mod reason {
     }
 }
 
-/// The kind of a fault.
+/// Kind of a recorded fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Cause {
     /// An XID.
     Xid(u64),
-    /// This many new uncorrected memory errors.
+    /// New uncorrected memory errors, with their number.
     EccErrors(u64),
 }
 
@@ -82,9 +82,9 @@ pub enum Cause {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RecordedFault {
-    /// Its class, which determines what ends the fault.
+    /// Class of the fault, which determines what ends it.
     pub class: Class,
-    /// Its kind. After several errors, the kind of the last one.
+    /// Kind of the fault. After several errors, the kind of the last error.
     pub cause: Cause,
     /// The MIG device that the fault is limited to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -102,13 +102,13 @@ pub struct Record {
     /// Faults that have not ended.
     #[serde(default, rename = "findings", skip_serializing_if = "Vec::is_empty")]
     pub faults: Vec<RecordedFault>,
-    /// Uncorrected memory errors since the last reset.
+    /// Number of uncorrected memory errors since the last reset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncorrected: Option<u64>,
     /// When the driver first requested a reset; `None` if it requests none now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_wanted: Option<Time>,
-    /// The GPU was lost, and only a reset restores it.
+    /// Whether the GPU was lost and only a reset restores it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
 }
@@ -130,7 +130,7 @@ pub struct History {
     reset_wanted: Option<Time>,
     remap_failed: Option<Time>,
     vitals: Vitals,
-    /// The GPU was lost before this process started, and has not answered yet.
+    /// Whether the GPU was lost before this process started and has not answered this process.
     was_lost: bool,
 }
 
@@ -153,20 +153,20 @@ impl Default for History {
 #[derive(Debug, Clone)]
 struct TrackedFault {
     recorded: RecordedFault,
-    /// Start of the quiet period, as far as this process knows.
+    /// Start of the quiet period. For a restored fault, the start of this process.
     quiet: Instant,
 }
 
 impl History {
-    /// Restores the record of an earlier agent in the same boot. Quiet periods start again, because
-    /// no agent observed errors until now.
+    /// Restores the record of an earlier agent in the same boot. Quiet periods restart, because no
+    /// agent observed errors while the agent was down.
     pub fn restore(record: Record, now: Instant) -> Self {
         let Record { faults, uncorrected, reset_wanted, lost } = record;
         let faults = faults.into_iter().map(|recorded| TrackedFault { recorded, quiet: now }).collect();
         Self { faults, uncorrected, reset_wanted, was_lost: lost, ..Self::default() }
     }
 
-    /// The record for the checkpoint. `lost`: the GPU is lost, and only a reset restores it.
+    /// The record for the checkpoint. `lost`: the GPU is lost now, and only a reset restores it.
     pub fn record(&self, lost: bool) -> Record {
         Record {
             faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),
@@ -176,8 +176,8 @@ impl History {
         }
     }
 
-    /// Records an XID. `instance` is the MIG device that the XID is limited to, if any. Returns its
-    /// class.
+    /// Records an XID and returns its class. `instance` is the MIG device that the XID is limited
+    /// to, if any.
     pub fn xid(&mut self, xid: u64, instance: Option<&str>, ignored: &[u64], at: Stamp) -> Class {
         let class = classify(xid, ignored);
         if class != Class::Application {
@@ -233,7 +233,7 @@ impl History {
         self.reset_wanted = None;
     }
 
-    /// Ends faults up to this time, because an administrator cleared them.
+    /// Ends the faults that an administrator cleared: those up to `until`.
     pub fn cleared(&mut self, until: &Time) {
         self.faults.retain(|fault| fault.recorded.last > *until);
     }
@@ -339,7 +339,7 @@ impl History {
     }
 }
 
-/// Health of a GPU that needs a reset, valid as long as NVML reports the reason.
+/// Health of a GPU that needs a reset, valid while NVML reports the reason.
 fn reset_needed(reason: &str, message: String, since: &Time) -> Health {
     Health {
         healthy: false,
@@ -385,7 +385,7 @@ pub(crate) mod tests {
         history.xid(999, None, &[], stamp(start + DEFAULT_QUIET_PERIOD / 2));
         history.answered(start + DEFAULT_QUIET_PERIOD, &[]);
         assert_eq!(class(&history), "Suspect", "the second XID restarts the quiet period");
-        // Time alone changes nothing: NVML has to answer.
+        // Time alone ends no fault: NVML has to answer.
         history.answered(start + DEFAULT_QUIET_PERIOD / 2 + DEFAULT_QUIET_PERIOD, &[]);
         assert!(history.health().healthy);
     }
@@ -509,7 +509,7 @@ pub(crate) mod tests {
         assert_eq!(clock.stamp(start).wall.as_second(), 0);
     }
 
-    /// An event in the life of a GPU.
+    /// An event that can affect the health of a GPU.
     #[derive(Debug, Clone)]
     enum Step {
         Xid(u64, bool),

@@ -22,18 +22,18 @@ const MAX_SLICES: u32 = 1024;
 /// The sharing mode of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
-    /// Undivided.
+    /// The GPU is not shared.
     Whole,
-    /// Shares under MPS.
+    /// The GPU serves shares under MPS.
     Mps,
-    /// Time-sliced replicas.
+    /// The GPU serves time-sliced replicas.
     TimeSlicing,
-    /// MIG instances.
+    /// The GPU serves MIG instances.
     Mig,
 }
 
 impl Mode {
-    /// The mode as a `GpuNode` contains it.
+    /// Name of the mode in a `GpuNode`.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Whole => MODE_WHOLE,
@@ -47,9 +47,9 @@ impl Mode {
 /// The slices and MPS daemons of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layout {
-    /// The sharing mode.
+    /// The sharing mode of the GPU.
     pub mode: Mode,
-    /// Its slices.
+    /// The slices of the GPU.
     pub pools: Vec<Pool>,
     /// MPS daemons by device.
     pub daemons: BTreeMap<String, wire::Daemon>,
@@ -89,12 +89,12 @@ pub enum Kind {
 }
 
 impl Pool {
-    /// The ids of its slices.
+    /// Ids of the slices in this pool.
     pub fn ids(&self) -> impl Iterator<Item = String> {
         (self.first..self.first.saturating_add(self.count)).map(|number| device_id(&self.device, number))
     }
 
-    /// Whether the slice is part of this pool.
+    /// Whether this pool contains the slice with this number of `device`.
     pub fn holds(&self, device: &str, number: u32) -> bool {
         self.device == device && number >= self.first && number - self.first < self.count
     }
@@ -102,7 +102,7 @@ impl Pool {
 
 impl Layout {
     /// Checks the counts, numbers and names of a layout that was read from a file. Other code
-    /// creates an id for every slice, so a wrong count could exhaust the memory.
+    /// creates an id for every slice, so a wrong count could exhaust memory.
     ///
     /// # Errors
     /// A sentence that states what is wrong.
@@ -122,7 +122,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Restores the pools and the daemon that `before` has for a device.
+    /// Replaces the pools and the daemon of a device with those in `before`.
     pub fn keep(&mut self, device: &str, before: Option<&Self>) {
         self.pools.retain(|pool| pool.device != device);
         self.daemons.remove(device);
@@ -133,7 +133,8 @@ impl Layout {
     }
 }
 
-/// The id of a slice. It never changes.
+/// The id of a slice. The format must not change, because the checkpoints of the kubelet and the
+/// agent contain ids.
 pub fn device_id(device: &str, number: u32) -> String {
     format!("{device}::{number}")
 }
@@ -152,9 +153,9 @@ pub fn parse_id(id: &str) -> Option<(&str, u32)> {
 pub struct TargetLayout {
     /// The layout that can be served now.
     pub layout: Layout,
-    /// The changes to make first, in order.
+    /// The GPU changes that the rest of the spec needs, in order.
     pub changes: Vec<Change>,
-    /// The part of the spec that is ignored because it is impossible. Empty if the whole spec is
+    /// Explains which part of the spec is ignored as impossible. Empty if the whole spec is
     /// possible.
     pub note: String,
 }
@@ -169,7 +170,7 @@ impl From<Layout> for TargetLayout {
 /// served. `was_mig`: an earlier spec partitioned the GPU by MIG, so its instances are removed.
 ///
 /// # Errors
-/// A sentence for the step's message.
+/// A clause for the step's message.
 pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result<TargetLayout, String> {
     let mig = gpu.mig.as_ref().filter(|mig| mig.enabled);
     let Some(GpuSpec { partition, .. }) = spec else {
@@ -224,7 +225,8 @@ fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, 
         match there.iter().find(is) {
             Some(found) => add_instance(&mut layout, found, &spec.partition)?,
             None => {
-                // Check the partition now, so that no instance is created that could not be served.
+                // Check the partition now, so that the agent creates no instance that cannot be
+                // served.
                 let (profile, start) = (spec.profile.clone(), spec.start);
                 let later =
                     MigInstance { uuid: String::new(), profile, start, gpu_instance: 0, compute_instance: None };
@@ -247,9 +249,9 @@ fn whole_pool(device: &str, resource: String) -> Pool {
     Pool { device: device.to_owned(), resource, first: 0, count: 1, kind: Kind::Whole }
 }
 
-/// The existing MIG instances, each served whole.
+/// A layout that serves each existing MIG instance whole.
 fn existing_instances(mig: &Mig) -> TargetLayout {
-    // No pod could request an instance whose profile name is invalid in a resource name.
+    // No pod could request an instance with a profile name that is invalid in a resource name.
     let has_name = |instance: &&MigInstance| resource_name(&mig_resource(&instance.profile)).is_ok();
     let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
@@ -351,7 +353,7 @@ fn interval_note(slicing: Option<&TimeSlicedPartition>) -> String {
     }
 }
 
-/// The resource name if it is valid.
+/// Returns the resource name if it is valid.
 fn resource_name(resource: &str) -> Result<String, String> {
     match ResourceName::parse(resource) {
         Ok(_) => Ok(resource.to_owned()),

@@ -1,8 +1,8 @@
 //! MIG: replaces a GPU's current instances with the desired ones, one change at a time. Pure.
 //!
-//! The remaining changes are computed each time from what NVML reports, so an agent that was killed
-//! between two changes continues with the next. Only [`MigProgress`] is lost when an agent exits:
-//! it records which changes failed, and how often.
+//! The remaining changes are computed each time from NVML's report. An agent that was killed
+//! between two changes therefore continues with the next one. When an agent exits, only
+//! [`MigProgress`] is lost: the record of which changes failed, and how often.
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 
-/// Maximum number of attempts of a failing change. It is retried once the spec or the GPU changes.
+/// Maximum number of attempts of a failing change. After that, the agent retries it only when the
+/// spec or the GPU changes.
 pub const MAX_ATTEMPTS: u32 = 5;
 /// Delay after the first failed attempt. Each further failure doubles it.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
@@ -57,11 +58,11 @@ pub enum Target<'a> {
     On(&'a [MigInstanceSpec]),
 }
 
-/// The changes that lead to the target, removals first. Existing instances that match are kept,
-/// even if another program created them.
+/// The changes that lead to the target, removals first. Existing instances that match the target
+/// are kept, even if another program created them.
 ///
 /// # Errors
-/// A sentence that states why this GPU can never reach the target.
+/// A clause that states why this GPU can never reach the target.
 pub fn changes(gpu: &Gpu, target: Target<'_>) -> Result<Vec<Change>, String> {
     let Some(mig) = &gpu.mig else {
         return match target {
@@ -119,7 +120,7 @@ fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String>
     Ok(())
 }
 
-/// Whether two placements, each a first slice and a size, share a slice.
+/// Whether two placements overlap. Each is a first memory slice and a number of memory slices.
 fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
     one.0 < other.0.saturating_add(other.1) && other.0 < one.0.saturating_add(one.1)
 }
@@ -127,19 +128,19 @@ fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
 /// The next step for a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NextStep {
-    /// Nothing, or nothing yet because slices are still being withdrawn.
+    /// No change remains, or the remaining changes cannot start yet.
     Nothing,
-    /// Make this change: nothing known prevents it.
+    /// Start this change, because nothing known prevents it.
     Do(Change),
-    /// This change has to wait, for the reason given.
+    /// The change waits, for this reason.
     Wait(Change, String),
 }
 
-/// The first change that can be made now.
+/// The first change that can start now.
 ///
-/// `known`: the users of all slices are known, so instances may be removed. `served`: whether
-/// slices of a device are offered to the kubelet. `gone`: `Ok` if the device's MPS daemon has
-/// exited, otherwise the reason why not.
+/// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
+/// kubelet can allocate slices of a device. `gone`: `Ok` if the device's MPS daemon has exited,
+/// otherwise an error that states why not.
 pub fn next<'a>(
     changes: impl IntoIterator<Item = &'a Change>,
     gpu: &Gpu,
@@ -178,8 +179,8 @@ pub fn next<'a>(
     waits
 }
 
-/// Memory slices of an instance of this profile. A profile that NVML does not list counts as the
-/// whole GPU, so nothing is created beside it.
+/// Number of memory slices of an instance with this profile. A profile that NVML does not list
+/// counts as the whole GPU, so no instance is created beside it.
 fn size(gpu: &Gpu, profile: &str) -> u32 {
     let profiles: &[MigProfile] = gpu.mig.as_ref().map_or(&[], |mig| &mig.profiles);
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
@@ -199,25 +200,25 @@ pub fn in_use_by(processes: &[&Process]) -> String {
 /// Result of a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ChangeOutcome {
-    /// The change was made.
+    /// The change succeeded.
     Done,
-    /// Something uses the instance or GPU. Nothing was changed.
+    /// The instance or the GPU is in use. Nothing was changed.
     Busy(String),
-    /// MIG mode changes with the next reset of the GPU, which an administrator must do.
+    /// MIG mode changes with the next reset of the GPU. An administrator must reset the GPU.
     AfterReset,
-    /// The driver has not answered for this time. It may still answer.
+    /// The driver has not answered for this long. It may still answer.
     Slow(Duration),
-    /// NVML failed with this error. Partial changes were undone.
+    /// NVML returned this error. Partial changes were undone.
     Failed(String),
 }
 
 /// Progress of the changes of one GPU towards one target.
 #[derive(Debug)]
 pub struct MigProgress {
-    /// The part of the spec that the changes implement.
+    /// The part of the spec that the changes apply.
     wanted: Option<Partition>,
-    /// State of the GPU after the last change, if known. If the GPU now has another state,
-    /// something else has changed it.
+    /// State of the GPU after the last change, if known. If the GPU's state now differs, another
+    /// program has changed the GPU.
     last_state: Option<GpuState>,
     /// The change in progress.
     in_progress: Option<Change>,
@@ -248,7 +249,7 @@ fn gpu_state(gpu: &Gpu, healthy: bool) -> GpuState {
 }
 
 impl MigProgress {
-    /// Creates the progress towards a target for which no change has been made yet.
+    /// Creates the progress towards a target before the first change.
     pub fn new(wanted: Option<&Partition>) -> Self {
         Self {
             wanted: wanted.cloned(),
@@ -277,7 +278,8 @@ impl MigProgress {
         self.last_state = Some(now);
     }
 
-    /// Whether a change may start now: no other change is in progress, and its retry delay is over.
+    /// Whether a change may start now: no change is in progress, and this change's retry delay has
+    /// passed.
     pub fn may_start(&self, change: &Change, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
         self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
@@ -291,7 +293,7 @@ impl MigProgress {
         self.attempts.iter().filter_map(|attempt| Some(attempt.not_before?.saturating_duration_since(now))).min()
     }
 
-    /// Records the remaining changes and what the next one waits for.
+    /// Records the remaining changes, and the reason why the next one waits.
     pub fn record_plan(&mut self, gpu: &str, left: &[Change], next: &NextStep) {
         self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
@@ -336,7 +338,8 @@ impl MigProgress {
         let (result, why, pause, is_news) = match outcome {
             ChangeOutcome::Done => {
                 // Other changes may have failed because they needed the slices that are free now.
-                // An instance whose creation was interrupted had no slices to free.
+                // An instance without a UUID had no slices to free, because its creation was
+                // interrupted.
                 if matches!(change, Change::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
@@ -404,24 +407,24 @@ fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus
     StepStatus { gpu, action, result, message, ..StepStatus::default() }
 }
 
-/// An order to make a change now.
+/// An order to perform a change now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MigOrder {
     /// UUID of the GPU.
     pub gpu: String,
-    /// The change.
+    /// The change to perform.
     pub change: Change,
 }
 
 /// Result of a MIG order, or a report that it is still in progress.
 #[derive(Debug)]
 pub struct OrderResult {
-    /// The order.
+    /// The order that this result belongs to.
     pub order: MigOrder,
-    /// Its result.
+    /// Result of the order.
     pub outcome: ChangeOutcome,
-    /// The GPU and its processes afterwards, if NVML reported them.
+    /// The GPU and its processes after the change, if NVML reported them.
     pub after: Option<(Gpu, Vec<Process>)>,
-    /// A time after NVML reported them.
+    /// A time after NVML reported `after`.
     pub at: Instant,
 }

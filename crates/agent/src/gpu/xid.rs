@@ -14,29 +14,30 @@
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, HEALTH_SUSPECT};
 use serde::{Deserialize, Serialize};
 
-/// Source of table lines; see the module's list.
+/// Source: NVIDIA's catalog of XIDs.
 pub const CATALOG: &str = "Xid Catalog";
-/// Source of table lines; see the module's list.
+/// Source: NVIDIA's guide to GPU memory errors.
 pub const MEMORY: &str = "GPU Memory Error Management";
-/// Source of table lines; see the module's list.
+/// Source: the XIDs that NVIDIA's device plugin ignores.
 pub const PLUGIN: &str = "NVIDIA k8s-device-plugin";
-/// Source of table lines; see the module's list.
+/// Source: NVIDIA's guide to XID checks.
 pub const CHECKS: &str = "Health Validation: Xid Checks";
-/// Source of table lines; see the module's list.
+/// Source: Alibaba Cloud's node conditions for GPUs.
 pub const REPAIR: &str = "Alibaba Cloud: GPU node conditions";
 
-/// Classes of XIDs by what must happen before the GPU can serve again, from least to most severe.
+/// Classes of XIDs, from least to most severe. The class determines what the GPU needs before it
+/// can serve again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Class {
-    /// Nothing: an error of a program, or a message from the driver. The XID is reported, and no
-    /// slice becomes unhealthy.
+    /// The GPU needs nothing: the XID is an error of a program, or a message from the driver. The
+    /// agent reports the XID, and no slice becomes unhealthy.
     Application,
-    /// A quiet period, and a full answer of NVML after it.
+    /// The GPU needs a quiet period, and then a full answer of NVML.
     Suspect,
-    /// A reset, proven by NVML or by a reboot of the node. Alternatively, an administrator clears
-    /// the fault.
+    /// The GPU needs a reset, proven by NVML or by a reboot of the node. Alternatively, an
+    /// administrator clears the fault.
     NeedsReset,
-    /// An answer of NVML.
+    /// The GPU only needs to be reachable again: NVML answers for it.
     Lost,
 }
 
@@ -55,13 +56,13 @@ impl Class {
 /// One line of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Line {
-    /// NVIDIA's number.
+    /// NVIDIA's number of the XID.
     pub xid: u64,
-    /// What it means for the GPU.
+    /// Class of the XID.
     pub class: Class,
-    /// NVIDIA's description, possibly shortened.
+    /// NVIDIA's description of the XID, possibly shortened.
     pub meaning: &'static str,
-    /// Where the class is documented.
+    /// Title of the document that states the class, one of the constants in this module.
     pub source: &'static str,
 }
 
@@ -85,8 +86,8 @@ pub const TABLE: &[Line] = {
         line(48, NeedsReset, "double-bit ECC error", CHECKS),
         line(61, NeedsReset, "internal micro-controller breakpoint or warning", REPAIR),
         line(62, NeedsReset, "internal micro-controller halt", CATALOG),
-        // Only the next reset remaps the row, and the GPU works until then. NVML reports the
-        // pending remapping too.
+        // The GPU keeps working, and its next reset remaps the row. NVML reports the pending
+        // remapping too.
         line(63, Application, "ECC page retirement or row remapping recorded", MEMORY),
         line(64, NeedsReset, "ECC page retirement or row remapping failed", MEMORY),
         line(68, Application, "video processor exception", PLUGIN),
@@ -117,7 +118,7 @@ pub fn classify(xid: u64, ignored: &[u64]) -> Class {
     TABLE.iter().find(|line| line.xid == xid).map_or(Class::Suspect, |line| line.class)
 }
 
-/// Number and meaning, like `XID 79 (GPU has fallen off the bus)`.
+/// Number and meaning of an XID, like `XID 79 (GPU has fallen off the bus)`.
 pub fn describe(xid: u64) -> String {
     match TABLE.iter().find(|line| line.xid == xid) {
         Some(line) => format!("XID {xid} ({})", line.meaning),

@@ -19,7 +19,7 @@ const RECONNECT_INTERVAL: Duration = Duration::from_millis(250);
 const STATUS_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between attempts of a request.
 const REQUEST_RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// Maximum bytes of a status or a reply. 64 GPUs with 48 clients each need less than 1 MiB.
+/// Maximum size in bytes of a status or a reply. 64 GPUs with 48 clients each need less than 1 MiB.
 const MAX_BYTES: u64 = 4 << 20;
 
 /// Reads and writes the MPS host's files, and sends requests to its socket.
@@ -68,8 +68,8 @@ impl HostLink {
         }
     }
 
-    /// Removes the directories of all allocations for which `keep` is false. The caller has to make
-    /// sure that the MPS host serves no door in them.
+    /// Removes the directories of all allocations for which `keep` is false. The caller must ensure
+    /// that the MPS host serves no door in them.
     pub fn remove_directories_except(&self, keep: impl Fn(&str) -> bool) {
         let Ok(entries) = fs::read_dir(self.paths.allocations()) else { return };
         for entry in entries.flatten() {
@@ -110,7 +110,7 @@ impl HostLink {
         }
     }
 
-    /// Follows the MPS host, forever: its status file through inotify, and its process through an
+    /// Follows the MPS host forever: the status file through inotify, and the process through an
     /// open connection.
     pub async fn follow(&self, view: &watch::Sender<HostView>) {
         if let Err(error) = fs::create_dir_all(self.paths.mps()) {
@@ -155,7 +155,7 @@ impl HostLink {
     /// host may be restarting.
     ///
     /// # Errors
-    /// There is no reply within `deadline`. The error is a sentence for people.
+    /// No reply arrived within `deadline`. The error is a full sentence.
     pub async fn request(&self, request: &Request, deadline: Duration) -> Result<Reply, String> {
         let until = Instant::now() + deadline;
         loop {

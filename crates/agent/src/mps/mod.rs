@@ -3,11 +3,11 @@ pub mod link;
 
 use cleave_gpu::mps::wire::{Status, VERSION};
 
-/// Maximum characters of a parse error. The error quotes the status file, and the agent writes the
-/// error to the status of the `GpuNode`.
+/// Maximum length of a parse error in characters. The error quotes the status file, and the agent
+/// writes the error to the status of the `GpuNode`.
 const MAX_ERROR_CHARS: usize = 300;
 
-/// What the agent knows about the MPS host.
+/// State of the MPS host, as the agent last observed it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HostView {
     /// Whether the MPS host accepts connections on its socket.
@@ -21,7 +21,7 @@ pub struct HostView {
 /// Parses the status file of the MPS host.
 ///
 /// # Errors
-/// The file is malformed, or a newer MPS host wrote it. The error is a sentence for people.
+/// The file is malformed, or a newer MPS host wrote it. The error is a full sentence.
 pub fn parse_status(bytes: &[u8]) -> Result<Status, String> {
     #[derive(serde::Deserialize)]
     struct Versioned {

@@ -18,11 +18,11 @@ use crate::mps::HostView;
 /// This is more than twice the usual absence: half a second for a restarted daemon or server, and
 /// up to 4 s for a replaced MPS host. It is well below the 25 s that a container's start waits
 /// before the kubelet retries. A pod that arrived earlier is therefore still waiting when the
-/// shares become Unhealthy. A longer time would only send more pods to a daemon that does not
-/// recover.
+/// shares become Unhealthy. With a longer time, the kubelet would only send more pods to a daemon
+/// that does not recover.
 pub const MAX_ABSENCE: Duration = Duration::from_secs(10);
 
-/// Daemons whose shares count as Healthy.
+/// Daemons with shares that count as Healthy.
 #[derive(Debug, Default)]
 pub struct Absences {
     /// By device: `None` while the daemon serves, otherwise the time at which it became
@@ -38,12 +38,12 @@ enum Presence {
 }
 
 impl Absences {
-    /// Forgets the devices whose pools or daemon settings changed.
+    /// Removes the devices for which pools or daemon settings changed.
     pub fn layouts_changed(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
         self.since.retain(|device, _| settings_and_pools(before, device) == settings_and_pools(after, device));
     }
 
-    /// Updates the daemons of these devices. `knows` returns whether the MPS host has read the
+    /// Updates the daemons of these devices. `knows` returns whether the MPS host has applied the
     /// latest settings of a device.
     pub fn update<'a>(
         &mut self,

@@ -1,7 +1,7 @@
 //! Selects the free slices of a cordoned GPU that are withheld. Pure.
 //!
-//! Slices in use remain listed as Healthy, so that a node never offers fewer than are in use.
-//! Slices that are reserved for a pod on this node remain Healthy until the kubelet calls
+//! Slices in use remain listed as Healthy, so that a node never offers fewer slices than are in
+//! use. Slices that are reserved for a pod on this node remain Healthy until the kubelet calls
 //! `Allocate` for the pod. Otherwise the kubelet would refuse the pod permanently.
 use std::collections::{BTreeMap, BTreeSet};
 

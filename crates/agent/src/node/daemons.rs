@@ -1,5 +1,5 @@
-//! State of MPS daemons that their status does not include: which settings the MPS host has
-//! applied, and which events were reported. Pure.
+//! State of MPS daemons beyond the MPS host's status: the settings that the MPS host has applied,
+//! and the events that the agent has reported. Pure.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use cleave_gpu::mps::wire::{DaemonState, Desired};
@@ -9,7 +9,7 @@ use crate::event::{NodeEvent, recovered, warning};
 use crate::mps::HostView;
 
 /// Maximum number of hashes of desired files that are kept. The MPS host is never this many files
-/// behind.
+/// behind the agent.
 const MAX_HASHES: usize = 64;
 
 /// Tracks which desired files the MPS host has applied.
@@ -52,35 +52,36 @@ impl Acknowledged {
         }
     }
 
-    /// Whether the MPS host has read that this daemon should not run.
+    /// Whether the MPS host has applied a desired file without this daemon.
     pub(super) fn has_removed(&self, device: &str) -> bool {
         self.removed.get(device).is_none_or(|sequence| self.applied >= *sequence)
     }
 
-    /// Whether the MPS host has read the current settings of this daemon.
+    /// Whether the MPS host has applied the current settings of this daemon.
     pub(super) fn has_current(&self, device: &str) -> bool {
         self.changed.get(device).is_none_or(|sequence| self.applied >= *sequence)
     }
 }
 
-/// What was reported about each daemon, so that each exit and each recovery is reported once.
+/// The reported state of each daemon, so that the agent reports each exit and each recovery once.
 #[derive(Debug, Default)]
 pub(super) struct ReportedDaemons(BTreeMap<String, Reported>);
 
-/// What was reported about a daemon.
+/// The last reported state of a daemon.
 #[derive(Debug, Clone, Copy, Default)]
 enum Reported {
-    /// Nothing yet: the daemon or the agent has just started.
+    /// Nothing was reported, because the daemon or the agent has just started.
     #[default]
     Nothing,
-    /// The daemon serves. The number is its restart count when that was reported.
+    /// The daemon serves. The number is its restart count at the time of the report.
     Serving(u32),
     /// The daemon does not serve.
     Unavailable,
 }
 
 impl ReportedDaemons {
-    /// Events that follow from the MPS host's status. `devices` are the devices with a daemon.
+    /// Updates the states and returns the events to report. `devices` are the devices with a
+    /// daemon.
     pub(super) fn update(&mut self, devices: BTreeSet<String>, view: &HostView) -> Vec<NodeEvent> {
         let mut events = Vec::new();
         self.0.retain(|device, _| devices.contains(device));
@@ -112,7 +113,7 @@ impl ReportedDaemons {
                     events.push(unavailable(&why));
                     Reported::Unavailable
                 }
-                // A normal start is not reported, and a failure is reported once.
+                // A normal start is not reported, and a failure is reported only once.
                 (reported @ (Reported::Nothing | Reported::Unavailable), Err(_)) => reported,
             };
             self.0.insert(device, next);

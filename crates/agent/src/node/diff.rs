@@ -1,5 +1,4 @@
-//! Decides the next layout of each GPU: what changes now, what waits for pods, and what is refused.
-//! Pure.
+//! Decides the next layout of each GPU. A change happens now, waits for pods, or is refused. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
@@ -21,27 +20,27 @@ pub struct Decision {
     pub layouts: BTreeMap<String, Layout>,
     /// A step for each GPU that changes now, or that does not match the spec.
     pub steps: Vec<StepStatus>,
-    /// The node matches the spec.
+    /// Whether the node matches the spec.
     pub applied: bool,
     /// MIG changes by GPU, in order, except changes to devices that are known to be in use.
     pub changes: BTreeMap<String, Vec<Change>>,
-    /// Processes outside of Kubernetes block a change.
+    /// Whether processes outside of Kubernetes block a change.
     pub foreign: bool,
 }
 
 /// Restrictions on changes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
-    /// MIG mode must not be changed.
+    /// Whether MIG mode must not be changed.
     pub keep_mig_mode: bool,
     /// GPUs that a spec has partitioned by MIG.
     pub mig_partitioned: BTreeSet<String>,
-    /// Processes other than our MPS daemons and their clients, by GPU.
+    /// Processes other than Cleave's MPS daemons and their clients, by GPU.
     pub processes: BTreeMap<String, Vec<Process>>,
 }
 
-/// Decides for each GPU separately. Ignores GPUs in the spec that the node does not have. While
-/// `usage` is unknown, no served slice is removed.
+/// Decides the layout of each GPU separately. Ignores GPUs in the spec that the node does not have.
+/// While `usage` is unknown, no served slice is removed.
 pub fn decide(
     hardware: &Hardware,
     spec: Option<&GpuNodeSpec>,
@@ -156,7 +155,7 @@ impl Decision {
     }
 }
 
-/// Instruction for an administrator, because the agent must not change MIG mode.
+/// Instruction for an administrator to change MIG mode, which the agent must not do.
 fn manual_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
@@ -165,7 +164,7 @@ fn manual_instruction(gpu: &Gpu, on: bool) -> String {
     )
 }
 
-/// Summary of a layout, like `serve 10 nvidia.com/gpu-mps`.
+/// Summary of a layout for a step, like `serve 10 nvidia.com/gpu-mps`.
 fn describe(layout: &Layout) -> String {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     for pool in &layout.pools {
@@ -247,8 +246,8 @@ fn blocked_by_processes(
     found
 }
 
-/// Whether a slice remains unchanged: it exists in both layouts with the same limits, and its
-/// daemon need not restart.
+/// Whether a slice remains unchanged: both layouts contain it with the same limits, and its daemon
+/// need not restart.
 pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
     let Some((device, number)) = parse_id(id) else { return true };
     let find = |layout: &Layout| {

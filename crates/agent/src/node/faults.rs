@@ -24,10 +24,10 @@ use crate::mps::HostView;
 const LOG_DELAY: Duration = Duration::from_millis(500);
 /// Maximum time until the kubelet and the API server report which pod has an allocation.
 const OWNER_DELAY: Duration = Duration::from_secs(2);
-/// Maximum number of pods that a message names.
+/// Maximum number of pods that an Event names.
 const MAX_NAMED_PODS: usize = 8;
 
-/// Sources for the pod of an allocation.
+/// Sources that identify the pod of an allocation.
 #[derive(Debug, Clone, Copy)]
 pub struct Pods<'a> {
     /// The kubelet's PodResources list.
@@ -42,8 +42,8 @@ impl Pods<'_> {
     fn of(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
         let is = |row: &&HeldDevices| {
-            // The kubelet lists the slices of an init container for the container that they pass
-            // to.
+            // An init container's slices pass to another container. The kubelet lists them for that
+            // container.
             let shares = |slice: &String| {
                 allocation
                     .is_some_and(|allocation| allocation.resource == row.resource && allocation.ids.contains(slice))
@@ -63,11 +63,11 @@ pub struct FaultReport {
     pub events: Vec<NodeEvent>,
     /// Faults since the last update, by device.
     pub faults: BTreeMap<String, u64>,
-    /// Update again after this time at the latest.
+    /// Maximum time until the next update, if one is needed.
     pub wake_after: Option<Duration>,
 }
 
-/// The faults of each device, and which of them were reported.
+/// The faults of each device, with the part that was reported.
 #[derive(Debug, Default)]
 pub struct Faults {
     /// Process id of the MPS host that assigned the numbers of the faults.
@@ -75,7 +75,7 @@ pub struct Faults {
     seen: BTreeMap<String, ReportedFault>,
 }
 
-/// A fault, and what was reported about it.
+/// A fault, and the part of it that was reported.
 #[derive(Debug)]
 struct ReportedFault {
     fault: Fault,
@@ -83,13 +83,13 @@ struct ReportedFault {
     reported: bool,
     /// Number of terminated clients that were reported.
     reported_terminations: usize,
-    /// Pods by allocation id. They are kept, because a pod may have been deleted when the fault is
-    /// reported.
+    /// Pods by allocation id. The fault keeps them, because a pod may be deleted before the fault
+    /// is reported.
     pods: BTreeMap<String, PodRef>,
 }
 
 impl Faults {
-    /// Compares the MPS host's status with what was reported, and returns new Events.
+    /// Compares the MPS host's status with earlier reports, and returns new Events.
     pub fn update(&mut self, view: &HostView, pods: &Pods<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
         // A stopped MPS host leaves a status without a process id, which contains nothing new.
@@ -137,7 +137,7 @@ impl Faults {
 }
 
 impl ReportedFault {
-    /// Time to wait for more information; `None` to report now.
+    /// Time to wait for more information before the report; `None` to report now.
     fn wait(&mut self, pods: &Pods<'_>, now: Instant) -> Option<Duration> {
         if self.reported {
             return None;
@@ -213,7 +213,7 @@ impl ReportedFault {
         notes
     }
 
-    /// Events for pods whose programs were terminated since the last update.
+    /// Events for pods with programs that were terminated since the last update.
     fn termination_events(&mut self, device: &str) -> Vec<NodeEvent> {
         let fresh = self.fault.ended.get(self.reported_terminations..).unwrap_or_default();
         let mut pods: Vec<&PodRef> = fresh.iter().filter_map(|client| self.pod(client)).collect();
@@ -235,7 +235,7 @@ impl ReportedFault {
     }
 }
 
-/// The cause, for the node's Event.
+/// Describes the cause in the node's Event.
 fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
         (None, _) => return "a fatal GPU error of a program that MPS did not identify".to_owned(),
@@ -249,7 +249,7 @@ fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) 
     }
 }
 
-/// The note for the pod that the log names, or whose program was killed.
+/// Note of the Event for the pod that the log names, or that had a program killed.
 fn note_for_culprit(killed: bool) -> &'static str {
     if killed {
         "the pod's program was killed while its kernels ran on a shared GPU, which broke the other programs on that GPU. Let programs finish their kernels after SIGTERM, and set a grace period that is long enough."
@@ -259,7 +259,7 @@ fn note_for_culprit(killed: bool) -> &'static str {
     }
 }
 
-/// The cause, for the Event of another affected pod.
+/// Describes the cause in the Event of another affected pod.
 fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
         (None, _) => {
@@ -275,7 +275,7 @@ fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&P
     }
 }
 
-/// The affected programs, by pod.
+/// Describes the affected programs by pod.
 fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
     let mut names: Vec<String> =
         pods.iter().take(MAX_NAMED_PODS).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
@@ -464,14 +464,14 @@ mod tests {
             (0, Some(LOG_DELAY / 2)),
             "the log may still name a client"
         );
-        // The pod is no longer on any list, but the fault keeps what it recorded about the pod.
+        // No list contains the pod any more, but the fault keeps its record of the pod.
         test.listed.clear();
         test.now += LOG_DELAY / 2;
         let report = test.update(&view(7, Some(fault(1, None, 2))));
         assert_eq!(events(&report).len(), 3);
         assert!(events(&report)[1].2.contains("possibly its own"));
         assert_eq!(report.wake_after, None);
-        // No source ever reports the pods.
+        // No source ever reports these pods.
         test.update(&view(7, Some(fault(2, Some(0), 2))));
         test.now += OWNER_DELAY;
         let report = test.update(&view(7, Some(fault(2, Some(0), 2))));

@@ -7,15 +7,15 @@ use cleave_api::names::HEALTH_SUSPECT;
 use crate::event::{NodeEvent, recovered, warning};
 use crate::gpu::hardware::Hardware;
 
-/// The reported severity of each GPU and MIG device that has a problem. Each change causes one
-/// Event. A restart of the agent causes none.
+/// The reported severity of each GPU and MIG device with a problem. The first report, each increase
+/// and the recovery cause one Event each. A restart of the agent causes none.
 #[derive(Debug, Clone, Default)]
 pub struct ReportedHealth(BTreeMap<String, Severity>);
 
-/// Severity of a problem, for reporting.
+/// Severity of a GPU's problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Severity {
-    /// The GPU serves, and should be reset at some time.
+    /// The GPU serves, but an administrator should reset it when convenient.
     Pending,
     /// The GPU may recover by itself.
     Transient,
@@ -30,7 +30,7 @@ impl ReportedHealth {
         Self(severities(hardware).map(|(device, severity, _)| (device, severity)).collect())
     }
 
-    /// Returns Events for the changes.
+    /// Updates the severities and returns the resulting Events.
     pub fn update(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let (mut found, mut now) = (Vec::new(), BTreeMap::new());
         for (device, severity, health) in severities(hardware) {
@@ -40,7 +40,7 @@ impl ReportedHealth {
             }
             now.insert(device, severity);
         }
-        // A lower severity is not reported, but a later increase is.
+        // A decrease of the severity is not reported, but a later increase is.
         for device in self.0.keys().filter(|device| !now.contains_key(*device)) {
             found.push(recovered(format!("GPU {device} is healthy again")));
         }
@@ -49,7 +49,7 @@ impl ReportedHealth {
     }
 }
 
-/// GPUs and MIG devices with a problem, and its severity.
+/// GPUs and MIG devices with a problem, and the severity of each.
 fn severities(hardware: &Hardware) -> impl Iterator<Item = (String, Severity, &Health)> {
     let whole = hardware.gpus.iter().map(|(uuid, known)| (uuid, &known.health));
     let instances = hardware.gpus.values().flat_map(|known| &known.instances);

@@ -41,21 +41,21 @@ use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
 /// Time for which slices are listed as Unhealthy before they are removed. The kubelet may be
-/// allocating one at this moment, and a pod that starts with a removed slice would fail
+/// allocating such a slice at this moment. A pod that starts with a removed slice would fail
 /// permanently.
 pub const WITHDRAWAL_TIME: Duration = Duration::from_millis(300);
 
-/// The result of a reconciliation: what the tasks have to do.
+/// Result of a reconciliation: the work for the other tasks.
 #[derive(Debug)]
 pub struct Actions {
     /// Device lists for the kubelet, by resource.
     pub lists: BTreeMap<ResourceName, DeviceList>,
-    /// Resources whose unchanged lists have to be sent to the kubelet again, so that it writes its
+    /// Resources with unchanged lists to send to the kubelet again, so that the kubelet writes its
     /// checkpoint.
     pub resend: BTreeSet<String>,
     /// Daemons and doors that the MPS host should run.
     pub desired: Desired,
-    /// State for the next agent.
+    /// State from which the next agent starts.
     pub checkpoint: Checkpoint,
     /// Status for the API server. Its conditions have no times yet.
     pub status: GpuNodeStatus,
@@ -71,11 +71,11 @@ pub struct Actions {
     pub sweep_directories: bool,
     /// MIG changes to start now. Their results go to [`Node::order_ended`].
     pub orders: Vec<MigOrder>,
-    /// NVML has to be polled now.
+    /// Whether to poll NVML now.
     pub poll_nvml: bool,
     /// Input for the detection of tenants that exceed their limits.
     pub snapshot: TenantSnapshot,
-    /// Reconcile again after this time at the latest.
+    /// Maximum time until the next reconciliation, if one is needed without new input.
     pub wake_after: Option<Duration>,
 }
 
@@ -101,15 +101,15 @@ pub struct Node {
     kubelet_since: Instant,
     view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
-    /// Daemons of an earlier agent whose checkpoint is lost. They are kept until they are known to
-    /// be unused.
+    /// Daemons of the last desired file, adopted because the checkpoint is lost. Each is kept until
+    /// it is known to be unused.
     adopted: BTreeMap<String, wire::Daemon>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
     /// Slices that will be removed, by resource and id, with the time at which each was first
     /// listed as Unhealthy.
     withdrawing: BTreeMap<(String, String), Instant>,
-    /// MIG mode must not be changed.
+    /// Whether MIG mode must not be changed.
     keep_mig_mode: bool,
     /// GPUs that a spec has partitioned by MIG.
     mig_partitioned: BTreeSet<String>,
@@ -118,13 +118,13 @@ pub struct Node {
     /// When each GPU was last observed after a change. Answers that were requested earlier are
     /// outdated.
     changed: BTreeMap<String, Instant>,
-    /// The checkpoint was found, so all earlier allocations are known.
+    /// Whether a checkpoint was found. If so, all earlier allocations are known.
     has_checkpoint: bool,
     /// Events for the next reconciliation.
     pending_events: Vec<NodeEvent>,
     last_foreign_poll: Option<Instant>,
     acknowledged: Acknowledged,
-    /// Daemons whose short absence is not reported.
+    /// Daemons with a short absence that is not reported.
     absences: Absences,
     reported_daemons: ReportedDaemons,
     /// Reported GPU faults.
@@ -136,8 +136,8 @@ pub struct Node {
 }
 
 impl Node {
-    /// Restores the node from a checkpoint. Without one, the daemons and allocations of the last
-    /// desired file of the MPS host are adopted.
+    /// Restores the node from a checkpoint. Without a checkpoint, adopts the daemons and
+    /// allocations of the MPS host's last desired file.
     pub fn start(
         boot_id: String,
         grace: Duration,
@@ -189,7 +189,7 @@ impl Node {
         (node, Allocations::restore(allocations, now))
     }
 
-    /// Sets whether the MIG mode of all GPUs is left unchanged.
+    /// Sets whether the agent leaves the MIG mode of all GPUs unchanged.
     #[must_use]
     pub fn keeping_mig_mode(self, keep_mig_mode: bool) -> Self {
         Self { keep_mig_mode, ..self }
@@ -201,8 +201,8 @@ impl Node {
         self.tracker.set_quiet(quiet);
     }
 
-    /// Sets the time of day for reports: it is `wall` at `now`. Call it regularly, because the
-    /// clock may be set.
+    /// Sets the time of day at `now` to `wall`, for reports. Call this regularly, because the
+    /// system clock may be set.
     pub fn set_time(&mut self, now: Instant, wall: Timestamp) {
         self.tracker.set_time(now, wall);
     }
@@ -212,7 +212,7 @@ impl Node {
         self.tracker.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect()
     }
 
-    /// Records the driver's answer, requested at `asked`: its version and number of GPUs.
+    /// Records the driver's version and number of GPUs, requested at `asked`.
     pub fn census(&mut self, answer: Result<Census, NvmlError>, asked: Instant) {
         self.tracker.census(answer, asked);
         self.inventoried |= self.tracker.is_complete();
@@ -306,8 +306,8 @@ impl Node {
         self.kubelet_checkpoint = devices;
     }
 
-    /// Records the kubelet's PodResources list, requested at `asked`. Returns how many allocations
-    /// have ended.
+    /// Records the kubelet's PodResources list, requested at `asked`. Returns the number of
+    /// allocations that have ended.
     pub fn pod_resources(
         &mut self,
         answer: Result<Vec<HeldDevices>, String>,
@@ -328,8 +328,8 @@ impl Node {
             kubelet_checkpoint.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
         };
         // A kubelet that has just started lists its pods one by one. An agent that has just started
-        // assumes that its kubelet has just started too. But the kubelet removes nothing from its
-        // checkpoint before it knows all pods.
+        // assumes that its kubelet has just started too. However, the kubelet removes nothing from
+        // its checkpoint before all of its pods are known.
         let settling = asked.saturating_duration_since(self.kubelet_since) < self.grace;
         let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
         let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();

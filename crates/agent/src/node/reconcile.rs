@@ -1,4 +1,4 @@
-//! [`Node::reconcile`] decides what to do next, from the state that [`Node`] has recorded.
+//! Decides the agent's next actions from the state of [`Node`]; see [`Node::reconcile`].
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -28,11 +28,11 @@ pub(super) const LIST_INTERVAL_IN_USE: Duration = Duration::from_secs(1);
 /// Interval between PodResources requests at other times.
 const LIST_INTERVAL_IDLE: Duration = Duration::from_secs(30);
 
-/// Interval between polls of processes that block a change.
+/// Interval between polls of NVML while processes block a change.
 const FOREIGN_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Node {
-    /// Decides what to do next, and updates the table.
+    /// Decides the next actions, and updates the table.
     pub fn reconcile(&mut self, table: &mut AllocationTable, now: Instant) -> Actions {
         let hardware = self.tracker.hardware();
         let in_use = self.in_use(&table.allocations);
@@ -94,7 +94,8 @@ impl Node {
         }
     }
 
-    /// Collects the restrictions on changes, and updates which GPUs are partitioned by MIG.
+    /// Collects the restrictions on changes, and updates the set of GPUs that are partitioned by
+    /// MIG.
     fn rules(&mut self, hardware: &Hardware, partitions: &BTreeMap<String, Partition>) -> Rules {
         self.mig_partitioned = mig_partitioned(hardware, partitions, &self.mig_partitioned, |uuid| {
             self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress)
@@ -183,7 +184,7 @@ impl Node {
         otherwise
     }
 
-    /// Updates which daemons run with their current settings, and which are briefly unavailable.
+    /// Updates which daemons serve with their current settings, and which are briefly unavailable.
     fn update_daemons(&mut self, desired: &Desired, now: Instant) {
         self.acknowledged.record_desired(desired);
         self.acknowledged.record_applied(&self.view.status.desired);
@@ -191,7 +192,7 @@ impl Node {
         self.absences.update(daemons, &self.view, |device| self.acknowledged.has_current(device), now);
     }
 
-    /// Orders the next change of each GPU that can be made now.
+    /// Orders the next change of each GPU, if the change can start now.
     fn orders(
         &mut self,
         hardware: &Hardware,
@@ -240,7 +241,7 @@ impl Node {
         orders
     }
 
-    /// Checks that the MPS daemon of a device has exited and will not be started. The error states
+    /// Checks that the MPS daemon of a device has exited and will not start again. The error states
     /// why not.
     fn daemon_gone(&self, device: &str) -> Result<(), String> {
         if self.adopted.contains_key(device) {
@@ -272,8 +273,8 @@ impl Node {
         decided
     }
 
-    /// Delays the removal of slices until the kubelet has learned of it. If the kubelet allocates a
-    /// slice during the delay, the change waits.
+    /// Delays the removal of slices by [`WITHDRAWAL_TIME`] after they are listed as Unhealthy. If
+    /// the kubelet allocates one of the slices during the delay, the change waits.
     fn withdraw(&mut self, mut decided: Decision, now: Instant) -> Decision {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
@@ -291,7 +292,8 @@ impl Node {
         decided
     }
 
-    /// Updates the steps: completed steps remain until the next change, other steps are replaced.
+    /// Updates the steps. Completed steps remain until the next change, and other steps are
+    /// replaced.
     fn record_steps(&mut self, steps: Vec<StepStatus>, changed: bool) {
         if changed && steps.iter().any(|step| step.result == STEP_DONE) {
             self.steps = steps;
@@ -395,14 +397,14 @@ impl Node {
     }
 }
 
-/// Served slices that the new layout removes or changes, by resource and id.
+/// Served slices that the new layout removes or changes, each as resource and id.
 fn removed_or_changed(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
     slices.filter(|(resource, id)| !keeps(Some(before), after, resource, id)).collect()
 }
 
-/// The GPUs that a spec has partitioned by MIG and that are not whole again yet. A GPU remains in
-/// the set while a change is in progress.
+/// The GPUs that a spec has partitioned by MIG and that are not whole again. A GPU remains in the
+/// set while a change is in progress.
 fn mig_partitioned(
     hardware: &Hardware,
     partitions: &BTreeMap<String, Partition>,

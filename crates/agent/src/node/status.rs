@@ -28,7 +28,7 @@ pub mod reason {
     pub const SERVING: &str = "Serving";
     /// Not Ready: NVML has not answered yet.
     pub const STARTING: &str = "Starting";
-    /// Not Ready: there is no driver, or it does not answer.
+    /// Not Ready: no driver is installed, or the driver does not answer.
     pub const NO_DRIVER: &str = "NoDriver";
     /// Not Ready: the driver finds no GPU.
     pub const NO_GPU: &str = "NoGpu";
@@ -50,18 +50,18 @@ pub mod reason {
     pub const HEALTHY: &str = "Healthy";
 }
 
-/// The data from which a status is built.
+/// The inputs of a status.
 #[derive(Debug, Clone, Copy)]
 pub struct StatusInput<'a> {
     /// The GPUs and the driver.
     pub hardware: &'a Hardware,
-    /// NVML has answered.
+    /// Whether NVML has answered.
     pub inventoried: bool,
     /// The node's `GpuNode`.
     pub object: &'a Object,
     /// The spec in force, with its generation.
     pub spec: Option<&'a (i64, GpuNodeSpec)>,
-    /// The node matches the spec.
+    /// Whether the node matches the spec.
     pub applied: bool,
     /// The layouts, by GPU.
     pub layouts: &'a BTreeMap<String, Layout>,
@@ -77,7 +77,7 @@ pub struct StatusInput<'a> {
     pub allocations: &'a Allocations,
     /// State of the MPS host.
     pub view: &'a HostView,
-    /// Daemons whose short absence is not reported.
+    /// Daemons with a short absence that is not reported.
     pub absences: &'a Absences,
     /// Steps of changes.
     pub steps: &'a [StepStatus],
@@ -240,7 +240,7 @@ fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> 
             ids.sort_by_key(|id| parse_id(id).map(|(_, number)| number));
             let limits = allocation.and_then(|allocation| allocation.mps);
             let whole = gpu.uuid == device;
-            // For a MIG instance, NVML reports the number of SMs with the instance's profile.
+            // For a MIG instance, the number of SMs comes from the instance's profile in NVML.
             let total = if whole { Some(gpu.sms) } else { instance_sms(gpu, device) };
             let sms = limits.and_then(|limits| limited(limits, total));
             let memory_mib = limits.and_then(|limits| limits.memory_mib);
@@ -350,8 +350,8 @@ fn unnamed(hardware: &Hardware) -> impl Iterator<Item = String> {
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
 
-/// The condition of the GPUs only: MPS has a condition of its own. A GPU that serves but should be
-/// reset is healthy, and the message mentions the reset.
+/// The condition `GpusHealthy`, which ignores MPS because MPS has its own condition. A GPU that
+/// serves but should be reset is healthy, and the message mentions the reset.
 fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
     if !input.inventoried {
         return verdict(false, reason::STARTING, "NVML has not answered yet");
@@ -415,8 +415,8 @@ fn condition(type_: &str, generation: i64, verdict: Verdict) -> Condition {
     }
 }
 
-/// Sets the times of conditions. A condition whose status is unchanged keeps its time from
-/// `before`. The others get `now`.
+/// Sets the times of conditions. A condition with an unchanged status keeps its time from `before`.
+/// All other conditions change at `now`.
 pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_openapi::jiff::Timestamp) -> GpuNodeStatus {
     for condition in &mut status.conditions {
         let same = before.iter().find(|old| old.type_ == condition.type_ && old.status == condition.status);
@@ -425,8 +425,8 @@ pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_open
     status
 }
 
-/// Whether the status differs only in new allocations or in the number of clients. Such a change is
-/// not urgent.
+/// Whether the status differs only in new allocations or in the number of clients. The agent may
+/// delay such a change.
 pub fn is_minor_change(reported: &GpuNodeStatus, new: &GpuNodeStatus) -> bool {
     let bare = |status: &GpuNodeStatus| {
         let mut bare = GpuNodeStatus { summary: None, ..status.clone() };

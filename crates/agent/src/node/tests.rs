@@ -88,7 +88,7 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
             )
         };
         for gone in [start + MAX_ABSENCE, start + 5 * MAX_ABSENCE] {
-            // The daemon serves for some time before its absence. Only the time of the absence
+            // The daemon serves for some time before its absence. Only the duration of the absence
             // counts.
             node.mps(view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
@@ -161,7 +161,8 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     next.mps(view(DaemonState::Restarting, 0, &desired));
     assert_eq!(healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
-    // The new layout has other limits. The defaults of the daemon are unchanged, or change too.
+    // The new layout has other limits. The daemon's default limits stay the same only with
+    // `same_daemon`.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving(start);
         node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);

@@ -41,20 +41,20 @@ const WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duratio
 /// Maximum number of characters of an Event's note. The API server's limit is 1024.
 const MAX_NOTE_CHARS: usize = 1000;
 
-/// State of the object on the API server.
+/// State of the node's `GpuNode` on the API server.
 #[derive(Debug, Clone, Default)]
 struct Server {
-    /// The object exists.
+    /// Whether the object exists.
     present: bool,
-    /// Its UID, for Events.
+    /// UID of the object, for Events.
     uid: Option<String>,
-    /// The last status that was read.
+    /// The status that the agent last read.
     status: Option<GpuNodeStatus>,
-    /// Its resource version.
+    /// Resource version of the object.
     version: Option<String>,
 }
 
-/// Creates a client as soon as the configuration for one exists.
+/// Creates a client as soon as the client's configuration is available.
 async fn connect(metrics: &Metrics) -> Client {
     let mut pause = WRITE_BACKOFF.0;
     loop {
@@ -138,7 +138,7 @@ async fn write_status(
 ) {
     let api: Api<GpuNode> = Api::all(client);
     let mut pause = WRITE_BACKOFF.0;
-    // The last written status and its version, until the watch reports a newer one.
+    // The last written status and its version, until the watch reports a newer version.
     let mut written: Option<(GpuNodeStatus, Option<String>)> = None;
     let mut trust_written = false;
     let mut delayed_since: Option<Instant> = None;
@@ -186,7 +186,7 @@ async fn write_status(
             (written, delayed_since) = (None, None);
         }
         tokio::select! {
-            // All are cancel-safe: a missed change is returned by the next call, and the timer is
+            // All branches are cancel-safe: the next call returns a missed change, and the timer is
             // set again.
             changed = wanted.changed() => if changed.is_err() { return },
             changed = server.changed() => {
@@ -208,8 +208,8 @@ async fn write(
     status: &GpuNodeStatus,
 ) -> kube::Result<Option<String>> {
     if version.is_some() {
-        // The empty spec is harmless: in this request, the API server ignores everything except the
-        // status.
+        // The empty spec is harmless: for this request, the API server ignores all fields except
+        // the status.
         let mut object = GpuNode::new(name, GpuNodeSpec::default());
         object.metadata.resource_version = version;
         object.status = Some(status.clone());
@@ -223,13 +223,13 @@ async fn write(
     patched.map(|object| object.metadata.resource_version)
 }
 
-/// A merge patch: it replaces every list, and contains every top-level field.
+/// A merge patch with every top-level field of the status. It replaces every list.
 fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
-/// Publishes each Event on the `GpuNode`, on the Node and on the pod that it is about, forever. A
-/// failed Event is not retried.
+/// Publishes each Event on the `GpuNode`, on the Node, and on the pod that the Event is about,
+/// forever. Does not retry a failed Event.
 async fn write_events(
     client: Client,
     name: String,
@@ -241,8 +241,8 @@ async fn write_events(
     while let Some(NodeEvent { warning, reason, note, regarding, related }) = events.recv().await {
         let pod = regarding.map(reference_to_pod);
         let related = pod.clone().or_else(|| related.map(reference_to_pod));
-        // The recorder merges Events of one reason on one object and keeps the first note. The
-        // related pod keeps Events of two pods apart.
+        // The recorder merges Events with the same reason on the same object, and keeps the first
+        // note. Different related pods prevent the merge.
         let event = |related| Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
             reason: reason.to_owned(),
@@ -251,8 +251,8 @@ async fn write_events(
             secondary: related,
         };
         let uid = server.borrow().uid.clone();
-        // `kubectl describe node` searches for Events whose UID is the name of the Node, as in the
-        // kubelet's own Events.
+        // `kubectl describe node` searches for Events with the name of the Node as their UID, as in
+        // the kubelet's own Events.
         let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let on_pod = pod.iter().map(|pod| (None, pod));
@@ -316,7 +316,7 @@ pub(super) async fn forward_objects(mut objects: mpsc::Receiver<Object>, inputs:
     }
 }
 
-/// Publishes Events on pods, forever. A failed Event is not retried.
+/// Publishes Events on pods, forever. Does not retry a failed Event.
 async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiver<PodEvent>, metrics: Metrics) {
     let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(node) });
     while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
@@ -465,7 +465,7 @@ mod tests {
         let (_, sent) = answer(&mut api, 200, &object(&allocated_to(&pods_so_far))).await;
         assert_eq!((pods(&sent), began.elapsed() <= MINOR_DELAY + Duration::from_millis(2)), (4, true));
 
-        // An allocation is added, and then another is removed. A third pod may use the freed
+        // One allocation is added, and later another is removed. A third pod may use the freed
         // slices.
         tokio::time::sleep(MIN_WRITE_INTERVAL).await;
         let began = Instant::now();
@@ -507,7 +507,7 @@ mod tests {
                 ]
             );
         }
-        // Events on the node alone are also kept apart if they are related to different pods.
+        // Events on the node alone are not merged either if their related pods differ.
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("from {name}");

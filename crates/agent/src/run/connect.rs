@@ -1,7 +1,7 @@
 //! A client for the API server from inside a pod. It uses the service account's token and the
 //! cluster's CA, and rereads both when they are renewed.
 //!
-//! `kube::Client::try_default` does the same, but also supports kubeconfig files. The code for
+//! `kube::Client::try_default` does the same, but also supports kubeconfig files. Its code for
 //! YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of memory on each
 //! node.
 use std::fmt;
@@ -27,7 +27,7 @@ use tower::{BoxError, ServiceBuilder};
 /// Directory in which Kubernetes mounts the token and the CA.
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 /// Maximum time that a token is used after it was read. The kubelet renews a token when a fifth of
-/// its lifetime is left.
+/// its lifetime remains.
 const MAX_TOKEN_AGE: Duration = Duration::from_secs(60);
 /// Timeout for connecting, the same as in `kube`.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -35,7 +35,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 /// silence means that the connection is dead.
 const IO_TIMEOUT: Duration = Duration::from_secs(295);
 
-/// Why there is no client for the API server.
+/// Why no client for the API server could be created.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectError {
     #[error("{0} is not set: the agent does not run in a pod")]
@@ -107,8 +107,8 @@ impl Token {
         Ok(Self { file: file.into(), read: Arc::new(Mutex::new((bearer(&text), Instant::now()))) })
     }
 
-    /// The token, read again if it is older than a minute. If the file cannot be read, the last
-    /// token remains in use.
+    /// Returns the token, and first reads it again if it is older than [`MAX_TOKEN_AGE`]. If the
+    /// file cannot be read, the last token remains in use.
     fn now(&self) -> Option<HeaderValue> {
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         if read.1.elapsed() >= MAX_TOKEN_AGE {

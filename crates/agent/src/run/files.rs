@@ -63,8 +63,9 @@ fn write_once(
     before: &Written,
     next: &Written,
 ) -> std::io::Result<()> {
-    // Checkpoint first: if this agent is killed in between, the next one would otherwise close the
-    // door of a new allocation. But a full disk must not keep a door closed.
+    // Write the checkpoint first. Otherwise, if this agent is killed between the writes, the next
+    // agent closes the door of a new allocation. A failed write must not prevent the second write:
+    // a full disk must not keep a door closed.
     let saved = if next.checkpoint == before.checkpoint { Ok(()) } else { store.save(&next.checkpoint) };
     if next.desired != before.desired {
         link.write_desired(&next.desired)?;

@@ -1,8 +1,8 @@
 //! Polls NVML for the GPUs and their state.
 //!
 //! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
-//! hangs delays no other. The census, which calls no GPU, has its own worker too. If it fails, all
-//! GPUs are unavailable. At most one thread is blocked for each GPU and purpose.
+//! hangs delays no other GPU. The census, which calls no GPU, has its own worker too. If the census
+//! fails, all GPUs are unavailable. At most one thread is blocked for each GPU and purpose.
 //!
 //! ```text
 //!  census ─┐
@@ -20,15 +20,15 @@ use tokio::task::JoinSet;
 
 use super::input::Input;
 
-/// Interval between polls. An event triggers one at once.
+/// Interval between polls. An event triggers a poll at once.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
-/// Minimum interval between polls, however many events trigger one.
+/// Minimum interval between polls, even if more events trigger polls.
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Deadline of NVML calls for a GPU. Usually NVML answers within a second, even if it initializes
-/// the GPU. A driver that hangs takes minutes, or never answers.
+/// Deadline of NVML calls for a GPU. NVML usually answers within a second, even if it has to
+/// initialize the GPU. A driver that hangs takes minutes, or never answers.
 const GPU_DEADLINE: Duration = Duration::from_secs(20);
-/// Time for which answers are gathered, so that a poll of eight GPUs causes one reconciliation, not
-/// eight.
+/// Time for which answers are gathered, so that a poll of eight GPUs causes one reconciliation
+/// instead of eight.
 const GATHER_TIME: Duration = Duration::from_millis(50);
 /// Maximum time to wait for the first answers of all GPUs, so that a node does not appear to have
 /// fewer GPUs than it has. A GPU that hangs delays the others by this time, once.
@@ -79,7 +79,7 @@ pub(crate) async fn watch(
             }
             tokio::time::sleep(MIN_POLL_INTERVAL).await;
             tokio::select! {
-                // Cancel-safe: a missed change is returned by the next call.
+                // Cancel-safe: the next call returns a missed change.
                 _ = poll.changed() => {}
                 () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
@@ -88,8 +88,8 @@ pub(crate) async fn watch(
     tokio::try_join!(forward, census, gather(gathered, &inputs)).map(drop)
 }
 
-/// Forwards answers. Answers within [`GATHER_TIME`] form one input. So do a census and the first
-/// answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`].
+/// Forwards answers. Answers within [`GATHER_TIME`] form one input. A census and the first answers
+/// of its GPUs within [`FIRST_ANSWERS_TIMEOUT`] also form one input.
 async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);
@@ -126,8 +126,8 @@ async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>
     }
 }
 
-/// Polls one GPU forever, even while the driver lists none at its index, because the GPU may
-/// reappear.
+/// Polls the GPU at one index forever, even while the driver lists no GPU at that index, because
+/// the GPU may reappear.
 async fn watch_gpu(
     index: u32,
     worker: Worker,
@@ -153,7 +153,7 @@ async fn watch_gpu(
         }
         if let Some(uuid) = uuid {
             let of = uuid.clone();
-            // Missing values are not sent: the next poll requests them again.
+            // Do not send missing values: the next poll requests them again.
             if let Ok(vitals) = worker.call(GPU_DEADLINE, move |gpus| gpus.vitals(&of)).await
                 && answers.send(Input::Vitals(uuid, vitals, asked)).await.is_err()
             {
@@ -162,7 +162,7 @@ async fn watch_gpu(
         }
         tokio::time::sleep(MIN_POLL_INTERVAL).await;
         tokio::select! {
-            // Cancel-safe: a missed change is returned by the next call.
+            // Cancel-safe: the next call returns a missed change.
             _ = poll.changed() => {}
             _ = driver_returned.changed() => {}
             () = tokio::time::sleep(POLL_INTERVAL) => {}

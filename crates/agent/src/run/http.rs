@@ -23,7 +23,7 @@ const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 /// Heartbeat of the main loop.
 #[derive(Debug, Clone)]
 pub(super) struct Heartbeat {
-    /// When it last reconciled.
+    /// When the main loop last reconciled.
     pub(super) reconciled: Instant,
     /// Why the agent is not ready; `None` if it is ready.
     pub(super) not_ready: Option<String>,
@@ -77,7 +77,7 @@ async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
     }
 }
 
-/// The first thing that the agent waits for before it is ready; `None` if it is ready.
+/// The first reason why the agent is not ready; `None` if it is ready.
 fn not_ready(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
     if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());

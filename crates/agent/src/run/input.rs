@@ -12,7 +12,7 @@ use crate::object::Object;
 
 /// An input of the main loop.
 pub(super) enum Input {
-    /// Several inputs that arrived together. One reconciliation follows them.
+    /// Several inputs that arrived together. The main loop reconciles once for all of them.
     Many(Vec<Self>),
     /// The driver's answer, and when it was requested.
     Census(Result<Census, NvmlError>, Instant),

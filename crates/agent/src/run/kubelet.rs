@@ -34,13 +34,13 @@ fn socket_id(socket: &Path) -> Option<SocketId> {
 #[derive(Debug, Default)]
 struct SocketTracker {
     seen: Option<SocketId>,
-    /// The kubelet has restarted, and this was not reported to the main loop yet.
+    /// Whether the kubelet has restarted and the main loop has not received a report of it.
     unreported: bool,
 }
 
 impl SocketTracker {
-    /// Records the current socket, if it exists. Returns whether a restart has not been reported
-    /// yet. The first start does not count.
+    /// Records the current socket, if it exists. Returns whether a restart is still unreported. The
+    /// first start does not count.
     fn has_restarted(&mut self, now: Option<SocketId>) -> bool {
         let Some(now) = now else { return false };
         self.unreported |= self.seen.replace(now).is_some_and(|before| before != now);
@@ -99,7 +99,7 @@ pub(super) async fn list(
         let mut allocated = false;
         if so_far == resent {
             tokio::select! {
-                // Cancel-safe: a missed change is returned by the next call.
+                // Cancel-safe: the next call returns a missed change.
                 _ = listing.changed() => allocated = true,
                 () = tokio::time::sleep(interval) => {}
             }
@@ -135,7 +135,7 @@ pub(super) async fn watch_starts(
         }
     }
     if stopping.is_cancelled() {
-        // The main loop has stopped the plugins, and ends the agent itself.
+        // The main loop has stopped the plugins, and itself ends the agent.
         std::future::pending::<()>().await;
     }
     anyhow::bail!("the device plugin manager has stopped")
@@ -155,7 +155,7 @@ mod tests {
         bind();
         assert!(!kubelet.has_restarted(socket_id(&socket)), "the first start");
         assert!(!kubelet.has_restarted(socket_id(&socket)), "no restart");
-        // Keep the old socket, so that the next one gets another inode.
+        // Keep the old socket, so that the new socket has another inode.
         std::fs::rename(&socket, folder.path().join("old")).unwrap();
         assert!(!kubelet.has_restarted(socket_id(&socket)), "there is no socket");
         bind();

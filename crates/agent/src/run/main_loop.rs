@@ -1,4 +1,4 @@
-//! The main loop, the only task that decides.
+//! The main loop: the only task that makes decisions.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -48,7 +48,7 @@ pub(super) struct Main {
     pub(super) snapshot: watch::Sender<Arc<TenantSnapshot>>,
     pub(super) library: Library,
     pub(super) inputs: mpsc::WeakSender<Input>,
-    /// Steps that were already logged.
+    /// Steps that are already in the log.
     pub(super) steps: Vec<cleave_api::gpunode::StepStatus>,
     pub(super) kubelet_answers: bool,
     /// Cancelled on SIGTERM, so that other tasks can distinguish a shutdown from a failure.
@@ -69,12 +69,12 @@ impl Main {
                 },
                 // Cancel-safe: an unreceived notification remains pending.
                 () = allocator.allocated.notified() => {
-                    // Let the kubelet get its response first, and handle a burst of allocations
+                    // Send the kubelet its response first, and handle a burst of allocations
                     // together. The start of a container ends the delay.
                     let _ = tokio::time::timeout(MAX_ALLOCATION_DELAY, allocator.starting.notified()).await;
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }
-                // Cancel-safe: a missed signal is returned by the next call.
+                // Cancel-safe: the next call returns a missed signal.
                 _ = terminate.recv() => {
                     tracing::info!("received SIGTERM");
                     self.stopping.cancel();
@@ -159,11 +159,12 @@ impl Main {
         }
     }
 
-    /// Reconciles and carries out the actions. Returns when to reconcile again, if soon.
+    /// Reconciles and carries out the actions. Returns the maximum time until the next
+    /// reconciliation, if one is needed without new input.
     fn reconcile(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        // Do this before taking the lock: it does file I/O, and the kubelet's calls wait for the
-        // table.
+        // Create device nodes before locking the table: `device_nodes` does file I/O, and the
+        // kubelet's calls wait for the lock.
         let nodes = self.device_nodes();
         let mut table = self.pods.allocator.table();
         let actions = self.node.reconcile(&mut table, now);
@@ -171,8 +172,8 @@ impl Main {
         let table_events = std::mem::take(&mut table.events);
         drop(table);
         let Actions { lists, resend, desired, checkpoint, status, events, faults, .. } = actions;
-        // Send the lists before any other action: the kubelet has to learn first which slices are
-        // removed.
+        // Send the lists before any other action: the kubelet must receive the removal of slices
+        // first.
         self.serve(lists);
         let resent = resend.iter().filter_map(|name| self.served.get(name.as_str()));
         if resent.map(|served| served.resend()).count() > 0 {
@@ -202,8 +203,8 @@ impl Main {
         actions.wake_after
     }
 
-    /// Paths of the device nodes of each device, if containers get such paths. Creates missing
-    /// nodes of MIG instances.
+    /// Paths of the device nodes of each device, for the strategies that pass paths to containers.
+    /// Creates missing nodes of MIG instances.
     fn device_nodes(&self) -> BTreeMap<String, Vec<String>> {
         if self.args.device_list_strategy == DeviceListStrategy::Envvar {
             return BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Makes MIG changes, each on its own thread.
+//! Performs MIG changes, each on its own thread.
 use std::time::{Duration, Instant};
 
 use cleave_gpu::nvml::{Library, Worker};
@@ -11,7 +11,7 @@ use crate::gpu::mig::{ChangeOutcome, MigOrder, OrderResult};
 /// Changing a GPU that the driver resets takes some seconds.
 const SLOW_CHANGE_TIME: Duration = Duration::from_secs(15);
 
-/// Makes a change and reports its result. If it is slow, reports that first.
+/// Performs a change and reports its result. Before the result, reports a change that is slow.
 pub(super) async fn carry_out(library: Library, order: MigOrder, report: impl AsyncFn(OrderResult)) {
     let worker = match Worker::start(&library, "nvml-change") {
         Ok(worker) => worker,

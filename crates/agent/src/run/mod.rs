@@ -55,7 +55,7 @@ const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// # Errors
 /// A path is not usable, or a task that should run forever has ended.
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
-    // The caller may have installed a provider. The first one is kept.
+    // The caller may have installed a provider. The first provider remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let args = Arc::new(args);
     let store = Store::new(&args.state_dir);
@@ -122,7 +122,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         Some(source) => tasks.spawn(offline::run(source, args.node_name.clone(), pods, inputs, statuses, events)),
         None => tasks.spawn(api::run(args, pods, inputs, statuses, events, metrics)),
     };
-    // All of these tasks run forever. The first one that ends is the reason why the agent ends.
+    // All of these tasks run forever. The first task that ends is the reason why the agent ends.
     match tasks.join_next().await {
         Some(Ok(result)) => result,
         Some(Err(error)) => Err(error).context("a task of the agent failed"),
@@ -130,8 +130,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Restores the node and the table as the last agent left them, and adds the current state of the
-/// MPS host and, without an API server, the spec.
+/// Restores the node and the table as the last agent left them. Adds the current state of the MPS
+/// host. Without an API server, also adds the spec.
 fn restore(
     args: &AgentArgs,
     store: &Store,
@@ -158,11 +158,10 @@ fn restore(
 }
 
 /// Waits until this is the only agent of the node. During an upgrade, or by mistake, two agents may
-/// run. Each would write the MPS host's desired file without the allocations of the other, and
-/// thereby close doors of running pods.
+/// run. Each would write the MPS host's desired file without the allocations of the other, and so
+/// close the doors of running pods.
 ///
-/// The agent continues without a lock if the directory cannot be locked. It also continues if the
-/// directory cannot be written.
+/// The agent continues without a lock if the directory cannot be locked or written.
 async fn wait_for_lock(store: &Store) -> Option<Lock> {
     let mut logged = false;
     loop {

@@ -21,7 +21,7 @@ pub(super) async fn watch(
         }
     };
     tokio::select! {
-        // Both run until the agent ends.
+        // Both branches run until the agent ends.
         () = link.follow(&sender) => {}
         () = forward => {}
     }

@@ -41,8 +41,8 @@ impl OfflineDirectory {
         }
     }
 
-    /// Whether the directory contains a list of pods. The agent checks this only once, at its
-    /// start.
+    /// Whether the directory contains a list of pods. The agent checks this only once, when it
+    /// starts.
     pub(super) fn has_pods(&self) -> bool {
         self.pods().exists()
     }
@@ -54,7 +54,7 @@ impl OfflineDirectory {
     /// Reads the list of pod objects whenever it changes, forever.
     pub(super) async fn follow_pods(&self, node: &str, to: &NodePods) {
         let mut last = Vec::new();
-        // Without an API server, shutdowns are not followed.
+        // Without an API server, the agent does not follow shutdowns.
         let mut shutdown = Shutdown::default();
         loop {
             let text = fs::read(self.pods()).unwrap_or_default();
@@ -130,7 +130,7 @@ impl OfflineDirectory {
     ) {
         loop {
             let written = tokio::select! {
-                // Cancel-safe: a missed change is returned by the next call.
+                // Cancel-safe: the next call returns a missed change.
                 changed = statuses.changed() => {
                     if changed.is_err() {
                         return;

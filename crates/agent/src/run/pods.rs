@@ -20,13 +20,13 @@ use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Periods, Shutdown};
 
 /// Number of pods in one page of a list. A list of all pods of a node takes a megabyte, which this
-/// process would keep allocated.
+/// process would never release.
 const PAGE_SIZE: u32 = 20;
 
 /// The recipients of changes of this node's pods.
 #[derive(Debug, Clone)]
 pub(super) struct NodePods {
-    /// The allocator, whose pending allocations are updated.
+    /// The allocator, which receives updates of pending allocations.
     pub(super) allocator: Arc<Allocator>,
     /// Pods that are terminating.
     pub(super) terminating: watch::Sender<TerminatingPods>,
@@ -52,14 +52,14 @@ fn uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String
 #[derive(Debug, Default)]
 struct TerminationWatch {
     shutdown: Shutdown,
-    /// UIDs in the list that is being read.
+    /// UIDs in the current list, while the watch reads it.
     listed: BTreeSet<String>,
     /// When the kubelet starts to terminate the next group of pods during a shutdown of the node.
     next_group: Option<Instant>,
 }
 
 impl TerminationWatch {
-    /// Handles an event. Returns whether it changed anything.
+    /// Handles an event. Returns whether `terminating` changed.
     fn handle(
         &mut self,
         terminating: &mut TerminatingPods,
@@ -92,8 +92,8 @@ impl TerminationWatch {
         changed || advanced
     }
 
-    /// Updates which pods terminate while the node shuts down. Returns whether that changed
-    /// anything.
+    /// Updates which pods terminate while the node shuts down. Returns whether `terminating`
+    /// changed.
     fn advance(&mut self, terminating: &mut TerminatingPods) -> bool {
         let (changed, next_group) = self.shutdown.update(terminating, Instant::now());
         self.next_group = next_group;
@@ -133,7 +133,7 @@ pub(super) async fn follow(
     let mut watch_state = TerminationWatch { shutdown: Shutdown::new(periods), ..TerminationWatch::default() };
     loop {
         let next_group = watch_state.next_group.map(tokio::time::Instant::from_std);
-        // All are cancel-safe: a missed change is returned by the next call.
+        // All branches are cancel-safe: the next call returns a missed change.
         let event = tokio::select! {
             Some(event) = events.next() => event,
             Ok(()) = began.changed() => {
@@ -153,7 +153,7 @@ pub(super) async fn follow(
         };
         match event {
             Ok(event) => {
-                // Termination first, because programs may be about to be killed.
+                // Handle terminations first, because the kubelet may be about to kill programs.
                 pods.terminating.send_if_modified(|terminating| watch_state.handle(terminating, &event, &node));
                 update_names(&mut pods.names.lock(), &event);
                 pods.allocator.update_pending(|pending| {
@@ -170,8 +170,8 @@ pub(super) async fn follow(
     }
 }
 
-/// Handles an event for the pending allocations. `listed` are the UIDs in the list that is being
-/// read.
+/// Handles an event for the pending allocations. `listed` contains the UIDs in the current list,
+/// while the watch reads it.
 fn update_pending(
     pending: &mut PendingAllocations,
     event: Event<DeserializeGuard<PodObject>>,
@@ -215,8 +215,8 @@ mod tests {
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    /// Seconds from the start of a pod's termination to its deadline. `None` if the pod is not
-    /// known to terminate.
+    /// Seconds from the start of a pod's termination to its deadline. `None` if no termination of
+    /// the pod is known.
     fn seconds_left(terminating: &TerminatingPods, name: &str) -> Option<u64> {
         let (found, leaving) = terminating.find(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));

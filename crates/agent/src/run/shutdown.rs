@@ -1,4 +1,4 @@
-//! Follows graceful shutdowns of the node, in the file where the kubelet records them.
+//! Follows graceful shutdowns of the node through the file in which the kubelet records them.
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -11,12 +11,12 @@ use crate::termination::shutdown::{Periods, ShutdownStart};
 
 /// Name of the record in the kubelet's directory.
 const SHUTDOWN_RECORD_FILE: &str = "graceful_node_shutdown_state";
-/// Interval between reads if inotify does not work.
+/// Interval between reads of the record if inotify does not work.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Follows shutdowns if the kubelet's settings are known. Returns at once otherwise.
 pub(super) async fn watch(args: &AgentArgs, periods: Periods, record: watch::Sender<Option<Instant>>) {
-    // Without these settings the kubelet terminates no pods at shutdown.
+    // Without these settings, the kubelet terminates no pods when the node shuts down.
     if !periods.is_empty() {
         let kubelet = args.host_root.join(args.kubelet_dir.strip_prefix("/").unwrap_or(&args.kubelet_dir));
         follow(kubelet, args.proc.clone(), periods, record).await;
@@ -38,7 +38,7 @@ async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch:
         last = ShutdownStart::read(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
         let since = last.as_ref().map(|start| start.at);
         began.send_if_modified(|began| {
-            // Keep the first time: a computed time varies a little with each read.
+            // Keep the first computed time: the computation varies a little with each read.
             let changed = began.is_some() != since.is_some();
             if changed {
                 tracing::info!(shuts_down = since.is_some(), "the kubelet's shutdown record changed");

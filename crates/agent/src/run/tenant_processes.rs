@@ -1,5 +1,5 @@
-//! Lists the processes on shared devices, on a separate thread for each GPU. A GPU that hangs is
-//! omitted, and delays the others once, by [`ROUND_TIMEOUT`].
+//! Lists the processes on shared devices, on a separate thread for each GPU. A round omits a GPU
+//! that hangs. Such a GPU delays the other GPUs once, by [`ROUND_TIMEOUT`].
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::tenants::violations::{ProcessId, ProcessSample, SampledProcess};
 
 /// Deadline for NVML's answer about a GPU.
 const GPU_DEADLINE: Duration = Duration::from_secs(5);
-/// Maximum time that a round waits for the GPUs that it queried. Later answers belong to the next
+/// Maximum time that a round waits for the GPUs that it queried. A later answer belongs to the next
 /// round.
 const ROUND_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -23,7 +23,8 @@ const ROUND_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) struct Round {
     /// The processes on the devices that answered.
     pub(crate) sample: ProcessSample,
-    /// Devices of GPUs that have not answered yet. Suspected violations on these devices are kept.
+    /// Devices of GPUs that have not answered yet. Suspected violations on these devices remain
+    /// suspected.
     pub(crate) waiting: BTreeSet<String>,
     /// GPUs that failed to answer, with the error.
     pub(crate) unreachable: Vec<(String, NvmlError)>,
@@ -39,7 +40,8 @@ struct Answer {
 pub(crate) struct ProcessObserver {
     library: Library,
     proc: PathBuf,
-    /// Kept even while the GPU is unused: a second thread must not join one that is blocked.
+    /// Workers are kept even while their GPU is unused. Otherwise a second thread could block on
+    /// the same GPU.
     workers: BTreeMap<String, Worker>,
     /// Devices that are being queried, by GPU.
     in_progress: BTreeMap<String, Vec<String>>,
@@ -261,7 +263,7 @@ mod tests {
         let second = observer.round(&snapshot, &devices).await.unwrap();
         assert_eq!(seen(&second), ["GPU-a", "GPU-c"]);
         assert!(begun.elapsed() < ROUND_TIMEOUT, "the second round does not wait for it");
-        // After the deadline the call fails. Still only one thread queries the GPU.
+        // After the deadline, the call fails. Only one thread queries the GPU even then.
         let unreachable = loop {
             let round = observer.round(&snapshot, &devices).await.unwrap();
             assert_eq!(seen(&round), ["GPU-a", "GPU-c"]);

@@ -23,15 +23,15 @@ use crate::tenants::violations::{ProcessId, find_violations};
 
 /// Interval between two rounds.
 const ROUND_INTERVAL: Duration = Duration::from_secs(1);
-/// Time between the round that suspects a process and the round that confirms it. Together with
-/// [`ROUND_INTERVAL`] it is well below two seconds, the maximum time to find a violation. It is
-/// longer than the driver takes to report a program as an MPS client after the program's first
-/// context.
+/// Time between the round that suspects a process and the round that confirms the violation.
+/// Together with [`ROUND_INTERVAL`], it is well below two seconds, the maximum time to find a
+/// violation. The driver needs less time to report a program as an MPS client after the program's
+/// first context.
 const CONFIRMATION_DELAY: Duration = Duration::from_millis(400);
 /// Maximum time that the MPS host may take to terminate a client.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The inputs and outputs of the watch.
+/// Inputs and outputs of the tenant watch.
 struct WatchParts {
     /// Access to NVML.
     library: Library,
@@ -72,7 +72,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         let round = observer.round(&before, &devices).await.context("cannot start a tenant watch's NVML thread")?;
         log_unreachable(&round, &before, &mut unreachable, &metrics);
         let Round { sample, waiting, .. } = round;
-        // Read the snapshot again: processes may have become known as clients during the round.
+        // Read the snapshot again: the MPS host may have reported more clients during the round.
         let now = Arc::clone(&snapshot.borrow_and_update());
         let changes = {
             let names = names.lock();
@@ -115,7 +115,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
     }
 }
 
-/// Logs once when a GPU stops or starts to report its processes.
+/// Logs each GPU once when it stops or starts to report its processes.
 fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut BTreeSet<String>, metrics: &Metrics) {
     for (gpu, error) in &round.unreachable {
         metrics.error("tenants");
@@ -134,7 +134,7 @@ fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut B
     }
 }
 
-/// Terminates an MPS client's contexts, which frees its memory. A later signal to the process then
+/// Terminates an MPS client's contexts, which frees their memory. A later signal to the process
 /// interrupts no kernel.
 async fn terminate(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
@@ -166,7 +166,7 @@ pub(super) async fn watch(
         }
     };
     tokio::select! {
-        // Both run until the agent ends.
+        // Both branches run until the agent ends.
         ended = run_rounds(parts) => ended,
         () = forward => Ok(()),
     }

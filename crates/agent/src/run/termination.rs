@@ -15,8 +15,8 @@ use crate::termination::pods::TerminatingPods;
 use crate::termination::process::{self, Process};
 use crate::termination::{Client, ClientKey, Outcome, Terminations};
 
-/// Deadline for the MPS host, which answers within 8 s: it waits up to 4 s until its daemon is
-/// free.
+/// Deadline for the MPS host's reply. The MPS host replies within 8 s, including up to 4 s of
+/// waiting for a busy daemon.
 const REQUEST_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Terminates clients of terminating pods, forever.
@@ -39,7 +39,7 @@ pub(super) async fn run(
         }
         let again = decision.next_check.map(tokio::time::Instant::from_std);
         tokio::select! {
-            // All are cancel-safe: a missed change is returned by the next call.
+            // All branches are cancel-safe: the next call returns a missed change.
             changed = pods.changed() => changed.context("the watch of pods has stopped")?,
             changed = views.changed() => changed.context("the watch of the MPS host has stopped")?,
             Some(answer) = asked.join_next() => {
@@ -57,8 +57,8 @@ pub(super) async fn run(
     }
 }
 
-/// The clients of terminating pods. Reads `/proc` only if there is such a pod, and the cgroup of
-/// each client only once: `known` caches the pods.
+/// The clients of terminating pods. Reads `/proc` only if a pod terminates, and the cgroup of each
+/// client only once: `known` caches the pods.
 fn clients(pods: &TerminatingPods, view: &mps::HostView, known: &mut BTreeMap<ClientKey, Vec<String>>) -> Vec<Client> {
     if !pods.any() {
         known.clear();

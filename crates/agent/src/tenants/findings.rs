@@ -13,9 +13,9 @@ use super::names::PodNames;
 use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
 /// Time for which a finding is reported after its violation was last seen. The operator must not
-/// miss the finding, and an intermittent violation must remain one finding.
+/// miss the finding, and a violation that comes and goes must remain one finding.
 pub const RETENTION: Duration = Duration::from_secs(10);
-/// Time for which a finding is reported while its device gives no samples.
+/// Time for which a finding is reported while no sample contains its device.
 const RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;
@@ -43,14 +43,14 @@ struct Finding {
     status: FindingStatus,
     evict: bool,
     last_seen: Instant,
-    /// An Event on the pod has reported the finding.
+    /// Whether an Event on the pod has reported the finding.
     reported: bool,
 }
 
 /// Whether a sample has data of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SampleState {
-    /// The sample lists the device's processes.
+    /// The sample contains the device's processes.
     Sampled,
     /// The device has not answered yet. Its earlier violations remain unconfirmed.
     Pending,
@@ -58,7 +58,7 @@ pub enum SampleState {
     Unreachable,
 }
 
-/// What the caller has to do after a sample.
+/// Instructions to the caller after a sample.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// New findings, to be logged and counted.
@@ -67,7 +67,7 @@ pub struct Changes {
     pub report: Vec<FindingStatus>,
     /// MPS clients to terminate, each with the UUID of its device.
     pub terminate: Vec<(String, ProcessId)>,
-    /// A violation was seen for the first time: take the next sample early.
+    /// Whether a violation was seen for the first time, so that the next sample is needed early.
     pub confirm: bool,
 }
 
@@ -124,8 +124,8 @@ impl Findings {
         (!violation.processes.is_empty()).then_some(violation)
     }
 
-    /// Adds the violation's clients to those to terminate, unless that was requested a short time
-    /// ago.
+    /// Adds the violation's clients to those to terminate, except clients with a request in the
+    /// last [`MIN_TERMINATION_INTERVAL`].
     fn terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
         for &process in &violation.clients {
             if let Entry::Vacant(entry) = self.terminated.entry(process) {
@@ -135,7 +135,7 @@ impl Findings {
         }
     }
 
-    /// Adds a confirmed violation as a finding, or updates the finding that it belongs to.
+    /// Adds a confirmed violation as a finding, or updates its existing finding.
     fn record(&mut self, violation: Violation, evict: bool, (now, time): (Instant, Timestamp), changes: &mut Changes) {
         let Violation { key, gpu, tenant, processes, message, .. } = violation;
         let status = FindingStatus {
@@ -156,8 +156,8 @@ impl Findings {
             return;
         };
         (finding.last_seen, finding.evict) = (now, evict);
-        // The memory in the message changes with every sample. Write the status again only once
-        // the pod's name is known.
+        // The amount of memory in the message changes with every sample. Write the status again
+        // only when the pod's name becomes known.
         if finding.status.pod.is_empty() && !status.pod.is_empty() {
             finding.status = FindingStatus { since: finding.status.since.take(), ..status };
         }
@@ -173,15 +173,15 @@ impl Findings {
         self.confirmed.retain(|key, finding| {
             let sampled = state(&key.device) == SampleState::Sampled;
             let retention = if sampled { RETENTION } else { RETENTION_WITHOUT_SAMPLES };
-            // The agent terminates the clients first, which ends the violation. The pod still has
-            // to be evicted.
+            // The agent terminates the clients first, which ends the violation. The operator must
+            // still evict the pod.
             let awaits_eviction = finding.evict && evicts(&key.device) && !finding.status.uid.is_empty();
             now.saturating_duration_since(finding.last_seen) < retention
                 || awaits_eviction && !names.is_gone(&finding.status.uid)
         });
     }
 
-    /// Adds the findings whose pod has a known name and no Event yet.
+    /// Adds the findings that no Event has reported and that name their pod.
     fn report(&mut self, changes: &mut Changes) {
         let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
         for finding in self.confirmed.values_mut().filter(ready) {
@@ -208,8 +208,8 @@ impl Findings {
 /// Whether the previous sample shows the same violation.
 fn is_confirmed(violation: &Violation, previous: &BTreeMap<ViolationKey, BTreeSet<ProcessId>>) -> bool {
     previous.get(&violation.key).is_some_and(|processes| {
-        // A new process can look like a violation for a moment. Require the same process twice,
-        // because a container may start many programs.
+        // A new process can briefly look like a violation. Require the same process in both
+        // samples, because a container may start many programs.
         violation.key.kind == MEMORY_EXCEEDED || !processes.is_disjoint(&violation.processes)
     })
 }

@@ -1,5 +1,5 @@
 //! The tenant watch reports containers that use more of a shared GPU than their shares allow, or
-//! that use it outside MPS. It finds them within two seconds.
+//! that use it outside MPS. It reports a violation within two seconds.
 //!
 //! ```text
 //!  main loop ─ TenantSnapshot ─┐
@@ -12,9 +12,8 @@
 //!
 //! The operator reads `GpuNode.status` and evicts pods.
 //!
-//! The watch queries nothing while no process can use a shared device. A GPU that does not answer
-//! gives no sample: its tenants are neither reported nor terminated, and the watch of other GPUs
-//! continues.
+//! The watch queries nothing while no process can use a shared device. Without an answer of a GPU,
+//! the watch reports and terminates none of the GPU's tenants. It continues on other GPUs.
 pub mod findings;
 pub mod names;
 pub mod process;

@@ -2,7 +2,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The name of a pod and those of its containers.
+/// Names of a pod and of its containers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PodName {
     /// Namespace of the pod.
@@ -17,9 +17,9 @@ pub struct PodName {
 #[derive(Debug, Clone, Default)]
 pub struct PodNames {
     pods: BTreeMap<String, PodName>,
-    /// UIDs in the list that the watch reads now.
+    /// UIDs in the current list, while the watch reads it.
     listing: Option<BTreeSet<String>>,
-    /// A complete list was read, so an unknown pod has been removed.
+    /// Whether a complete list was read. If so, an unknown pod no longer exists.
     complete: bool,
 }
 

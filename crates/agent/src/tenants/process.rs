@@ -15,16 +15,17 @@ pub struct Process {
     /// Time from boot to the start of the process, in clock ticks. Together with the pid, it
     /// identifies the process until the node reboots.
     pub start: u64,
-    /// Pid of its parent.
+    /// Pid of the parent process.
     pub parent: u32,
-    /// The pod and container that it belongs to; `None` if it is in no pod.
+    /// The pod and container of the process; `None` if the process is in no pod.
     pub owner: Option<Owner>,
 }
 
-/// Reads a process. Returns `None` if it has ended, or if its pid was reused during the read.
+/// Reads a process. Returns `None` if the process has ended, or if its pid was reused during the
+/// read.
 ///
 /// # Errors
-/// A file cannot be read or parsed. The process may still exist.
+/// A file cannot be read or parsed. The process may still run.
 pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     let folder = proc.join(pid.to_string());
     let read = |name: &str| match File::open(folder.join(name)) {
@@ -57,7 +58,8 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
 /// Parses the parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`
 /// (`proc_pid_stat(5)`). The name, field 2, may contain spaces and parentheses.
 ///
-/// Ignores the state, which is zombie once the first thread has ended, even if other threads run.
+/// Ignores the state of the process: it is zombie once the first thread has ended, even if other
+/// threads run.
 pub fn parse_stat(stat: &str) -> Option<(u32, u64)> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace();

@@ -1,4 +1,4 @@
-//! The limits and allocations that the tenant watch compares samples with. Pure.
+//! The limits and allocations with which the tenant watch compares samples. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
@@ -19,7 +19,7 @@ pub struct TenantSnapshot {
     pub devices: BTreeMap<String, SharedDevice>,
     /// Shares that are allocated to containers; `None` while the kubelet does not list them.
     pub shares: Option<Vec<Share>>,
-    /// Memory limits in MiB, by allocation; `None` means unlimited.
+    /// Memory limits in MiB by allocation id; `None` means unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
 }
 
@@ -30,11 +30,11 @@ pub struct SharedDevice {
     pub gpu: String,
     /// Whether the policy evicts pods that exceed their limits.
     pub evict: bool,
-    /// Whether a process can be using the device.
+    /// Whether a process may be using the device.
     pub in_use: bool,
-    /// Pids of its MPS daemon and server.
+    /// Pids of the device's MPS daemon and MPS server.
     pub daemon: BTreeSet<u32>,
-    /// MPS clients by pid, each with the allocation whose door it used; `None` if it used the
+    /// MPS clients by pid, each with the allocation of the door that it used; `None` if it used the
     /// daemon's own socket.
     pub clients: BTreeMap<u32, Option<String>>,
 }
@@ -116,13 +116,13 @@ impl TenantSnapshot {
         snapshot
     }
 
-    /// UUIDs of the devices that a process can be using.
+    /// UUIDs of the devices that a process may be using.
     pub fn in_use(&self) -> Vec<String> {
         self.devices.iter().filter(|(_, device)| device.in_use).map(|(uuid, _)| uuid.clone()).collect()
     }
 }
 
-/// The shares in one row of the kubelet's list, one entry per device.
+/// The shares in one row of the kubelet's list, with one entry per device.
 fn shares(row: &HeldDevices) -> Vec<Share> {
     let devices: BTreeSet<&str> = row.ids.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
     let allocation = allocation_id(&row.resource, &row.ids);

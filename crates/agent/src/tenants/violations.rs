@@ -7,8 +7,8 @@ use super::names::PodNames;
 use super::snapshot::{Share, SharedDevice, TenantSnapshot};
 use crate::cgroup::Owner;
 
-/// Tolerance in MiB: NVML may show this much more for a container than the container's shares
-/// allow.
+/// Tolerance in MiB: NVML may report this much more memory for a container than the container's
+/// shares allow.
 ///
 /// MPS and NVML count a context differently. On an H200 under driver 580, NVML shows 274 MiB for a
 /// client that has allocated nothing. For the same client, MPS counts from 57 MiB (8 SMs) to 514
@@ -31,15 +31,15 @@ pub struct ProcessSample {
 /// A process that uses a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SampledProcess {
-    /// The process.
+    /// Identity of the process.
     pub id: ProcessId,
     /// GPU memory in bytes, if the driver reports it.
     pub bytes: Option<u64>,
-    /// Whether it is an MPS client, if the driver reports it.
+    /// Whether the process is an MPS client, if the driver reports it.
     pub mps: Option<bool>,
-    /// Pid of its parent.
+    /// Pid of the parent process.
     pub parent: u32,
-    /// The pod and container that it belongs to.
+    /// The pod and container of the process.
     pub owner: Option<Owner>,
 }
 
@@ -48,7 +48,7 @@ pub struct SampledProcess {
 pub struct ProcessId {
     /// Pid on the host.
     pub pid: u32,
-    /// Clock ticks from boot to its start.
+    /// Clock ticks from boot to the start of the process.
     pub start: u64,
 }
 
@@ -61,7 +61,7 @@ pub struct Usage {
     pub device: String,
     /// Memory in bytes.
     pub bytes: u64,
-    /// Memory that its shares allow, in MiB; `None` means unlimited.
+    /// Memory that the container's shares allow, in MiB; `None` means unlimited.
     pub limit_mib: Option<u64>,
 }
 
@@ -100,7 +100,7 @@ pub struct Violation {
     pub processes: BTreeSet<ProcessId>,
     /// The MPS clients among `processes`.
     pub clients: BTreeSet<ProcessId>,
-    /// What happened, and what the user should do.
+    /// What happened, and what the user should do about it.
     pub message: String,
 }
 
@@ -133,8 +133,8 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
     assessment
 }
 
-/// Whether a process is part of an MPS daemon. The snapshot may not list a new MPS server yet, so
-/// this also checks the parent and the pod of the process.
+/// Whether a process is part of an MPS daemon. The snapshot may not contain a new MPS server yet.
+/// Therefore this also checks the parent and the pod of the process.
 fn is_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSample) -> bool {
     let in_daemon_pod = process.owner.as_ref().is_some_and(|owner| sample.daemon_pods.contains(&owner.pod));
     in_daemon_pod || device.daemon.contains(&process.id.pid) || device.daemon.contains(&process.parent)
@@ -217,7 +217,7 @@ impl ContainerOnDevice<'_> {
         self.processes.iter().filter(|(_, role)| matches(*role)).map(|(process, _)| process.id.pid).min()
     }
 
-    /// The violation that the processes with a matching role cause.
+    /// The violation by the processes with a matching role, if any.
     fn violation(
         &self,
         kind: &'static str,
@@ -236,7 +236,7 @@ impl ContainerOnDevice<'_> {
         }
     }
 
-    /// The allocations whose doors the container's clients used.
+    /// The allocations of the doors that the container's clients used.
     fn doors(&self) -> BTreeSet<&str> {
         let through_doors = self.processes.iter().filter_map(|(_, role)| match role {
             Role::Client(door) => *door,
@@ -265,7 +265,7 @@ impl ContainerOnDevice<'_> {
         tenant
     }
 
-    /// Memory that the container's shares of the device allow, in MiB; `None` means unlimited.
+    /// Memory in MiB that the container's shares of the device allow; `None` means unlimited.
     ///
     /// The kubelet does not list the shares of init containers. For them, the limits of the doors
     /// that their clients used apply, except doors of other pods.
@@ -479,7 +479,7 @@ pub(crate) mod tests {
         for (mps, listed, outside) in [
             (Some(true), true, false),
             (Some(true), false, false),
-            // The process connected to MPS, but computes outside it.
+            // The process is connected to MPS, but computes outside it.
             (Some(false), true, true),
             (Some(false), false, true),
             (None, true, false),

@@ -1,5 +1,5 @@
 //! Terminates the MPS clients of terminating pods through MPS, before a signal can kill a program
-//! with a kernel in flight. Such a kill would break the programs of the pod's neighbours.
+//! with a kernel in flight. Such a kill would break the programs of neighbours.
 //!
 //! - [`pods`] tracks which pods terminate, and their deadlines.
 //! - [`shutdown`] predicts which pods terminate because the node shuts down.
@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use self::pods::Deadlines;
 
-/// Time after its deadline at which a client that still runs is reported. A `preStop` sleep of one
-/// second has not ended by then.
+/// Time from a client's deadline until the agent reports that the client still runs. It is shorter
+/// than a `preStop` sleep of one second.
 const REPORT_AFTER: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed attempt.
 const RETRY_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
@@ -34,10 +34,10 @@ pub struct ClientKey {
     pub pid: u32,
 }
 
-/// A client whose pod terminates.
+/// A client of a terminating pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Client {
-    /// Device and pid.
+    /// Device and pid of the client.
     pub key: ClientKey,
     /// `namespace/name` of its pod.
     pub pod: String,
@@ -53,23 +53,24 @@ pub struct Client {
 /// The outcome of one attempt to terminate a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// Its contexts are destroyed.
+    /// All contexts of the client are destroyed.
     Terminated,
-    /// It has no context, so no kernel is in flight. It can still create one.
+    /// The client has no context, so no kernel is in flight. It can still create a context.
     NoContext,
     /// The attempt failed for this reason.
     Failed(String),
 }
 
-/// What the caller has to do now.
+/// Instructions to the caller.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Decision {
     /// Clients to terminate now, at most one per device. Pass each outcome to
     /// [`Terminations::record`].
     pub terminate: Vec<Client>,
-    /// Clients that were not terminated in time, each with the reason. A client is reported once.
+    /// Clients that were not terminated in time, each with the reason. Each client appears only
+    /// once.
     pub report: Vec<(Client, String)>,
-    /// When to decide again, at the latest.
+    /// Latest time of the next decision, if one is needed.
     pub next_check: Option<Instant>,
 }
 
@@ -90,12 +91,13 @@ struct Attempts {
     failures: u32,
     not_before: Instant,
     last_error: Option<String>,
-    /// The client was reported as late.
+    /// Whether the client was reported as late.
     reported: bool,
 }
 
 impl Terminations {
-    /// Decides what to do now. `clients` are all clients of terminating pods.
+    /// Decides which clients to terminate and report now. `clients` are all clients of terminating
+    /// pods.
     pub fn decide(&mut self, clients: Vec<Client>, now: Instant) -> Decision {
         let listed: BTreeSet<&ClientKey> = clients.iter().map(|client| &client.key).collect();
         self.attempts.retain(|key, _| listed.contains(key));
@@ -148,7 +150,7 @@ impl Terminations {
         }
         ready.sort_by(|(a, of_a), (b, of_b)| (a, &of_a.key).cmp(&(b, &of_b.key)));
         for (_, client) in ready {
-            // Other clients of the device wait until `record` has the outcome of this one.
+            // Other clients of the device wait until `record` receives the outcome of this one.
             if self.busy.insert(client.key.device.clone()) {
                 decision.terminate.push(client);
             }

@@ -19,8 +19,8 @@ const MARGIN: Duration = Duration::from_secs(2);
 /// The margin is at most a quarter of the grace period.
 const MARGIN_PART: u32 = 4;
 
-/// Longer grace periods and sleeps count as this long. A spec may contain any 64-bit number of
-/// seconds, which would overflow an [`Instant`].
+/// Maximum grace period or sleep. Longer values count as this maximum: a spec may contain any
+/// 64-bit number of seconds, which would overflow an [`Instant`].
 const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// What the API server reports about the termination of a pod with shares.
@@ -54,7 +54,8 @@ pub struct Deadlines {
     pub since: Instant,
     /// When the kubelet kills the remaining programs, as an estimate.
     pub end: Instant,
-    /// When clients have to be terminated: those that SIGTERM ends, and those that survive it.
+    /// Deadlines for terminating the clients that SIGTERM ends, and the clients that survive
+    /// SIGTERM.
     due: (Instant, Instant),
     grace: Duration,
 }
@@ -67,16 +68,16 @@ impl Deadlines {
         Self { since, end, due: (before_sigterm.min(last), last), grace }
     }
 
-    /// Moves the end to an earlier time. Nothing becomes due later, although a shorter grace period
-    /// has a smaller margin.
+    /// Moves the end to an earlier time. No client becomes due later, although a shorter grace
+    /// period has a smaller margin.
     fn shortened(self, end: Instant, grace: Duration) -> Self {
         let Self { since, end: before, due: (ends, survives), .. } = self;
         let Self { due: (_, last), end, .. } = Self::new(since, before.min(end), grace, Duration::ZERO);
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
     }
 
-    /// When a client has to be terminated: before the kubelet sends SIGTERM if that ends the
-    /// client, else a margin before the grace period ends.
+    /// When the agent has to terminate a client. If SIGTERM ends the client, this is before the
+    /// kubelet sends SIGTERM. Otherwise, it is a margin before the grace period ends.
     pub fn due(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
@@ -87,7 +88,7 @@ struct Pod {
     name: String,
     /// The deadlines, if the pod terminates.
     deadlines: Option<Deadlines>,
-    /// When the agent found that the API server had removed it.
+    /// When the agent observed that the API server had removed the pod.
     removed: Option<Instant>,
 }
 
@@ -100,7 +101,7 @@ pub struct TerminatingPods {
 }
 
 impl TerminatingPods {
-    /// Adds or updates a pod. Returns whether that changes anything.
+    /// Adds or updates a pod. Returns whether the tracked state changed.
     pub fn observe(&mut self, observation: PodObservation, now: Instant) -> bool {
         self.prune(now);
         let PodObservation { uid, name, sleep, deletion } = observation;
@@ -117,8 +118,8 @@ impl TerminatingPods {
             (Some(Deletion { grace, .. }), Some(was)) if grace < was.grace => Some(was.shortened(now + grace, grace)),
             (Some(_), Some(was)) => Some(was),
             (Some(Deletion { grace, left }), None) => {
-                // If the pod was observed before without a deletion, the deletion is new, whatever
-                // the clocks say. Otherwise its grace period may be almost over.
+                // If the agent has observed the pod without a deletion, the deletion is new,
+                // regardless of the clocks. Otherwise its grace period may be almost over.
                 let left = if before.is_some() { grace } else { left.min(grace) };
                 Some(Deadlines::new(now, now + left, grace, sleep))
             }
@@ -130,7 +131,7 @@ impl TerminatingPods {
     }
 
     /// Records that the API server has removed a pod: after its programs have ended, or by force
-    /// while they may still run. Returns whether that changes anything.
+    /// while they may still run. Returns whether the tracked state changed.
     pub fn removed(&mut self, uid: &str, now: Instant) -> bool {
         self.prune(now);
         let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.removed.is_none()) else { return false };
@@ -140,19 +141,19 @@ impl TerminatingPods {
         true
     }
 
-    /// Records that all pods that are not in `uids` have been removed. Returns whether that changes
-    /// anything.
+    /// Records that all pods that are not in `uids` have been removed. Returns whether the tracked
+    /// state changed.
     pub fn complete_list(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
         let missing: Vec<String> = self.by_uid.keys().filter(|uid| !uids.contains(*uid)).cloned().collect();
         missing.iter().filter(|uid| self.removed(uid, now)).count() > 0
     }
 
-    /// Removes a pod whose programs have all ended. Returns whether it was tracked.
+    /// Removes a pod after all of its programs have ended. Returns whether the pod was tracked.
     pub fn finished(&mut self, uid: &str) -> bool {
         self.by_uid.remove(uid).is_some()
     }
 
-    /// Replaces the kubelet's list of allocations. Returns whether it has changed.
+    /// Replaces the kubelet's list of allocations. Returns whether the list has changed.
     pub fn set_holders(&mut self, rows: &[HeldDevices]) -> bool {
         let of_row =
             |row: &HeldDevices| (allocation_id(&row.resource, &row.ids), format!("{}/{}", row.namespace, row.pod));
@@ -174,8 +175,8 @@ impl TerminatingPods {
     /// name does not terminate.
     pub fn find(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, Deadlines)> {
         if !uids.is_empty() {
-            // The client's pod may be a static pod or a new pod that is not tracked. Do not search
-            // by allocation then: that could find another pod.
+            // The client's pod may be a static pod or a new pod that is not tracked. In this case,
+            // a search by allocation could find another pod.
             let pod = uids.iter().find_map(|uid| self.by_uid.get(uid))?;
             return Some((&pod.name, pod.deadlines?));
         }
@@ -207,7 +208,8 @@ pub(super) mod tests {
         Duration::from_millis(millis)
     }
 
-    /// A pod without a deletion, or with a deletion that has this grace period and rest in seconds.
+    /// A pod without a deletion, or with a deletion: its grace period and the remaining time in
+    /// seconds.
     pub(in crate::termination) fn observation(uid: &str, grace: Option<(u64, u64)>) -> PodObservation {
         let deletion = grace.map(|(grace, left)| Deletion { grace: secs(grace), left: secs(left) });
         PodObservation { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }
@@ -225,8 +227,8 @@ pub(super) mod tests {
         let mut pods = TerminatingPods::default();
         assert!(pods.observe(observation("a", None), now) && !pods.observe(observation("a", None), now));
         assert!(!pods.any());
-        // By the API server's clock half of the grace period is over, but this node observed its
-        // start.
+        // By the API server's clock, half of the grace period is over. However, this node observed
+        // the start of the grace period.
         assert!(pods.observe(observation("a", Some((30, 15))), now + secs(1)));
         assert_eq!(span(&pods, "a", now), Some((1000, 31_000)));
         assert!(pods.any());
@@ -298,7 +300,7 @@ pub(super) mod tests {
         for (grace, millis) in [(0, 0), (1, 750), (4, 3000), (8, 6000), (30, 28_000), (3600, 3_598_000)] {
             assert_eq!((due(grace, 1, false), due(grace, 1, true)), (0, millis), "{grace}");
         }
-        // A longer sleep is time that the program needs.
+        // The program needs a longer sleep to finish its work.
         assert_eq!((due(30, 15, false), due(30, 15, true)), (13_000, 28_000));
         assert_eq!(due(30, 30, false), 28_000);
         assert_eq!(due(0, 15, false), 0);

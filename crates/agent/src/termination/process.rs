@@ -1,24 +1,26 @@
-//! Reads from `/proc` which pod a client's process belongs to and how it reacts to SIGTERM.
+//! Reads the pod of a client's process, and its reaction to SIGTERM, from `/proc`.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use crate::cgroup;
 
-/// SIGTERM in the masks of `/proc/PID/status`, whose lowest bit is signal 1.
+/// SIGTERM in the masks of `/proc/PID/status`. Their lowest bit is signal 1.
 const SIGTERM: u64 = 1 << 14;
 
 /// A process that has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Process {
-    /// Whether it continues after SIGTERM: it handles the signal, waits for it, or ignores it.
+    /// Whether the process continues after SIGTERM: it handles the signal, waits for it, or ignores
+    /// it.
     pub(crate) survives_sigterm: bool,
-    /// Whether a signal or a debugger has stopped it.
+    /// Whether a signal or a debugger has stopped the process.
     pub(crate) stopped: bool,
 }
 
 impl Process {
-    /// Reads the process with this pid in the host's pid namespace. Returns `None` if it has ended.
+    /// Reads the process with this pid in the host's pid namespace. Returns `None` if the process
+    /// has ended.
     pub(crate) fn read(pid: u32) -> Option<Self> {
         let directory = directory(pid);
         let status = Status::parse(&read(&directory.join("status"))?)?;
@@ -50,7 +52,7 @@ fn read(path: &Path) -> Option<String> {
 }
 
 /// Whether all threads block SIGTERM. A program that waits for the signal blocks it in every
-/// thread, because the signal would end the process through a thread that does not block it.
+/// thread. Otherwise the signal would end the process through another thread.
 fn all_threads_block(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
     // Ignore a thread that has ended since the directory was read.
@@ -60,7 +62,7 @@ fn all_threads_block(directory: &Path) -> bool {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Status {
-    /// Whether the process handles or ignores SIGTERM. This is the same for all threads.
+    /// Whether the process handles or ignores SIGTERM. All threads have the same value.
     handles: bool,
     /// Whether this thread blocks SIGTERM.
     blocks: bool,

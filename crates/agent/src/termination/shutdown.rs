@@ -2,8 +2,8 @@
 //! (`shutdownGracePeriod` and related settings). Pure.
 //!
 //! The kubelet does not delete these pods, and updates the status of each only after it has ended.
-//! Before it terminates the first pod, it records the start of the shutdown in a file. Its
-//! settings, which the agent gets as arguments, determine the order and the times.
+//! Before it terminates the first pod, it records the start of the shutdown in a file. The
+//! kubelet's settings determine the order and the times. The agent receives them as arguments.
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -13,17 +13,18 @@ use serde::Deserialize;
 
 use super::pods::{Deletion, PodObservation, TerminatingPods};
 
-/// Maximum time that a shutdown takes beyond the sum of all periods. The kubelet has given up a
-/// shutdown that takes longer.
+/// Maximum time that a shutdown takes beyond the sum of all periods. After that time, the kubelet
+/// has given up the shutdown.
 const MAX_OVERRUN: Duration = Duration::from_secs(60);
 
 /// Time that the kubelet waits for one group of pods at shutdown. A group contains the pods with at
 /// least `priority`, and below the priority of the next period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Period {
-    /// The lowest priority of these pods.
+    /// The lowest priority of the pods in this group.
     pub priority: i32,
-    /// Seconds until the next group of pods. This is also the maximum grace period of each pod.
+    /// Seconds until the kubelet terminates the next group. Also the maximum grace period of each
+    /// pod in this group.
     pub seconds: u32,
 }
 
@@ -83,9 +84,9 @@ impl Periods {
 pub struct Pod {
     /// Priority of the pod.
     pub priority: i32,
-    /// Grace period of its spec.
+    /// Grace period in the pod's spec.
     pub grace: Duration,
-    /// What the API server reports about its termination, if it has shares.
+    /// The API server's report about the pod's termination, if the pod has shares.
     pub observation: Option<PodObservation>,
 }
 
@@ -98,7 +99,7 @@ struct Progress {
     had_pods: bool,
 }
 
-/// The node's pods, and when they terminate during a shutdown.
+/// The node's pods, and their termination times during a shutdown.
 #[derive(Debug, Default)]
 pub struct Shutdown {
     periods: Periods,
@@ -115,7 +116,7 @@ impl Shutdown {
     }
 
     /// Adds or updates a pod. Returns its observation, with a deletion if the shutdown terminates
-    /// it.
+    /// the pod.
     pub fn observe(&mut self, uid: &str, pod: Pod, now: Instant) -> Option<PodObservation> {
         let observation = self.observation(&pod, now);
         if !self.periods.is_empty() {
@@ -135,13 +136,13 @@ impl Shutdown {
         self.listed = true;
     }
 
-    /// Sets when the shutdown started; `None` if there is none.
+    /// Sets the start of the shutdown; `None` if the node is not shutting down.
     pub fn set_start(&mut self, start: Option<Instant>) {
         self.progress = start.map(|start| Progress { starts: vec![start], had_pods: false });
     }
 
-    /// Updates `terminating` with the pods that the kubelet terminates now. Returns whether that
-    /// changes anything, and when to call this again.
+    /// Updates `terminating` with the pods that the kubelet terminates now. Returns whether
+    /// `terminating` changed, and the time of the next update.
     pub fn update(&mut self, terminating: &mut TerminatingPods, now: Instant) -> (bool, Option<Instant>) {
         let next_group = self.advance(now);
         let mut changed = false;
@@ -183,8 +184,8 @@ impl Shutdown {
         }
     }
 
-    /// The pod's observation. If the pod is being deleted during the shutdown, the earlier end
-    /// applies.
+    /// The pod's observation. If the pod is being deleted during the shutdown, the earlier of the
+    /// two ends applies.
     fn observation(&self, pod: &Pod, now: Instant) -> Option<PodObservation> {
         let observation = pod.observation.clone()?;
         let shutdown = || {
@@ -208,7 +209,7 @@ impl Shutdown {
 #[serde(rename_all = "camelCase")]
 struct Record {
     start_time: Timestamp,
-    /// A time in the year 1 until the shutdown has ended.
+    /// A time in the year 1 while the shutdown has not ended.
     end_time: Timestamp,
 }
 
@@ -230,7 +231,8 @@ pub(crate) struct ShutdownStart {
 }
 
 impl ShutdownStart {
-    /// Interprets the kubelet's record as read now. `previous` is the result of the previous read.
+    /// Interprets the kubelet's record at the time of this read. `previous` is the result of the
+    /// previous read.
     ///
     /// An unchanged record keeps its start until it is too old, since the wall clock may have been
     /// set between the two reads.
@@ -330,7 +332,7 @@ pub(crate) mod tests {
             (false, Some(start + secs(60))),
             "nothing changes"
         );
-        // One pod has finished. Another pod of its group, without shares, has not.
+        // One pod has finished. Another pod of its group, without shares, has not finished.
         shutdown.remove("low");
         terminating.finished("low");
         assert_eq!(shutdown.update(&mut terminating, start + secs(2)), (false, Some(start + secs(60))));
@@ -362,7 +364,7 @@ pub(crate) mod tests {
         let deleted = Pod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
         let observation = shutdown.observe("usual", deleted, start + secs(1)).unwrap();
         assert_eq!(observation.deletion, Some(Deletion { grace: secs(5), left: secs(4) }), "the shorter one counts");
-        // The kubelet gave up the shutdown: the pod no longer terminates.
+        // The kubelet has given up the shutdown, so the pod no longer terminates.
         shutdown.observe("usual", usual(), start);
         shutdown.set_start(None);
         shutdown.update(&mut terminating, start + secs(2));

@@ -1,5 +1,5 @@
-//! A fatal GPU error: it is reported to the kubelet, on the pods and on the node, and the shares
-//! become healthy again.
+//! A fatal GPU error: the agent reports it to the kubelet, on the pods and on the node. Afterwards
+//! the shares become healthy again.
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};

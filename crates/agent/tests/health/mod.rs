@@ -6,7 +6,7 @@ use crate::machine::{MPS, Machine, SLICED, held, ids, mps, pod, sliced, spec};
 
 const MIG_3G: &str = "nvidia.com/mig-3g.40gb";
 
-/// Whether all healthy slices of a resource are on this device.
+/// Whether all healthy slices of a resource belong to this device.
 fn only_of(seen: &cleave_kubelet::fake::Seen, resource: &str, device: &str) -> bool {
     seen.endpoints[resource].healthy().iter().all(|id| id.starts_with(device))
 }
@@ -20,7 +20,7 @@ fn condition<'a>(status: &'a GpuNodeStatus, type_: &str) -> (&'a str, &'a str) {
     (&found.status, &found.reason)
 }
 
-/// Makes the agent read its GPUs now, with an XID that it ignores.
+/// Triggers a read of the GPUs with an XID that the agent ignores.
 fn trigger_read(machine: &Machine) {
     machine.simgpu(&["xid", "0", "63"]);
 }
@@ -109,7 +109,8 @@ async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
         trigger_read(&machine);
         machine.wait_for_status("reset", |status| reason(status, 1).is_empty()).await;
     }
-    // Errors from before the agent's first read do not count. Add errors until one counts.
+    // Errors from before the agent's first read do not count. Add errors until the agent reports
+    // one.
     machine
         .wait_until("memory errors", || {
             machine.simgpu(&["ecc", "1", "--uncorrected", "1"]);
@@ -186,7 +187,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.wait_for_view("the new stream", |seen| seen.endpoints[MPS].connected).await;
     machine.wait_for_healthy(MPS, 5).await;
 
-    // A pod that was released before the cordon waits for two shares of the GPU.
+    // The operator released this pod before the cordon. The pod waits for two shares of the GPU.
     machine.set_pods(&[pod("late", 2, &first)]);
     machine.wait_for_healthy(MPS, 7).await;
     machine.set_pods(&[]);

@@ -1,5 +1,5 @@
 //! A node without a cluster: simulated GPUs, a fake kubelet, and the agent and the MPS host as
-//! processes. Dropping it stops all of them.
+//! processes. Dropping the node stops all processes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
 use std::fs::{self, File};
@@ -15,7 +15,7 @@ use cleave_kubelet::HeldDevices;
 use cleave_kubelet::fake::{FakeKubelet, FakePodResources, Seen};
 use serde_json::Value;
 
-/// Timeout of all waits. Long enough for a busy machine.
+/// Timeout of each wait, long enough for a busy machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
 pub(crate) const SLICED: &str = "nvidia.com/gpu-timeslice";
@@ -48,7 +48,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Creates a node with these GPUs on which only the kubelet runs.
+    /// Creates a node with these GPUs. Only the kubelet runs on it.
     pub(crate) fn new(gpus: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
@@ -115,7 +115,7 @@ impl Machine {
         self.start_agent_as(self.command("cleave"), more);
     }
 
-    /// Starts a second agent. [`Self::kill_first_agent`] kills the first one.
+    /// Starts a second agent. [`Self::kill_first_agent`] kills the first agent.
     pub(crate) fn start_second_agent(&mut self) {
         self.first_agent = self.agent.take();
         self.start_agent(&[]);
@@ -145,7 +145,7 @@ impl Machine {
         self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
     }
 
-    /// Starts the agent as in a cluster whose API server does not answer.
+    /// Starts the agent as in a cluster where the API server does not answer.
     pub(crate) fn start_agent_without_api_server(&mut self) {
         let mut command = self.command("cleave");
         self.arguments(&mut command);
@@ -153,7 +153,7 @@ impl Machine {
         self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
     }
 
-    /// Arguments that do not depend on the source of the spec.
+    /// Adds the arguments that do not depend on the source of the spec.
     fn arguments(&self, command: &mut Command) {
         command.args([
             "--log",
@@ -196,8 +196,8 @@ impl Machine {
         kill(&mut self.host);
     }
 
-    /// Reboots the node: ends all processes, clears what a boot clears, and marks the checkpoint as
-    /// one of an earlier boot.
+    /// Reboots the node: ends all processes, clears all state that a boot clears, and gives the
+    /// checkpoint the boot id of an earlier boot.
     pub(crate) fn reboot(&mut self) {
         self.kill_agent();
         self.stop_host();
@@ -239,8 +239,8 @@ impl Machine {
         fs::rename(new, self.path("spec/spec.json")).unwrap();
     }
 
-    /// Sets the pods that the API server lists for the node. Tests that use pods have to call this
-    /// before the agent starts.
+    /// Sets the pods that the API server lists for the node. Tests with pods must call this before
+    /// the agent starts.
     pub(crate) fn set_pods(&self, pods: &[Value]) {
         let new = self.path("spec/pods.json.new");
         fs::write(&new, serde_json::to_vec(pods).unwrap()).unwrap();
@@ -289,7 +289,7 @@ impl Machine {
         self.wait_for_view(&format!("{count} healthy {resource}"), condition).await
     }
 
-    /// Waits for a condition. `what` names it in the panic message if it is never met.
+    /// Waits for a condition. If it is never met, the panic message contains `what`.
     pub(crate) async fn wait_until<T>(&self, what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
         let end = Instant::now() + DEADLINE;
         while Instant::now() < end {
@@ -340,7 +340,7 @@ impl Machine {
         command.envs(envs.iter().copied()).args(more).stdout(Stdio::null()).spawn().unwrap()
     }
 
-    /// Runs a program as in a container. Returns the first line that it prints.
+    /// Runs a program as in a container. Returns the first line of its output.
     pub(crate) fn client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
@@ -388,8 +388,8 @@ pub(crate) fn held(pod: &str, resource: &str, ids: &[String]) -> HeldDevices {
     }
 }
 
-/// A pod that is bound to the node. Its one container requests shares, which have a reservation on
-/// a device.
+/// A pod that is bound to the node. Its only container requests shares, and a device has a
+/// reservation for them.
 pub(crate) fn pod(name: &str, shares: usize, device: &str) -> Value {
     let placement =
         serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS, "units": shares, "device": device}]}});

@@ -14,7 +14,7 @@ const MIG_3G: &str = "nvidia.com/mig-3g.40gb";
 const MIG_2G: &str = "nvidia.com/mig-2g.20gb";
 const MIG_1G: &str = "nvidia.com/mig-1g.10gb";
 
-/// How an instance is served.
+/// How the agent serves an instance.
 #[derive(Clone, Copy)]
 enum ServedAs {
     Whole,
@@ -22,7 +22,7 @@ enum ServedAs {
     Replicas(u32),
 }
 
-/// A GPU with these instances, each with profile, first slice and how it is served.
+/// A GPU with these instances, each with its profile, its first slice and how it is served.
 fn partitioned(gpu: &str, instances: &[(&str, u32, ServedAs)]) -> GpuSpec {
     let none = MigPartition::default();
     let instance = |&(profile, start, served_as): &(&str, u32, ServedAs)| MigInstanceSpec {
@@ -63,7 +63,7 @@ impl Machine {
         self.wait_for_status(plan, |status| status.plan_id == plan).await
     }
 
-    /// Waits for a step whose message contains `what`.
+    /// Waits for a step with a message that contains `what`.
     async fn wait_for_message(&self, what: &str) -> GpuNodeStatus {
         self.wait_for_status(what, |status| status.steps.iter().any(|step| step.message.contains(what))).await
     }
@@ -119,7 +119,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
         "{seen}"
     );
 
-    // A pod uses the 3g instance. All others are replaced.
+    // A pod uses the 3g instance. The agent replaces all other instances.
     machine.pods.hold(&[held("train", MIG_3G, &three)]);
     let before = machine.wait_for_healthy(MIG_3G, 1).await;
     let kept = machine.instances(0).into_iter().find(|(start, _)| *start == 4).unwrap();
@@ -143,7 +143,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "the other GPU's stream sent no list");
     machine.wait_until("the daemon exits", || machine.host_status()?.daemons.is_empty().then_some(())).await;
 
-    // The change that would destroy the instance waits for its pod and reports it.
+    // The change that would destroy the instance waits for the pod, and the step names the pod.
     machine.set_spec("whole", vec![]);
     machine.wait_for_message("in use by ns/train").await;
     machine.wait_until("the free instances are destroyed", || (machine.instances(0).len() == 1).then_some(())).await;
@@ -181,7 +181,7 @@ async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_
     machine.set_spec("second", wanted(2));
     machine.applied("second").await;
     machine.wait_for_healthy(MIG_2G, 2).await;
-    // A creation that NVML refuses once is repeated.
+    // NVML refuses a creation once. The agent repeats it.
     machine.simgpu(&["fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0", "--count", "1"]);
     machine.set_spec("third", wanted(4));
     machine.applied("third").await;

@@ -1,5 +1,5 @@
-//! A model of the kubelet's pod admission against the agent's pending allocations: a pod whose
-//! shares have a reservation on one GPU never gets shares of two.
+//! A model of the kubelet's pod admission against the agent's pending allocations. A pod with a
+//! reservation on one GPU never receives shares of two GPUs.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ struct Reservation {
 struct Pod {
     bound: BoundPod,
     containers: Vec<Container>,
-    /// The ids that each admitted container got.
+    /// The ids that were allocated to each admitted container.
     allocated: Vec<Vec<String>>,
 }
 
@@ -115,8 +115,7 @@ impl Node {
                 return;
             };
             self.reservations.push(Reservation { pod: uid.clone(), ask, units, device });
-            // The reservation counts only if its pod is known, so add the pod before its next
-            // request.
+            // The reservation counts only if its pod is known. Add the pod before its next request.
             if ask == 0 {
                 let bound = BoundPod { uid: uid.clone(), ..bound() };
                 self.waiting.push(Pod { bound, containers: containers.clone(), allocated: Vec::new() });
@@ -191,8 +190,8 @@ impl Node {
         Ok(())
     }
 
-    /// A pod may get the shares reserved for another pod of the same size. The ledger then swaps
-    /// the reservations.
+    /// A pod may receive shares that are reserved for another pod of the same size. The ledger then
+    /// swaps the reservations.
     fn swap_reservations(&mut self, pod: &Pod, number: usize, device: &str) {
         let ask = parts(&pod.containers)[number].ask;
         let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.ask == ask;
@@ -306,8 +305,8 @@ fn run(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), TestCaseE
     Ok(())
 }
 
-/// Runs the same sequences each time. The kubelet's requests name no pod, so about one in several
-/// thousand random sequences misleads the agent.
+/// Runs the same sequences each time. About one random sequence in several thousand misleads the
+/// agent, because the kubelet's requests name no pod.
 fn search(init: bool) {
     let config = ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() };
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);

@@ -86,7 +86,7 @@ pub(crate) fn allocation(ids: &[&str]) -> Allocation {
     }
 }
 
-/// What NVML answers about the driver and all GPUs at one moment.
+/// NVML's answers about the driver and all GPUs at one moment.
 #[derive(Debug)]
 pub(crate) struct Inventory {
     pub(crate) driver: String,
@@ -95,7 +95,7 @@ pub(crate) struct Inventory {
 }
 
 impl Inventory {
-    /// The answers in the order in which the agent gets them: the driver's first.
+    /// The answers in the order in which the agent receives them: the driver's answer first.
     pub(crate) fn answers(self) -> (Census, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
         let Self { driver, gpus, mut processes } = self;
         let count = gpus.last_key_value().map_or(0, |(last, _)| last + 1);

@@ -1,4 +1,4 @@
-//! The tenant watch's snapshot of what the agent's model knows.
+//! Tests of the tenant watch's snapshot of the agent's model.
 use std::collections::BTreeMap;
 use std::time::Instant;
 

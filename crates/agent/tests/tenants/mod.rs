@@ -1,5 +1,5 @@
-//! Tenants that exceed their limits on simulated GPUs. The processes are real; only their cgroups
-//! in `/proc` are replaced with files.
+//! Tenants that exceed their limits on simulated GPUs. The processes are real, but files replace
+//! their cgroups in `/proc`.
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -40,7 +40,7 @@ fn container_id(letter: char) -> String {
 fn shares(uuid: &str, enforcement: Enforcement) -> GpuSpec {
     let mut spec = mps(uuid, 10);
     if let Some(mps) = &mut spec.partition.mps {
-        // Allows programs outside MPS, which the agent has to report.
+        // Permit programs outside MPS, which the agent has to report.
         mps.compute_mode = ComputeMode::Default;
     }
     GpuSpec { enforcement, ..spec }
@@ -92,7 +92,7 @@ impl Node {
         let directory = self.machine.path("proc").join(pid.to_string());
         fs::create_dir(&directory).unwrap();
         let (_, uid, letter) = PODS[pod];
-        // A program may create cgroups with any names below that of its container.
+        // A program may create cgroups with any name below its container's cgroup.
         let cgroup = format!(
             "0::/kubepods/burstable/pod{uid}/{}/kubepods/pod{}/{}\n",
             container_id(letter),
@@ -145,7 +145,7 @@ fn pod(name: &str, uid: &str, letter: char) -> Value {
     })
 }
 
-/// Removes the memory limit of a program: MPS ignores a value that it cannot parse.
+/// Disables the memory limit of a program: MPS ignores a value that it cannot parse.
 const UNLIMITED_MEMORY: (&str, &str) = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk");
 /// Makes a program use the GPU outside MPS.
 const OUTSIDE_MPS: (&str, &str) = ("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");

@@ -1,5 +1,5 @@
 //! Terminating pods with busy programs, beside a pod that has to continue. The test kills programs
-//! like the kubelet would.
+//! as the kubelet does.
 use std::fs::{self, File};
 use std::process::{Child, ExitStatus};
 
@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 
 use crate::machine::{MPS, Machine, held, ids, mps, pod};
 
-/// Arguments of a client that always has a long kernel in flight. Killing it breaks its neighbours.
+/// Arguments of a client that always has a long kernel in flight. Killing the client breaks its
+/// neighbours.
 const LONG_KERNELS: [&str; 3] = ["--kernel-ms", "1000", "--busy-forever"];
 
 /// A node with pods that each have one share and one program.
@@ -39,7 +40,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // Most programs have ended already.
+        // Most programs have already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -153,7 +154,7 @@ async fn a_busy_program_of_a_terminating_pod_is_terminated_before_it_is_killed()
     let mut pods = Node::new(&["H200"]).await;
     let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     for (name, signal) in [("deleted", Signal::KILL), ("deleted-too", Signal::TERM), ("by-force", Signal::KILL)] {
-        // The program continues after its CUDA error, until it is killed.
+        // The program continues after its CUDA error until the test kills it.
         let busy = pods.start_pod(name, 0, &[&LONG_KERNELS[..], &["--linger", "forever"]].concat()).await;
         match name {
             "by-force" => pods.delete_by_force(name),
@@ -176,11 +177,11 @@ async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_peri
     let polite = pods.start_pod("polite", 0, &handles).await;
     let dies = pods.start_pod("dies", 0, &LONG_KERNELS).await;
     pods.delete(&["polite", "dies"], 30);
-    // A program without the grace period would be terminated by now too.
+    // If the agent ignored the grace period, it would have terminated `polite` by now too.
     assert_eq!(pods.wait_for_error("dies").await, 810);
     polite.signal(Signal::TERM);
     assert_eq!((pods.exit_status(polite).await.code(), pods.last_output("polite", "error")), (Some(0), None));
-    // A program that gets no SIGTERM is terminated before its grace period ends.
+    // A program that receives no SIGTERM is terminated before its grace period ends.
     let deaf = pods.start_pod("deaf", 0, &handles).await;
     pods.delete(&["deaf"], 1);
     assert_eq!(pods.wait_for_error("deaf").await, 810);
@@ -228,7 +229,8 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
     pods.machine.wait_until("the Event is published", reported).await;
     pods.assert_unharmed(&mut neighbour);
     pods.machine.simgpu(&["clear"]);
-    // The MPS host may have replaced the hanging daemon by now, which also ends its clients.
+    // The MPS host may have replaced the hanging daemon already, which also ends the daemon's
+    // clients.
     assert!([806, 810].contains(&pods.wait_for_error("first").await));
     pods.machine
         .wait_until("the neighbour continues", || neighbour.child.try_wait().unwrap().is_none().then_some(()))

@@ -36,7 +36,7 @@ impl View<'_> {
         help
     }
 
-    /// The nodes that have room but are not usable for the pod, by reason.
+    /// The nodes that have free slices but are not usable for the pod, by reason.
     fn refusing<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
         let mut refusing: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for node in nodes {
@@ -50,7 +50,7 @@ impl View<'_> {
     }
 
     /// Suggests pods to remove so that the pod fits. Ignores priorities, because users can delete
-    /// any of these pods, and some end by themselves.
+    /// any of these pods, and some of them terminate without a deletion.
     fn removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.holders();
         let lowered = |holder: &Holder| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
@@ -83,8 +83,8 @@ impl View<'_> {
         format!("The pod would fit on {gpus} on {node} without these pods: {}.", victims.join(", "))
     }
 
-    /// The pods on nodes that can be removed to free slices. Excludes pods on cordoned or unhealthy
-    /// GPUs, because their slices remain unavailable.
+    /// Bound pods that can be removed to free slices. Excludes pods on cordoned or unhealthy GPUs,
+    /// because their slices remain unavailable.
     fn holders(&self) -> BTreeMap<String, Holder> {
         let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
@@ -145,7 +145,7 @@ impl View<'_> {
         })
     }
 
-    /// The name of a device for messages.
+    /// Returns the name of a device for messages.
     fn gpu_of(&self, node: &str, device: &str) -> String {
         let has = |gpu: &GpuStatus| gpu.uuid == device || gpu.slices.iter().any(|slice| slice.device == device);
         let found = self.gpus().find(|(on, gpu)| *on == node && has(gpu));
@@ -153,7 +153,7 @@ impl View<'_> {
     }
 }
 
-/// A sentence about nodes that have free slices but that the pod cannot use, for this reason.
+/// Returns a sentence that names nodes with free slices that the pod cannot use, and the reason.
 fn refusal_line(refusal: &str, nodes: &[&str]) -> String {
     let named = nodes.iter().take(MAX_NAMED_NODES).copied().collect::<Vec<_>>().join(", ");
     let more = nodes.len().saturating_sub(MAX_NAMED_NODES);

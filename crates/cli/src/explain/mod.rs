@@ -1,7 +1,8 @@
 //! `cleave explain pod`: explains why a pod waits or where it runs, and what would help.
 //!
 //! It reads the objects that the operator reads, and calls the operator's code. It writes nothing.
-//! The result differs from the operator's if the cluster changed in between.
+//! The result can differ from the operator's if the cluster has changed since the operator's
+//! decision.
 //!
 //! ```text
 //!  cluster ──[live]──▶ Live ──[view]──▶ verdict, allocations ─┐

@@ -111,7 +111,7 @@ impl View<'_> {
     }
 }
 
-/// Why no pod can use a GPU now. `None` if pods can.
+/// Why no pod can use a GPU now. `None` if the GPU is usable.
 pub(super) fn unavailable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
     if let Some(reason) = cordons.0.get(&gpu.uuid) {
         return Some(if reason.is_empty() { "cordoned".to_owned() } else { format!("cordoned: {reason}") });
@@ -142,7 +142,7 @@ fn plan_node(name: &str, node: &Node) -> PlanNode {
     }
 }
 
-/// The first resource, apart from GPUs, of which a node has too little.
+/// The first resource, apart from GPUs, that is insufficient on a node.
 fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };

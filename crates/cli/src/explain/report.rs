@@ -30,7 +30,7 @@ pub struct Explanation {
 pub struct Part {
     /// Name of the resource.
     pub resource: String,
-    /// The amount.
+    /// Number of units of the resource.
     pub units: u32,
 }
 
@@ -72,7 +72,7 @@ impl State {
         matches!(self, Self::Fits) || self.needs_help()
     }
 
-    /// Whether something has to change before the pod can run.
+    /// Whether the pod can run only after a change.
     pub(super) const fn needs_help(self) -> bool {
         matches!(self, Self::Waiting | Self::Never | Self::Scheduler)
     }
@@ -90,7 +90,7 @@ pub struct Assignment {
     pub device: String,
     /// Name of the resource.
     pub resource: String,
-    /// The amount.
+    /// Number of units of the resource.
     pub units: u32,
     /// Name of the container. `None` for a reservation.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -103,7 +103,7 @@ pub struct Assignment {
 pub struct NodeView {
     /// Name of the node.
     pub name: String,
-    /// Why the pod cannot use the node, apart from free GPUs. `None` if it can.
+    /// Why the pod cannot use the node even if GPUs are free. `None` if it can.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refusal: Option<String>,
     /// GPUs of the node.
@@ -122,13 +122,13 @@ pub struct GpuView {
     pub model: String,
     /// Current sharing mode.
     pub mode: String,
-    /// The policy that applies to it.
+    /// Name of the policy that applies to the GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
-    /// Why no pod can use the GPU now. `None` if pods can.
+    /// Why no pod can use the GPU now. `None` if the GPU is usable.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unavailable: Option<String>,
-    /// Its devices, with their resources.
+    /// The GPU or its MIG devices, with their resources.
     pub devices: Vec<DeviceView>,
 }
 
@@ -140,13 +140,13 @@ pub struct DeviceView {
     pub device: String,
     /// Name of the resource.
     pub resource: String,
-    /// The total amount.
+    /// Total number of units.
     pub total: u32,
-    /// The amount that pods use, or that is unavailable now.
+    /// Number of units that pods use, or that are unavailable now.
     pub used: u32,
-    /// The amount reserved for pods that do not run yet.
+    /// Number of units reserved for pods that do not run yet.
     pub reserved: u32,
-    /// The free amount.
+    /// Number of free units.
     pub free: u32,
     /// Whether the resource fits the pod, or why not.
     pub note: String,

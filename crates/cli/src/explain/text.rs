@@ -63,7 +63,7 @@ fn summary(explanation: &Explanation) -> String {
     text
 }
 
-/// Allocations and reservations.
+/// Renders the allocations and reservations as a table.
 fn assignment_table(explanation: &Explanation) -> String {
     let mut table = Table::new(&["AMOUNT", "RESOURCE", "NODE", "GPU", "DEVICE", "CONTAINER"]);
     for assignment in &explanation.assignments {

@@ -92,8 +92,8 @@ impl View<'_> {
         let mut decide = |up| decide(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
         let mut decisions = decide(Duration::ZERO);
         if !decisions.released.contains_key(self.name) {
-            // The gate waits for some time before it releases a pod that fits nowhere: a policy may
-            // just have been applied.
+            // The gate delays the release of a pod that fits nowhere: a policy may have been
+            // applied only recently.
             decisions = decide(UNSCHEDULABLE_AFTER);
         }
         match decisions.released.get(self.name) {
@@ -170,8 +170,8 @@ impl View<'_> {
         }
         let mut assignments = Vec::new();
         let Some(placement) = self.pod.placement.as_ref() else { return assignments };
-        // A reservation ends when it expires. It also ends on all nodes but the one that the pod is
-        // bound to.
+        // The reservations of an unbound pod are valid until they expire. Once the pod is bound,
+        // only the reservation on its node is valid.
         let valid = |node: &str| self.pod.node().map_or(placement.until > self.live.now, |bound| bound == node);
         for (node, reserved) in placement.nodes.iter().filter(|(node, _)| valid(node)) {
             assignments.extend(reserved.iter().map(|reserved| Assignment {

@@ -34,7 +34,7 @@ pub struct Node {
     pub ready: Verdict,
     /// Whether the GPUs are partitioned according to the spec.
     pub applied: Verdict,
-    /// Whether all GPUs are healthy. `None` from agents that do not report it.
+    /// Whether all GPUs are healthy. `None` if the agent does not report the condition.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpus_healthy: Option<Verdict>,
     /// GPUs by index.
@@ -62,15 +62,15 @@ pub struct Gpu {
     pub uuid: String,
     /// Product name.
     pub model: String,
-    /// Total memory.
+    /// Total memory, in MiB.
     pub memory_mib: u64,
     /// Number of streaming multiprocessors.
     pub sms: u32,
     /// Current sharing mode.
     pub mode: String,
-    /// The policy that applies to it.
+    /// Name of the policy that applies to the GPU.
     pub policy: Option<String>,
-    /// Whether it can run pods.
+    /// Whether the GPU can run pods.
     pub healthy: bool,
     /// Class of the fault.
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -79,12 +79,12 @@ pub struct Gpu {
     pub reason: String,
     /// Why the GPU is unhealthy, for people.
     pub message: String,
-    /// The reason of its cordon, possibly empty. `None` if it is not cordoned.
+    /// The reason of the cordon, possibly empty. `None` if the GPU is not cordoned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cordoned: Option<String>,
-    /// Its slices, by resource.
+    /// Slices of the GPU, by resource.
     pub slices: Vec<Slices>,
-    /// Its MPS daemons.
+    /// MPS daemons of the GPU or its MIG devices.
     pub mps: Vec<Daemon>,
 }
 
@@ -98,7 +98,7 @@ pub struct Slices {
     pub total: u32,
     /// Number of slices that pods use.
     pub in_use: u32,
-    /// Number of slices that pods can get.
+    /// Number of slices that new pods can use.
     pub free: u32,
     /// Number of unhealthy slices.
     pub unhealthy: u32,
@@ -107,13 +107,13 @@ pub struct Slices {
 /// An MPS daemon.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Daemon {
-    /// The GPU or MIG device that it serves.
+    /// The GPU or MIG device that the daemon serves.
     pub device: String,
     /// State of the daemon.
     pub state: String,
     /// Process ID, while it runs.
     pub pid: Option<u32>,
-    /// Whether its doors enforce limits.
+    /// Whether the daemon's doors enforce limits.
     pub door: String,
     /// Number of restarts.
     pub restarts: u32,
@@ -129,7 +129,7 @@ pub struct Policy {
     pub name: String,
     /// Sharing mode of the policy. Empty if the policy is malformed.
     pub mode: String,
-    /// Number of GPUs that it applies to.
+    /// Number of GPUs that the policy applies to.
     pub gpus: u32,
     /// Number of nodes with these GPUs.
     pub nodes: u32,
@@ -137,7 +137,7 @@ pub struct Policy {
     pub total: u32,
     /// Number of these slices that pods use.
     pub in_use: u32,
-    /// Whether its GPUs are partitioned according to the policy.
+    /// Whether the policy's GPUs are partitioned according to the policy.
     pub ready: Verdict,
     /// The conflict with other policies that select the same GPUs.
     pub conflict: Option<String>,
@@ -163,12 +163,12 @@ pub struct Allocation {
     pub shares: usize,
     /// Active thread percentage.
     pub threads: Option<u8>,
-    /// Limit of SMs.
+    /// Maximum number of SMs.
     pub sms: Option<u32>,
-    /// Limit of memory.
+    /// Maximum memory, in MiB.
     pub memory_mib: Option<u64>,
     /// The part of the memory limit that one program can allocate: the limit without the CUDA
-    /// context. `None` if the size of the context is unknown.
+    /// context, in MiB. `None` if the size of the context is unknown.
     pub usable_mib: Option<u64>,
     /// Current number of MPS clients.
     pub clients: u32,

@@ -2,7 +2,7 @@
 use super::report::{Allocation, Gpu, Report, Verdict};
 use crate::table::Table;
 
-/// Printed if there are no `GpuNode`s.
+/// Printed if the cluster has no `GpuNode`s.
 pub(crate) const NO_GPU_NODES: &str = "No GpuNodes. The operator creates one for each node that runs an agent.\n";
 
 /// Renders tables of GPUs, policies and allocations, followed by problems. `wide` adds columns.
@@ -134,7 +134,7 @@ fn remarks(report: &Report) -> Vec<String> {
     remarks
 }
 
-/// The distinct words, sorted, with commas in between.
+/// Joins the distinct words, sorted, with commas.
 fn distinct(mut words: Vec<&str>) -> String {
     words.sort_unstable();
     words.dedup();

@@ -20,9 +20,9 @@ use super::process::Exit;
 use super::text::shorten;
 use crate::nvml;
 
-/// Time limit of the child process.
+/// Time limit of the child process that sets a compute mode.
 const CHILD_DEADLINE: Duration = Duration::from_secs(20);
-/// Maximum number of bytes read from its output.
+/// Maximum number of bytes read from the child process's output.
 const MAX_OUTPUT: u64 = 64 * 1024;
 const RECORD_EXTENSION: &str = ".compute-mode";
 
@@ -74,7 +74,7 @@ impl From<nvml::ComputeMode> for Mode {
     }
 }
 
-/// The file that records the former mode of a device.
+/// The file that records a device's compute mode before the change.
 struct Record(PathBuf);
 
 impl Record {
@@ -117,8 +117,8 @@ pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(),
     // A record from an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
-        // Record a mode before the change, because this process may exit before it learns the
-        // former mode. The former mode is nearly always the default.
+        // Record the default mode first: this process may exit before the child reports the former
+        // mode, which is nearly always the default.
         record.write(Mode::Default)?;
     }
     match run(context, device, Mode::ExclusiveProcess).await {
@@ -133,7 +133,7 @@ pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(),
     }
 }
 
-/// Restores the mode that this or an earlier MPS host changed.
+/// Restores the compute mode that this or an earlier MPS host changed.
 pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), ComputeModeError> {
     let record = Record::of(context, device);
     let Some(former) = record.read()? else { return Ok(()) };
@@ -141,14 +141,14 @@ pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), Compu
     record.remove()
 }
 
-/// Devices whose recorded mode must be restored.
+/// Devices with a recorded compute mode to restore.
 pub(crate) fn recorded(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
     let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(RECORD_EXTENSION).map(str::to_owned);
     entries.filter_map(|entry| name(entry.ok()?)).collect()
 }
 
-/// Runs the child process. Returns the former mode.
+/// Sets a compute mode in the child process. Returns the former mode.
 async fn run(context: &Context, device: &str, mode: Mode) -> Result<Mode, ComputeModeError> {
     let mut words = context.options.compute_mode.iter();
     let mut command = Command::new(words.next().cloned().unwrap_or_default());

@@ -1,4 +1,4 @@
-//! The state that all parts of the MPS host share. It does not depend on devices or doors.
+//! State that all parts of the MPS host share. It does not depend on devices or doors.
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -10,10 +10,10 @@ use tokio_util::sync::CancellationToken;
 use super::process::Children;
 use super::wire::Paths;
 
-/// Programs and libraries of the driver.
+/// Paths of the driver's programs and libraries.
 #[derive(Debug)]
 pub(crate) struct Options {
-    /// The MPS control daemon's program.
+    /// Path of `nvidia-cuda-mps-control`.
     pub(crate) mps_control: PathBuf,
     /// `LD_LIBRARY_PATH` for the MPS control daemon.
     pub(crate) library_path: Option<OsString>,
@@ -21,18 +21,17 @@ pub(crate) struct Options {
     pub(crate) compute_mode: Vec<OsString>,
 }
 
-/// Shared by all parts of the MPS host.
+/// State that all parts of the MPS host share.
 #[derive(Debug)]
 pub(crate) struct Context {
     pub(crate) paths: Paths,
     pub(crate) options: Options,
     pub(crate) children: Rc<Children>,
-    /// Cancelled when the MPS host stops: daemons quit even if they have clients.
+    /// Cancelled when the MPS host stops. Daemons then quit even if they have clients.
     pub(crate) stopping: CancellationToken,
-    /// Limits the total number of connections to doors, so that descriptors remain to admit each
-    /// client.
+    /// Limits the connections to all doors, so that descriptors remain to admit each client.
     pub(crate) connections: Arc<Semaphore>,
-    /// Limits the total number of connections from doors to servers. Each takes two descriptors.
+    /// Limits the connections from all doors to servers. Each connection uses two descriptors.
     pub(crate) server_connections: Arc<Semaphore>,
     status_changes: watch::Sender<u64>,
 }
@@ -52,7 +51,7 @@ impl Context {
         }
     }
 
-    /// Announces that the content of the status has changed.
+    /// Notifies subscribers that the content of the status has changed.
     pub(crate) fn status_changed(&self) {
         self.status_changes.send_modify(|changes| *changes = changes.wrapping_add(1));
     }

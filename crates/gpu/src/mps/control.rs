@@ -1,8 +1,9 @@
 //! Communicates with one MPS control daemon: commands over `control_privileged`, client handshakes
 //! over `control`.
 //!
-//! The daemon serves one connection at a time and waits for it without a deadline. So each function
-//! sends all its packets at once and does not wait for another process in between.
+//! The daemon serves one connection at a time and waits for its peer without a deadline. Each
+//! function therefore sends all its packets at once and does not wait for another process in
+//! between.
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,17 +17,18 @@ use super::process::{Children, Exit};
 use super::protocol::{self, Command, Kind, Reply, Unexpected};
 use super::seqpacket::{Credentials, Socket};
 
-/// Time after which a daemon that has not answered is treated as hung. It answers in well under a
-/// millisecond, even while its server is in FAULT.
+/// Time limit for a daemon's answer. A daemon that misses this limit is treated as hung. Answers
+/// usually arrive within a millisecond, even while the server is in FAULT.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
-/// Stops a daemon. Clients have 3 seconds to exit.
+/// The command that stops a daemon and allows its clients 3 seconds to exit.
 pub(crate) const QUIT: Command = Command::Quit { seconds: 3 };
 /// Time limit for the daemon to answer [`QUIT`].
 pub(crate) const QUIT_DEADLINE: Duration = Duration::from_secs(3).saturating_add(ANSWER_DEADLINE);
-/// Maximum size of a command's output, in bytes. The commands used here have shorter answers.
+/// Maximum size of a command's output, in bytes. The commands that Cleave sends have shorter
+/// answers.
 const MAX_OUTPUT: usize = 256 * 1024;
 
-/// Why a daemon gave no usable answer.
+/// Why a daemon returned no usable answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ControlError {
     #[error("the MPS control daemon did not answer `{what}` within {} s", .after.as_secs_f32())]
@@ -76,8 +78,8 @@ pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duratio
     .await
 }
 
-/// Whether the daemon sends the known greeting. If not, neither commands nor doors can be used with
-/// it.
+/// Whether the daemon sends the known greeting. Without this greeting, Cleave can use neither
+/// commands nor doors with the daemon.
 pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
     within(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;
@@ -122,12 +124,12 @@ pub(crate) struct Introduced {
     pub(crate) daemon: PendingHandshake,
 }
 
-/// A connection to a daemon that serves no other client until it receives the result of this
-/// client's handshake with the server.
+/// A connection to a daemon that waits for the result of this client's handshake with the server.
+/// Until the result arrives, the daemon serves no other client.
 pub(crate) struct PendingHandshake(Socket);
 
 impl PendingHandshake {
-    /// Sends the result, a `CUresult`.
+    /// Sends the handshake's result, a `CUresult`, to the daemon.
     pub(crate) async fn finish(self, result: &[u8]) {
         // Ignore errors: the next probe detects a daemon that has exited.
         let _ = timeout(ANSWER_DEADLINE, self.0.send(result)).await;

@@ -1,8 +1,8 @@
 //! One device and the MPS control daemon that serves it.
 //!
-//! A [`Device`] outlives its daemons: doors hold it and wait for [`Phase::is_open`]. A caller that
-//! sets limits and introduces a client holds the [`ControlLock`] throughout: a server applies the
-//! most recent limits to the next client.
+//! A [`Device`] outlives its daemons: doors keep a reference to the device and wait for
+//! [`Phase::is_open`]. A server applies the most recent limits to its next client. A caller
+//! therefore keeps the [`ControlLock`] from setting the limits until the client is introduced.
 //!
 //! ```text
 //! lifecycle ─▶ probe ─▶ recovery ─▶ server ─▶ Device ─▶ clients, fault ─▶ escalation
@@ -42,8 +42,8 @@ use super::wire::{Daemon, DaemonState, DaemonStatus, Enforcement};
 /// Time limit for a daemon's first answer. An answer takes less than a second unless the node is
 /// busy.
 pub(super) const DAEMON_START_DEADLINE: Duration = Duration::from_secs(15);
-/// Time limit for a server to become ready. Without a persistence daemon the driver initializes the
-/// GPU first.
+/// Time limit for a server to become ready. Without a persistence daemon, the driver initializes
+/// the GPU first.
 pub(super) const SERVER_START_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The state of a device that doors depend on.
@@ -57,7 +57,7 @@ pub(crate) struct Phase {
 }
 
 impl Phase {
-    /// Whether clients can be admitted.
+    /// Whether doors can admit clients.
     pub(crate) fn is_open(&self) -> bool {
         self.state == DaemonState::Active
     }
@@ -73,11 +73,12 @@ pub(crate) struct Limits {
 /// The right to change a server's limits and to introduce a client.
 #[derive(Debug, Default)]
 pub(crate) struct ControlLock {
-    /// The server whose limits were most recently set and read back.
+    /// The pid of a server, and the limits that were most recently set on this server and read
+    /// back.
     applied: Option<(u32, Limits)>,
 }
 
-/// The fields of the status besides the [`Phase`].
+/// The fields of a daemon's status besides the [`Phase`].
 #[derive(Debug, Default)]
 struct Report {
     pid: Option<u32>,
@@ -95,14 +96,14 @@ pub(crate) struct Device {
     desired: watch::Sender<Option<Daemon>>,
     phase: watch::Sender<Phase>,
     control: Mutex<ControlLock>,
-    /// Requests a probe before the next one is due.
+    /// Requests a probe before the next regular probe.
     probe_soon: Notify,
     report: RefCell<Report>,
     clients: RefCell<Clients>,
     faults: RefCell<FaultTracker>,
     /// Time at which the unanswered `terminate_client` was sent.
     terminating_since: Cell<Option<Instant>>,
-    /// Whether the daemon did not answer a door. If so, the next probe does not retry.
+    /// Whether a door's request to the daemon timed out. If so, the next probe does not retry.
     unanswered: Cell<bool>,
     /// Whether a client's handshake has succeeded at least once.
     handshake_known: Cell<bool>,
@@ -142,17 +143,17 @@ impl Device {
         });
     }
 
-    /// Subscribes to the phase.
+    /// Subscribes to changes of the phase.
     pub(crate) fn phase(&self) -> watch::Receiver<Phase> {
         self.phase.subscribe()
     }
 
-    /// Requests a probe of the daemon now.
+    /// Requests an immediate probe of the daemon.
     pub(crate) fn probe_soon(&self) {
         self.probe_soon.notify_one();
     }
 
-    /// Waits for the right to change the server's limits.
+    /// Waits for the [`ControlLock`], the right to change the server's limits.
     pub(crate) async fn control(&self) -> MutexGuard<'_, ControlLock> {
         self.control.lock().await
     }

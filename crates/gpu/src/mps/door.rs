@@ -1,17 +1,17 @@
 //! The door of an allocation: the control socket that its containers see.
 //!
 //! A client connects here. The door first receives the client's whole introduction, however long
-//! that takes, so that the daemon never waits for a client. Then it takes the device's
+//! that takes, so that the daemon never waits for a client. Then it locks the device's
 //! [`ControlLock`] and sets the server's limits to the allocation's. It introduces the client to
 //! the daemon, and passes the client its connection to the server. It keeps the lock until the
-//! server has accepted the client or certainly will not: limits take effect at that moment, and the
-//! daemon and its server handle one client at a time without a deadline.
+//! server has accepted the client or can no longer accept it. The server applies the limits when it
+//! accepts a client. The daemon and its server handle one client at a time without a deadline.
 //!
 //! The server must not wait for a client either. Driver 580's server waits forever if a client
-//! leaves before it has introduced itself. The door can introduce the client on its behalf, but not
-//! on a socket that the client has shut down: a shutdown affects all processes that share the
-//! socket. So the door keeps the server's socket. The client receives one end of a connection to
-//! the door, which relays both ways.
+//! disconnects before it has introduced itself. The door can introduce the client on its behalf,
+//! but not on a socket that the client has shut down: a shutdown affects all processes that share
+//! the socket. So the door keeps the server's socket. The client receives one end of a connection
+//! to the door, and the door relays packets both ways.
 //!
 //! [`ControlLock`]: super::daemon::ControlLock
 mod admission;
@@ -36,8 +36,8 @@ use super::error::NotReady;
 use super::seqpacket::Listener;
 use super::wire::{Allocation, AllocationStatus};
 
-/// Maximum number of connections that a door serves at once, slightly more than an allocation can
-/// have clients. Further connections wait in the kernel's queue, where their `connect` blocks.
+/// Maximum number of connections that a door serves at once. An allocation can have slightly fewer
+/// clients. Further connections wait in the kernel's queue, where their `connect` blocks.
 const MAX_CONNECTIONS: usize = 64;
 /// Maximum number of connections of one allocation to its server. A client has two or three, and a
 /// GPU has at most 48 contexts.
@@ -60,12 +60,12 @@ pub(crate) struct Door {
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
     server_connections: Arc<Semaphore>,
-    /// Locked by the one client of this allocation that may wait for the device's control lock, so
-    /// that allocations take turns.
+    /// Locked by a client of this allocation while it waits for the device's control lock. At most
+    /// one client per allocation waits for that lock, so allocations take turns.
     turn: Mutex<()>,
     /// Number of clients in a row that did not complete their handshake.
     stalled: Cell<u32>,
-    /// Signals a listener that a new one replaces it.
+    /// Cancelled when a new listener replaces the current one.
     replaced: RefCell<CancellationToken>,
     closed: CancellationToken,
 }
@@ -109,12 +109,12 @@ impl Door {
         self.device.name == device
     }
 
-    /// Counts since the door was opened.
+    /// The door's counts since it was opened.
     pub(crate) fn status(&self) -> AllocationStatus {
         AllocationStatus { admitted: self.admitted.get(), refused: self.refused.get(), waiting: self.waiting.get() }
     }
 
-    /// Whether a client would be admitted now.
+    /// Checks whether the door would admit a client now.
     pub(crate) fn check_ready(&self) -> Result<(), NotReady> {
         let phase = *self.device.phase().borrow();
         if phase.is_open() {
@@ -124,7 +124,7 @@ impl Door {
         }
     }
 
-    /// Closes the door. Clients that wait at it are disconnected.
+    /// Closes the door and disconnects the clients that wait for admission.
     pub(crate) fn close(&self) {
         self.closed.cancel();
         let is_own = self.inode.get().is_some() && self.find_inode() == self.inode.get();
@@ -169,8 +169,8 @@ impl Door {
     async fn accept(self: &Rc<Self>, listener: &Listener, replaced: &CancellationToken) {
         let mut has_failed = false;
         loop {
-            // Get a permit before `accept`: without one, a connection remains in the kernel's
-            // queue.
+            // Acquire a permit before `accept`: without a permit, a connection remains in the
+            // kernel's queue.
             let Ok(permit) = Arc::clone(&self.connections).acquire_owned().await else { return };
             let Ok(shared_permit) = Arc::clone(&self.context.connections).acquire_owned().await else { return };
             let accepted = tokio::select! {
@@ -210,7 +210,7 @@ impl Door {
     }
 }
 
-/// Counts a client among those that wait, from [`Waiting::begin`] until it is dropped.
+/// Counts a client as waiting, from [`Waiting::begin`] until this value is dropped.
 struct Waiting<'a> {
     door: &'a Door,
     counted: Cell<bool>,

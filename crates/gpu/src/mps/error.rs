@@ -17,12 +17,12 @@ use crate::nvml;
 /// Why the MPS host cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// One of its directories or its socket could not be created.
+    /// A directory or the socket of the MPS host could not be created.
     #[error("cannot create {path}")]
     Prepare {
-        /// The directory or socket.
+        /// Path of the directory or socket.
         path: PathBuf,
-        /// The cause.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The path of a door would be too long for a socket.
@@ -30,14 +30,14 @@ pub enum HostError {
         "--run-dir {run} is too long: the door {door} would have {length} bytes, a socket path has at most {MAX_PATH}; choose a shorter --run-dir"
     )]
     PathTooLong {
-        /// `--run-dir`.
+        /// Value of `--run-dir`.
         run: PathBuf,
-        /// The longest path below it.
+        /// The longest path of a door.
         door: PathBuf,
-        /// Length of that path in bytes.
+        /// Length of the door's path in bytes.
         length: usize,
     },
-    /// Another MPS host holds the lock of this directory.
+    /// Another MPS host has locked this directory.
     #[error("another MPS host is running in {0}")]
     Taken(PathBuf),
     /// A system call for signals, inotify or standard output failed.

@@ -12,7 +12,7 @@ use super::error::HostError;
 use super::seqpacket::{MAX_PATH, async_fd};
 use super::wire::Paths;
 
-/// Creates the run directory. Returns the lock that only one MPS host can hold.
+/// Creates the run directory. Returns the lock, which only one MPS host can acquire.
 pub(crate) fn prepare(paths: &Paths) -> Result<OwnedFd, HostError> {
     let longest = paths.door(&"f".repeat(32)).with_extension("new");
     let length = longest.as_os_str().len();
@@ -34,7 +34,7 @@ pub(crate) fn prepare(paths: &Paths) -> Result<OwnedFd, HostError> {
     }
 }
 
-/// Replaces a file. A reader sees the old content or the new, never a part.
+/// Replaces a file. Readers see either the old content or the new content, never a part.
 pub(crate) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let building = path.with_extension("new");
     let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&building)?;
@@ -47,14 +47,14 @@ pub(crate) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
 pub(crate) struct DesiredWatch(AsyncFd<OwnedFd>);
 
 impl DesiredWatch {
-    /// Watches the directory that contains the file.
+    /// Watches the directory that contains the desired file.
     pub(crate) fn new(directory: &Path) -> io::Result<Self> {
         let fd = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
         inotify::add_watch(&fd, directory, inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE)?;
         async_fd(fd).map(Self)
     }
 
-    /// Returns once the file was written, or the kernel has dropped events.
+    /// Returns once the desired file was written, or the kernel has dropped events.
     pub(crate) async fn written(&mut self) -> io::Result<()> {
         loop {
             let mut ready = self.0.readable().await?;

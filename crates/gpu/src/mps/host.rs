@@ -24,8 +24,8 @@ use crate::nvml;
 
 /// Interval of checks whether door sockets were removed.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum number of open files. MPS servers inherit it and need 16,384. Doors need several per
-/// client.
+/// Limit on open files that this process requests. MPS servers inherit the limit and need 16,384.
+/// Doors need several descriptors per client.
 const MAX_DESCRIPTORS: u64 = 65_536;
 
 /// Runs until SIGTERM or SIGINT.
@@ -33,7 +33,7 @@ const MAX_DESCRIPTORS: u64 = 65_536;
 /// `subcommand` is the word before [`HostArgs`] on this program's command line, if any.
 ///
 /// Call it on a current-thread runtime, once per process. It reaps every child of the process, so
-/// other code must not start any.
+/// other code must not start child processes.
 ///
 /// # Errors
 /// [`HostError`] if the MPS host cannot start. Later errors are part of the status.
@@ -58,7 +58,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
     let context = Rc::new(Context::new(paths, options, Children::start()?, max_descriptors));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
-    // Start to watch before the first read, so that no write in between is missed.
+    // Start the watch before the first read, so that no write in between is missed.
     let mut desired = DesiredWatch::new(&context.paths.mps())?;
     let listener = socket::listen(&context.paths.socket())?;
     tokio::task::spawn_local(socket::serve(Rc::clone(&reconciler), listener));
@@ -99,7 +99,7 @@ fn options(args: PathArgs, subcommand: Option<&str>) -> Result<Options, HostErro
     Ok(Options { mps_control, library_path: mps_library_path, compute_mode })
 }
 
-/// Raises the limit of open files as far as allowed. Returns how many this process may open.
+/// Raises the limit on open files as far as allowed. Returns the limit in force.
 fn raise_descriptor_limit() -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let max = limit.maximum.unwrap_or(u64::MAX).min(MAX_DESCRIPTORS);

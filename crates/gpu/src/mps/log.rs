@@ -9,7 +9,7 @@ pub enum LogEvent {
     ServerExited {
         /// Pid of the server.
         server: u32,
-        /// The status that the daemon prints.
+        /// Exit status that the daemon prints.
         status: i32,
     },
     /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server's line that it
@@ -28,7 +28,8 @@ pub enum LogEvent {
     ClientLost(u32),
     /// `CUDA MPS Control binary version: 13000`.
     Version(u32),
-    /// A connection or an answer of an administrator. The supervisor causes many of these.
+    /// An administrator's connection or an answer. The MPS host's own commands cause many such
+    /// lines.
     Chatter,
     /// A client connects or exits, or its limits are set.
     Routine,
@@ -41,7 +42,7 @@ pub enum LogEvent {
 pub struct LogLine<'a> {
     /// `Control`, `Server` or `Other`; empty for a line without the prefix.
     pub source: &'a str,
-    /// Pid of the writer.
+    /// Pid of the process that wrote the line.
     pub pid: Option<u32>,
     /// The text after the prefix.
     pub text: &'a str,
@@ -115,7 +116,7 @@ fn is_routine(text: &str) -> bool {
         "Received new client request",
         "Creating worker thread for client",
         "Device pinned memory limit for device",
-        // The spelling is the driver's.
+        // "recevie" is the driver's spelling.
         "Server failed to recevie command with status 806, assuming client",
         "Status of client",
     ]

@@ -15,7 +15,7 @@
 //! | [`protocol`], [`log`], `diff`, `text` | pure: MPS packets, log lines, changes of the desired state |
 //! | `seqpacket`, `process`, `procfs`, `files` | the operating system |
 //! | `control` | one exchange with a daemon |
-//! | `context`, `error`, `compute_mode`, `args` | what the tasks share |
+//! | `context`, `error`, `compute_mode`, `args` | state, errors and options for all tasks |
 //! | `daemon` | supervises the daemon of one device: lifecycle, probes, faults, clients |
 //! | `door` | admits an allocation's clients under its limits |
 //! | `reconciler`, `socket`, [`host`] | applies the desired file, answers requests, main loop |

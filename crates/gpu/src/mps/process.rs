@@ -1,9 +1,9 @@
 //! Starts and reaps child processes, and refers to processes by pidfd.
 //!
-//! The MPS server is the daemon's child. When the daemon exits first, this process inherits the
-//! server as the subreaper (or pid 1), so it has to reap every process that exits below it. Reaping
-//! would take the exit status away from tokio's own children. So the MPS host starts all processes
-//! here and none through tokio.
+//! The MPS server is the daemon's child. If the daemon exits first, this process inherits the
+//! server as the subreaper (or pid 1). This process must therefore reap every process that exits
+//! below it. A reaper also consumes the exit status of tokio's children. So the MPS host starts all
+//! processes here and none through tokio.
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -44,7 +44,7 @@ pub(crate) struct Children {
     waited: RefCell<BTreeMap<u32, watch::Sender<Option<Exit>>>>,
 }
 
-/// A child process. Dropping this does not affect the process.
+/// A handle to a child process. Dropping the handle does not affect the process.
 #[derive(Debug)]
 pub(crate) struct Child {
     pub(crate) pid: u32,
@@ -52,7 +52,7 @@ pub(crate) struct Child {
 }
 
 impl Children {
-    /// Starts reaping. Call it on a `LocalSet`, once per process.
+    /// Starts to reap child processes. Call it on a `LocalSet`, once per process.
     pub(crate) fn start() -> io::Result<Rc<Self>> {
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
         let children = Rc::new(Self::default());
@@ -97,7 +97,8 @@ impl Children {
         drop(typed);
         command.stdin(stdin).stdout(writer.try_clone()?).stderr(writer);
         let child = command.spawn();
-        // The command contains copies of the writer. Drop it, or the pipe never reaches its end.
+        // The command contains copies of the writer. Drop the command, or the pipe never reaches
+        // its end.
         command.stdout(Stdio::null()).stderr(Stdio::null());
         // No await since the start, so the reaper cannot have run yet.
         let pid = child?.id();
@@ -138,7 +139,7 @@ fn raw(pid: u32) -> Option<Pid> {
     Pid::from_raw(i32::try_from(pid).ok()?)
 }
 
-/// A pidfd: it refers to one process even after the pid is reused.
+/// A pidfd, which refers to one process even after the pid is reused.
 #[derive(Debug)]
 pub(crate) struct PidFd(OwnedFd);
 
@@ -160,7 +161,7 @@ impl PidFd {
         let _ = rustix::process::pidfd_send_signal(&self.0, signal);
     }
 
-    /// Waits for the exit. Returns false if it takes longer than `within`.
+    /// Waits for the exit. Returns false if the process runs longer than `within`.
     pub(crate) async fn exited(&self, within: Duration) -> bool {
         let Ok(fd) = self.0.try_clone().and_then(async_fd) else { return self.has_exited() };
         timeout(within, fd.readable()).await.is_ok()

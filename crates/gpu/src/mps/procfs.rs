@@ -1,5 +1,4 @@
-//! Finds MPS processes in `/proc` and reads their state. Kills processes that an earlier MPS host
-//! left.
+//! Finds MPS processes in `/proc` and reads their state. Kills processes of an earlier MPS host.
 use std::path::Path;
 use std::time::Duration;
 
@@ -11,11 +10,11 @@ use super::process::PidFd;
 
 /// Time limit of a search through all processes. 10,000 processes take 0.1 s.
 const SEARCH_DEADLINE: Duration = Duration::from_secs(5);
-/// Stack of the search thread.
+/// Stack size of the search thread, in bytes.
 const SEARCH_STACK: usize = 128 * 1024;
 /// Time limit for a killed process to exit.
 const KILL_DEADLINE: Duration = Duration::from_secs(5);
-/// Number and interval of retries to read an empty environment.
+/// Maximum number of reads of an empty environment.
 const MAX_EMPTY_READS: u32 = 20;
 const EMPTY_READ_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -77,8 +76,8 @@ fn serves(pid: u32, uuid: &str) -> bool {
     true
 }
 
-/// Whether a daemon with this environment may serve a GPU. It cannot if the environment names only
-/// other devices, by UUID. An index may mean any GPU.
+/// Whether a daemon with this environment may serve a GPU. Returns false if the environment names
+/// only other devices, by UUID. An index may mean any GPU.
 fn may_serve(environment: &[u8], uuid: &str) -> bool {
     let name = b"CUDA_VISIBLE_DEVICES=".as_slice();
     let list = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(name));
@@ -91,7 +90,7 @@ fn may_serve(environment: &[u8], uuid: &str) -> bool {
 fn search(pipe: &Path) -> Vec<(u32, PidFd)> {
     pids()
         .filter(|&pid| is_of_pipe(pid, pipe))
-        // Check again with the pidfd open: the pid may have been reused in between.
+        // Check again with the pidfd open: the pid may have been reused after the first check.
         .filter_map(|pid| Some((pid, PidFd::open(pid)?)))
         .filter(|&(pid, _)| is_of_pipe(pid, pipe))
         .collect()

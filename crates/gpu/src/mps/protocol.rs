@@ -1,10 +1,10 @@
 //! The MPS control protocol, version 2 as driver 580 speaks it. Pure: packets and texts, no I/O.
 //!
-//! On connect the daemon sends [`HELLO`]. The other side answers [`CREDENTIALS`] with
-//! `SCM_CREDENTIALS`, then its [`Kind`]. A client receives [`DESCRIPTOR`] with a socket to the
-//! server, introduces itself there, and finally sends the daemon 4 bytes: the resulting `CUresult`.
-//! An administrator sends [`commands`] and reads replies until [`END_OF_REPLIES`]. Each line of
-//! output is one packet.
+//! When a peer connects, the daemon sends [`HELLO`]. The peer answers with [`CREDENTIALS`] and
+//! `SCM_CREDENTIALS`, then sends its [`Kind`]. A client receives [`DESCRIPTOR`] with a socket to
+//! the server, introduces itself there, and finally sends the daemon 4 bytes: the resulting
+//! `CUresult`. An administrator sends [`commands`] and reads replies until [`END_OF_REPLIES`]. Each
+//! line of output is one packet.
 use std::fmt;
 
 use super::text::shorten;
@@ -24,8 +24,8 @@ pub(crate) const CLIENT_CONNECTED: [u8; 4] = 0_u32.to_le_bytes();
 /// Maximum size of a packet of the protocol, in bytes.
 pub(crate) const MAX_PACKET: usize = 8 * 1024;
 
-/// The packets by which a new client introduces itself to the server, on the socket that came with
-/// [`DESCRIPTOR`]. The first carries credentials.
+/// The packets with which a new client introduces itself to the server, on the socket that came
+/// with [`DESCRIPTOR`]. The first packet carries credentials.
 ///
 /// The server accepts one client at a time and waits for these packets without a deadline. If the
 /// client exits before it has sent them, driver 580's server never accepts a client again. Sending
@@ -74,7 +74,7 @@ pub enum Command {
     ServerStatus(u32),
     /// Starts a server.
     StartServer {
-        /// The user it serves; 0 serves all users where the daemon runs with `-multiuser-server`.
+        /// UID of the server's user. With `-multiuser-server`, 0 means all users.
         uid: u32,
     },
     /// Shuts a server down.
@@ -180,14 +180,14 @@ impl Reply {
     }
 }
 
-/// An answer of the daemon that does not belong to the command.
+/// An answer of the daemon that does not match the command.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the MPS control daemon sent an unexpected answer: {0:?}")]
 pub struct Unexpected(String);
 
 impl Unexpected {
-    /// Keeps only the beginning of a long answer, because the status that contains it has to fit
-    /// into an object of the API server.
+    /// Keeps only the beginning of a long answer: the status that contains the answer must fit into
+    /// a Kubernetes object.
     pub(crate) fn new(answer: &str) -> Self {
         Self(shorten(answer))
     }

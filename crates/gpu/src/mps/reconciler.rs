@@ -34,8 +34,8 @@ pub(crate) struct Reconciler {
     door_errors: RefCell<BTreeMap<String, io::Error>>,
 }
 
-/// A device and the task that supervises its daemon. [`Reconciler::stop`] takes the task out to
-/// wait for it.
+/// A device and the task that supervises its daemon. [`Reconciler::stop`] removes the task and
+/// waits for it.
 struct Supervised {
     device: Rc<Device>,
     task: Option<JoinHandle<()>>,
@@ -193,7 +193,7 @@ impl Reconciler {
         self.devices.borrow_mut().clear();
     }
 
-    /// The current status. A host that is stopping reports no daemons.
+    /// The current status. An MPS host that is stopping reports no daemons.
     pub(crate) fn status(&self) -> Status {
         let desired_error = self.desired_error.borrow();
         let door_errors = self.door_errors.borrow();
@@ -239,8 +239,8 @@ impl Reconciler {
         self.write_status(&Status { pid: 0, error, ..self.status() });
     }
 
-    /// Replaces the status file. Returns whether that succeeded. If it failed, the next change
-    /// retries.
+    /// Replaces the status file. Returns whether the write succeeded. After a failed write, the
+    /// next change retries.
     fn write_status(&self, status: &Status) -> bool {
         let path = self.context.paths.status();
         let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace(&path, &text));
@@ -256,13 +256,13 @@ impl Reconciler {
         supervised.ok_or_else(|| TerminateError::NoDaemon(device.to_owned()))?.terminate(pid).await
     }
 
-    /// Waits until clients of the allocation would be admitted.
+    /// Waits until the allocation's door would admit clients.
     pub(crate) async fn ready(&self, allocation: &str) {
         let mut changes = self.context.status_changes();
         while self.check_ready(allocation).is_err() && changes.changed().await.is_ok() {}
     }
 
-    /// Whether clients of the allocation would be admitted now.
+    /// Checks whether the allocation's door would admit clients now.
     pub(crate) fn check_ready(&self, allocation: &str) -> Result<(), NotReady> {
         if let Some(error) = self.door_errors.borrow().get(allocation) {
             return Err(door_failed(allocation, error));

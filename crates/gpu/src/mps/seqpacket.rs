@@ -27,7 +27,7 @@ const CONNECT_RETRY: Duration = Duration::from_millis(5);
 pub(crate) const MAX_PATH: usize = 107;
 
 /// The sender of a packet or the peer of a connection, attested by the kernel and translated into
-/// this process's namespaces. Pid 0 is a process outside them.
+/// this process's namespaces. Pid 0 is a process outside these namespaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Credentials {
     pub(crate) pid: u32,
@@ -63,7 +63,7 @@ impl Socket {
         async_fd(fd).map(Self)
     }
 
-    /// Prepares a relay between `other`, which has no other user, and a process that expects
+    /// Prepares a relay between `other`, which only this process uses, and a process that expects
     /// `other`.
     ///
     /// Returns `other`, this process's end of a new connection, and the other process's end. On
@@ -74,7 +74,7 @@ impl Socket {
         let (near, far) = rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
         rustix::fs::fcntl_setfl(&far, rustix::fs::fcntl_getfl(&other)?)?;
         rustix::net::sockopt::set_socket_passcred(&far, rustix::net::sockopt::socket_passcred(&other)?)?;
-        // Without this, credentials would take up the buffer space for descriptors.
+        // Without this call, credentials would use the buffer space for descriptors.
         rustix::net::sockopt::set_socket_passcred(&other, false)?;
         rustix::net::sockopt::set_socket_passcred(&near, true)?;
         for fd in [&other, &near] {
@@ -97,7 +97,7 @@ impl Socket {
         }
     }
 
-    /// The process that connected.
+    /// Credentials of the process that connected.
     pub(crate) fn peer(&self) -> io::Result<Credentials> {
         let peer = nix::sys::socket::getsockopt(&self.0, nix::sys::socket::sockopt::PeerCredentials)?;
         Ok(Credentials { pid: u32::try_from(peer.pid()).unwrap_or(0), uid: peer.uid(), gid: peer.gid() })
@@ -177,7 +177,7 @@ impl Socket {
         }
     }
 
-    /// Returns once the peer has closed or sent something out of turn. Leaves the queue unchanged.
+    /// Returns once the peer has closed or sent an unexpected packet. Leaves the queue unchanged.
     pub(crate) async fn closed_or_readable(&self) {
         loop {
             let Ok(mut ready) = self.0.readable().await else { return };
@@ -225,7 +225,7 @@ impl AsFd for Socket {
 pub(crate) struct Listener(AsyncFd<OwnedFd>);
 
 impl Listener {
-    /// Listens at `path` for every user and replaces any existing file. The name appears only once
+    /// Listens at `path` for every user and replaces any existing file. The path appears only once
     /// the socket accepts connections.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let building = path.with_extension("new");
@@ -304,7 +304,7 @@ pub(crate) fn send_now(
     Ok(())
 }
 
-/// Buffer size for the next packet.
+/// Buffer size in bytes for the next packet.
 fn next_length(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let mut byte = [0_u8; 1];
     let (_, length) = rustix::net::recv(fd, byte.as_mut_slice(), RecvFlags::PEEK | RecvFlags::TRUNC)?;

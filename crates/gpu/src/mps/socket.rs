@@ -27,7 +27,7 @@ const REPLY_DEADLINE: Duration = Duration::from_secs(5);
 /// Delay after a failed `accept`.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Creates the socket in place of one that an earlier MPS host left.
+/// Creates the socket and replaces the socket of an earlier MPS host.
 pub(crate) fn listen(path: &Path) -> Result<UnixListener, HostError> {
     let failed = |source| HostError::Prepare { path: path.to_owned(), source };
     match std::fs::remove_file(path) {

@@ -1,6 +1,6 @@
 //! Shortens text from outside this project before it enters a status, an error or a log.
 
-/// Maximum number of characters that are kept.
+/// Maximum number of characters of shortened text.
 const MAX_CHARS: usize = 200;
 
 /// Shortens `text` to its beginning, and adds an ellipsis if text was removed.

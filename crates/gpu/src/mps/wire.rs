@@ -1,9 +1,9 @@
 //! The contract between the agent and the MPS host: two files and one socket.
 //!
 //! The agent writes [`Desired`] to `RUN/mps/desired.json`. The MPS host writes [`Status`] to
-//! `RUN/mps/status.json` and answers [`Request`]s on `RUN/mps/host.sock`, one line of JSON each
-//! way. Both write atomically: to a temporary file, fsync, rename. `RUN` is `/run/cleave` by
-//! default; the node and both pods have it at the same path.
+//! `RUN/mps/status.json` and answers [`Request`]s on `RUN/mps/host.sock`. Requests and replies are
+//! one line of JSON each. Both components write atomically: to a temporary file, fsync, rename.
+//! `RUN` is `/run/cleave` by default. The node and both pods have it at the same path.
 //!
 //! | path | created by | content |
 //! |---|---|---|
@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 
 use super::text::shorten;
 
-/// The version of these files. A reader rejects a higher version and reports that.
+/// The version of these files. A reader rejects a higher version and reports the rejection.
 pub const VERSION: u32 = 1;
 
 /// Every daemon and every allocation that should exist on this node.
@@ -52,7 +52,7 @@ pub enum InvalidDesired {
     /// The active thread percentage is outside 1 to 100.
     #[error("{owner}: invalid active thread percentage {threads}: expected 1 to 100")]
     Threads {
-        /// The device or allocation.
+        /// The device or allocation with the rejected percentage.
         owner: String,
         /// The rejected percentage.
         threads: u8,
@@ -117,10 +117,9 @@ impl Desired {
     }
 
     /// 32 hexadecimal digits that identify the content. [`Status::desired`] repeats them once the
-    /// MPS host has applied it.
+    /// MPS host has applied the file.
     pub fn hash(&self) -> String {
-        // Maps are ordered, so equal content has equal text. None of the types can fail to
-        // serialize.
+        // Maps are ordered, so equal content has equal text. These types always serialize.
         let text = serde_json::to_vec(self).unwrap_or_default();
         Sha256::digest(text).iter().take(16).fold(String::new(), |mut digits, byte| {
             let _ = write!(digits, "{byte:02x}");
@@ -217,7 +216,7 @@ pub struct Daemon {
     pub exclusive: bool,
     /// `set_default_active_thread_percentage`, 1 to 100: the limit of a client that no door limits.
     pub default_threads: Option<u8>,
-    /// `set_default_device_pinned_mem_limit`, MiB.
+    /// `set_default_device_pinned_mem_limit`, in MiB.
     pub default_memory_mib: Option<u64>,
 }
 
@@ -225,11 +224,11 @@ pub struct Daemon {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allocation {
-    /// The device whose daemon serves it.
+    /// UUID of the device whose daemon serves the allocation.
     pub device: String,
     /// Active thread percentage, 1 to 100. `None` means unlimited.
     pub threads: Option<u8>,
-    /// Pinned device memory of each process, MiB. `None` means unlimited.
+    /// Pinned device memory of each process, in MiB. `None` means unlimited.
     pub memory_mib: Option<u64>,
     /// Maximum number of clients at once. `None` means that only MPS's own limit applies.
     pub max_clients: Option<u32>,
@@ -257,7 +256,7 @@ pub struct Status {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DaemonStatus {
-    /// Lifecycle state.
+    /// Lifecycle state of the daemon.
     pub state: DaemonState,
     /// Pid of the control daemon, in the node's pid namespace.
     pub pid: Option<u32>,
@@ -267,7 +266,7 @@ pub struct DaemonStatus {
     pub restarts: u32,
     /// Whether doors can enforce limits per allocation on this driver.
     pub enforcement: Enforcement,
-    /// The current or last problem; empty if there was none.
+    /// The current or last problem; empty if none occurred.
     pub message: String,
     /// Clients by pid as MPS lists them, each with the allocation whose door it used.
     pub clients: Vec<Client>,
@@ -276,8 +275,8 @@ pub struct DaemonStatus {
     pub fault: Option<Fault>,
 }
 
-/// A fatal GPU error. It breaks the contexts of all clients of a server (measured on driver 580),
-/// and the server admits no client until the last of them has exited.
+/// A fatal GPU error. It breaks the contexts of all clients of a server (measured on driver 580).
+/// The server admits no client until the last broken client has exited.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Fault {
@@ -287,7 +286,7 @@ pub struct Fault {
     /// several were killed, the client that the server's log names. That client may be a neighbour
     /// of the real culprit.
     pub culprit: Option<Client>,
-    /// Whether the culprit was killed while its kernels ran, and caused no GPU error itself.
+    /// Whether the culprit was killed while its kernels ran and caused no GPU error itself.
     pub killed: bool,
     /// The clients at the time of the fault, including the culprit.
     pub affected: Vec<Client>,
@@ -331,7 +330,8 @@ pub enum Enforcement {
 pub struct Client {
     /// Pid in the node's pid namespace.
     pub pid: u32,
-    /// The allocation whose door it used; `None` for a client that bypassed the doors.
+    /// The allocation of the door that admitted the client; `None` for a client that bypassed the
+    /// doors.
     pub allocation: Option<String>,
 }
 
@@ -356,17 +356,17 @@ pub enum Request {
     Await {
         /// The allocation's id.
         allocation: String,
-        /// Answers with an error after this time.
+        /// Time in milliseconds after which the MPS host answers with an error.
         timeout_ms: u64,
     },
-    /// `terminate_client` for one client. The MPS host applies its own deadline.
+    /// Sends `terminate_client` for one client. The MPS host applies its own deadline.
     Terminate {
         /// The daemon's device.
         device: String,
         /// The client's pid in the node's pid namespace.
         pid: u32,
     },
-    /// The current [`Status`].
+    /// Returns the current [`Status`].
     Status,
 }
 

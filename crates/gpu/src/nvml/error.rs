@@ -13,7 +13,7 @@ pub enum NvmlError {
     /// The GPU fell off the bus or needs a reset.
     #[error("the GPU is lost ({call})")]
     Lost {
-        /// The call that failed.
+        /// Name of the NVML function that failed.
         call: &'static str,
     },
     /// The GPU, MIG device or MIG profile does not exist.
@@ -22,13 +22,13 @@ pub enum NvmlError {
     /// This GPU or driver does not support the call.
     #[error("{call} is not supported by this GPU or driver")]
     NotSupported {
-        /// The call that failed.
+        /// Name of the NVML function that failed.
         call: &'static str,
     },
     /// Processes still use the GPU or instance that the call would change.
     #[error("{call} failed: the GPU is in use")]
     InUse {
-        /// The call that failed.
+        /// Name of the NVML function that failed.
         call: &'static str,
     },
     /// A call has not returned within this deadline, and still blocks.
@@ -37,7 +37,7 @@ pub enum NvmlError {
     /// Any other error of the library.
     #[error("{call} failed")]
     Call {
-        /// The call that failed.
+        /// Name of the NVML function that failed.
         call: &'static str,
         /// NVML's error code.
         source: Code,
@@ -71,8 +71,8 @@ pub(super) fn if_supported<T>(call: &'static str, result: Result<T, Code>) -> Re
     }
 }
 
-/// The result of a call whose value is optional. A lost GPU or driver is an error; every other
-/// error gives `None`.
+/// The result of a call that returns an optional value. A lost GPU or driver is an error. For every
+/// other error, returns `None`.
 pub(super) fn if_known<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
     match result.map_err(|code| NvmlError::of(call, code)) {
         Ok(value) => Ok(Some(value)),

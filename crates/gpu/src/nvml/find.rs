@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 /// File name of the library, also for the dynamic loader's search.
 pub(super) const NAME: &str = "libnvidia-ml.so.1";
 
-/// Where to look for the library.
+/// Locations at which to search for the NVML library.
 #[derive(Debug, Clone)]
 pub struct Search {
     /// The library file. If set, no other file is tried.

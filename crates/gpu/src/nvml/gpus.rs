@@ -68,7 +68,7 @@ pub trait Gpus: Send + Sync {
     fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
 
     /// Creates a GPU instance of `profile` at exactly `start`, and one compute instance that spans
-    /// it. Leaves neither behind if it fails.
+    /// the GPU instance. If this fails, neither instance remains.
     fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError>;
 
     /// Destroys a GPU instance and its compute instances.

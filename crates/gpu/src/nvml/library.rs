@@ -41,7 +41,7 @@ impl Library {
         Self(Arc::new(Shared { open: Box::new(open), session: Mutex::new(None) }))
     }
 
-    /// Makes a call on this thread. The thread hangs if the driver does.
+    /// Runs `call` on this thread. The thread hangs if the driver hangs.
     pub(super) fn with<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
         let gpus = self.session()?;
         let result = call(gpus.as_ref());
@@ -74,8 +74,8 @@ impl Library {
         }
     }
 
-    /// Closes the session `gpus`: the next call reloads the library. Calls in progress keep the old
-    /// session.
+    /// Closes the session `gpus`: the next call reloads the library. Calls in progress continue in
+    /// the old session.
     fn close(&self, gpus: &Arc<dyn Gpus>) {
         let mut session = self.0.session.lock().unwrap_or_else(PoisonError::into_inner);
         if session.as_ref().is_some_and(|current| Arc::ptr_eq(current, gpus)) {

@@ -20,7 +20,7 @@ pub struct Observation {
     pub processes: Vec<Process>,
 }
 
-/// Something that NVML reports asynchronously.
+/// An event that NVML reports asynchronously.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuEvent {
     /// A critical XID.
@@ -61,18 +61,18 @@ pub enum Recovery {
     Reset,
     /// A reboot of the node.
     Reboot,
-    /// A reset at a convenient time, or an end of peer-to-peer transfers. Until then, the GPU
-    /// works.
+    /// A reset at a convenient time, or an end of peer-to-peer transfers. The GPU works until
+    /// the reset.
     Drain,
 }
 
 /// When a new MIG mode takes effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MigActivation {
-    /// Now.
+    /// Immediately.
     Now,
-    /// After a GPU reset that the driver cannot do itself. A GPU that is passed through to a
-    /// virtual machine needs a restart of that machine.
+    /// After a GPU reset that the driver cannot perform itself. For a GPU that is passed through to
+    /// a virtual machine, restart the virtual machine.
     AfterReset,
     /// Once no process uses the GPU. The driver keeps the mode as pending.
     InUse,
@@ -95,7 +95,7 @@ pub struct Gpu {
     pub sms: Sms,
     /// PCI bus ID in the format of sysfs: `0000:3b:00.0`.
     pub pci: String,
-    /// NUMA node.
+    /// NUMA node of the GPU, if the machine reports one.
     pub numa: Option<u32>,
     /// CUDA compute capability: major and minor.
     pub compute_capability: (u32, u32),
@@ -123,11 +123,11 @@ pub struct MigProfile {
     pub id: u32,
     /// Name without prefix: `1g.10gb`, `1g.10gb+me`.
     pub name: String,
-    /// Memory.
+    /// Memory of one instance.
     pub memory: Mebibytes,
-    /// Streaming multiprocessors.
+    /// Streaming multiprocessors of one instance.
     pub sms: Sms,
-    /// Compute slices.
+    /// Compute slices of one instance.
     pub slices: u32,
     /// Memory slices of one instance.
     pub size: u32,

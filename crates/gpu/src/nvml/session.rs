@@ -288,7 +288,7 @@ fn sysfs_bus_id(id: &str) -> String {
 }
 
 fn numa_node(pci: &str) -> Option<u32> {
-    // A machine without NUMA has -1, which does not parse.
+    // A machine without NUMA reports -1, which does not parse.
     fs::read_to_string(format!("/sys/bus/pci/devices/{pci}/numa_node")).ok()?.trim().parse().ok()
 }
 

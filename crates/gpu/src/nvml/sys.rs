@@ -85,7 +85,7 @@ pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfil
         };
         match nvml_try(status) {
             Ok(()) => {}
-            // This GPU has no such profile, or the driver is too old to know its number.
+            // This GPU has no such profile, or the driver is too old to know the profile.
             Err(Code::NotSupported | Code::InvalidArg | Code::NotFound) => continue,
             Err(code) => return Err(NvmlError::of(CALL, code)),
         }
@@ -122,7 +122,7 @@ fn placements(nvml: &Nvml, device: &Device<'_>, profile: u32) -> Result<Vec<nvml
     let call = nvml_sym(nvml.lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2.as_ref())
         .map_err(|code| NvmlError::of(CALL, code))?;
     let mut count: c_uint = 0;
-    // SAFETY: with a null buffer NVML returns the number.
+    // SAFETY: with a null buffer, NVML only returns the count.
     let status = unsafe { call(handle(device), profile, std::ptr::null_mut(), &raw mut count) };
     if status != nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE {
         nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
@@ -225,8 +225,8 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
     Ok(devices)
 }
 
-/// Creates a GPU instance at exactly `start`, and one compute instance that spans it. Returns the
-/// GPU instance's ID.
+/// Creates a GPU instance at exactly `start`, and one compute instance that spans the GPU instance.
+/// Returns the GPU instance's ID.
 pub(super) fn create_instance(
     nvml: &Nvml,
     device: &Device<'_>,

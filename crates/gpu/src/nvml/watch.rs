@@ -90,7 +90,7 @@ fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &
                         }
                     }
                 }
-                // If the thread ran for long without an error, start with the first delay again.
+                // After a long run without an error, start with the first delay again.
                 pause = if started.elapsed() > BACK_OFF.1 { BACK_OFF.0 } else { (pause * 2).min(BACK_OFF.1) };
                 sleep(pause, stop);
             }

@@ -80,7 +80,7 @@ impl Worker {
         }
         match tokio::time::timeout(deadline, answered).await {
             Ok(Ok(result)) => result,
-            // The call panicked.
+            // `call` panicked.
             Ok(Err(_)) => Err(NvmlError::Hung(started.elapsed())),
             Err(_) => {
                 let mut progress = self.progress();

@@ -14,7 +14,7 @@ use super::sys;
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Registers a GPU in its own event set. Passes each event to `report`, and `None` after each read
-/// without one, until `report` returns `Break`.
+/// without an event, until `report` returns `Break`.
 ///
 /// Polls instead of waiting in the library. NVML lets only one thread wait at a time, and the
 /// others spin on a lock. Two waiting threads used a whole CPU (two H200s, driver 580.159).

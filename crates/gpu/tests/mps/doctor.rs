@@ -57,13 +57,13 @@ fn run_with_client(node: &Node) -> (Option<i32>, Value) {
     run(node, &["--client", &client(node)])
 }
 
-/// Verdicts by check.
+/// Verdicts by name of the check.
 fn verdicts(report: &Value) -> BTreeMap<&str, &str> {
     let findings = report["findings"].as_array().unwrap().iter();
     findings.map(|finding| (finding["check"].as_str().unwrap(), finding["verdict"].as_str().unwrap())).collect()
 }
 
-/// The checks with a verdict.
+/// Names of the checks with this verdict.
 fn checks_with<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
     let findings = report["findings"].as_array().unwrap().iter();
     findings.filter(|finding| finding["verdict"] == verdict).map(|finding| finding["check"].as_str().unwrap()).collect()
@@ -201,7 +201,7 @@ fn nothing_is_started_on_a_gpu_in_use() {
     );
     assert_eq!(node.daemon(0), before);
 
-    // A program without MPS.
+    // A program uses the GPU without MPS.
     node = Node::without_host(1);
     node.desire_allocation("aa", 0, None, None);
     let plain = node.client("aa", &["--hold", "forever"]);

@@ -72,7 +72,7 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
         fault.is_some_and(|fault| !fault.over && fault.culprit.is_some())
     });
     assert!(during.daemons[&uuid].message.contains(&format!("client {}", culprit.pid())));
-    // Of the others, one exits by itself, one at SIGTERM, one at SIGKILL.
+    // Of the other clients, one exits by itself, one after SIGTERM and one after SIGKILL.
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
     assert_eq!(exits.wait().code(), Some(700 - 2 * 256));
     assert_eq!(exit_signal(lingers.wait()), Some(15));
@@ -179,7 +179,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
             status.daemons[&uuid].clients.len() == count
         });
     };
-    // Clean exits: by itself, at a signal that it handles, and through MPS.
+    // Clean exits of a client: by itself, after a signal that the client handles, and through MPS.
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let mut handles = start_running_client(&node, A, &["--hold", "forever", "--handle-sigterm"]);
     handles.signal(Signal::TERM);

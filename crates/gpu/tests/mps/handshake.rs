@@ -1,6 +1,7 @@
 //! Misbehaviour of clients during the handshake. The daemon and its server wait for each client
-//! without a deadline. If a client leaves after it has received the server's socket and before it
-//! has introduced itself, the server waits forever. Neither must affect the next client.
+//! without a deadline. The server waits forever if a client disconnects after it has received the
+//! server's socket and before it has introduced itself. Misbehaviour must not affect the next
+//! client.
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -41,7 +42,8 @@ fn a_client_that_stalls_with_the_socket_is_disconnected() {
     let server = node.daemon(0).server_pid;
     let stalled = client_with_socket(&node, A);
     assert_unharmed(&node, server);
-    // Otherwise the stalled client would run under limits that were set later for other clients.
+    // An open connection would let the stalled client run under limits that were set later for
+    // other clients.
     assert!(matches!(stalled.enter(Subject::Process), Err(Closed::ByServer)));
     assert_unharmed(&node, server);
 }
@@ -62,7 +64,7 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
     }
 }
 
-/// Shutdowns of each of a client's sockets, at each possible step.
+/// A shutdown of each of a client's sockets, at each possible step.
 fn shutdowns() -> Vec<String> {
     let halves = ["shutdown", "shutdown-reading", "shutdown-writing", "shutdown-daemon", "shutdown-channel"];
     let lies = halves.iter().flat_map(|half| (0..=5).map(move |step| format!("{half}={step}")));
@@ -191,8 +193,7 @@ fn allocations_take_turns_even_if_one_sends_many_clients() {
     let before = node.daemon(0).server_pid;
     // Each client receives its socket and does not use it.
     let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
-    // Three connections: one to learn whether a daemon exists, one for the process, one for a
-    // context.
+    // Three connections: one to check for a daemon, one for the process, one for a context.
     assert_eq!(node.limits_seen(B), (66, Some(20480)));
     let dropped = node.status().unwrap().allocations[A].refused;
     assert!(dropped <= 4, "the door waited for {dropped} of 12");

@@ -22,7 +22,7 @@ use node::{Client, Node, as_user, daemon, kill, limits_in, wait_until};
 const A: &str = "aa";
 const B: &str = "bb";
 
-/// One GPU with two allocations: a fifth and half of it.
+/// One GPU with two allocations: one fifth and one half of the GPU.
 fn two_tenants() -> Node {
     let mut node = Node::with_host(1);
     node.desire_allocation(A, 0, Some(20), Some(8192));
@@ -412,7 +412,7 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     running.wait();
     node.wait_for_status("the daemon has exited", |status| !status.daemons.contains_key(&uuid));
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
-    // The daemon can be desired again.
+    // A removed daemon can be desired again.
     node.desire_daemon(0, daemon());
     node.desire_allocation(A, 0, Some(20), Some(8192));
     node.apply();

@@ -47,7 +47,7 @@ impl Node {
             fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
         }
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
-        // UUIDs derive from the name, so no two tests share one.
+        // UUIDs derive from the name, so no two tests share a UUID.
         let name = dir.path().display().to_string();
         let description = Description { name, gpus, ..Description::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();

@@ -113,7 +113,7 @@ async fn next_of(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
 }
 
 /// The kubelet sends `localhost`, and other clients send other names. A path is not a valid
-/// authority, and h2 resets only that call.
+/// authority, and h2 resets only the call with the path.
 #[tokio::test]
 async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open() {
     let bench = Bench::new();
@@ -174,7 +174,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
     ];
     let mut open = Vec::new();
     for input in &inputs {
-        // Test a connection that closes after the input, and one that remains open.
+        // Test both a connection that closes after the input and one that remains open.
         for stays in [false, true] {
             let mut connection = UnixStream::connect(&socket).await.expect("a connection");
             // The server can close the connection before everything is written.

@@ -21,7 +21,7 @@ use futures::future::BoxFuture;
 use tokio::sync::watch;
 use tonic::transport::Endpoint as Address;
 
-/// Deadline for each condition. It is much longer than any condition takes on a busy machine.
+/// Deadline for each condition, much longer than any condition takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(20);
 /// Longer than any test, for timers that must not fire.
 const NEVER: Duration = Duration::from_secs(3600);
@@ -29,7 +29,7 @@ const NEVER: Duration = Duration::from_secs(3600);
 const MPS: &str = "nvidia.com/gpu-mps";
 const SLICE: &str = "nvidia.com/gpu-timeslice";
 
-/// A resource whose devices the test changes.
+/// A resource with devices that the test changes.
 struct Shares {
     devices: watch::Sender<Arc<DeviceList>>,
     options: Options,
@@ -166,8 +166,7 @@ async fn wait_until_ready(plugins: &Plugins) -> PluginsState {
     wait_for_state(plugins, "ready", |state| state.is_ready() && !state.resources.is_empty()).await
 }
 
-/// Waits for a condition by polling, if no channel reports it. An example is the existence of a
-/// file.
+/// Polls until a condition is met, such as the existence of a file, which no channel reports.
 async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let poll = async {
         while !condition() {

@@ -128,7 +128,7 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let (socket, aside) = (bench.path().join("kubelet.sock"), bench.path().join("aside"));
     std::fs::rename(&socket, &aside).expect("rename");
     std::fs::rename(&aside, &socket).expect("rename");
-    // Cause a decision that sees the directory after both renames.
+    // Trigger a decision after both renames.
     std::fs::remove_file(bench.path().join(&endpoint.socket)).expect("our socket");
     wait_until("bound again", || bench.path().join(&endpoint.socket).exists()).await;
     assert_eq!(registrations(&kubelet, MPS), 1);
@@ -171,7 +171,7 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
 #[tokio::test]
 async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with_at_once() {
     let mut bench = Bench::new();
-    // The plugin must register without this delay, because the kubelet admits pods before it ends.
+    // The plugin must register without this delay: the kubelet admits pods before the delay ends.
     bench.config.timings.settle = NEVER;
     let mut kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
@@ -270,8 +270,8 @@ async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered
     wait_until_served(&next, MPS, &["a::0"]).await;
 }
 
-/// Up to Kubernetes 1.36, the end of an old stream disconnects any client that the resource has by
-/// then.
+/// Up to Kubernetes 1.36, the end of an old stream disconnects the resource's current client, even
+/// a new one.
 #[tokio::test]
 async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
     let mut bench = Bench::new();

@@ -37,16 +37,16 @@ use crate::leader::LeaseGuard;
 pub(crate) const VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
 /// Time before expiry at which a certificate is renewed.
 pub(crate) const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 3600);
-/// Maximum time by which an API server's clock may be behind ours.
+/// Maximum time by which an API server's clock may be behind the operator's clock.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(3600);
-/// Delay between publishing a new CA and serving a certificate that it signed. In that time, API
-/// servers receive the CA through their watch of the webhook configuration.
+/// Delay between publishing a new CA and serving a certificate that the CA signed. During the
+/// delay, API servers receive the CA through their watch of the webhook configuration.
 const CA_PUBLICATION_DELAY: Duration = Duration::from_secs(2);
-/// Interval between reads of the Secret: normally, and while no certificate is served.
+/// Intervals between reads of the Secret: normally, and while no certificate is served.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
-/// The time limit of a request to the API server.
+/// Time limit of a request to the API server.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
-/// Keys of the Secret, as in Secrets of type `kubernetes.io/tls`.
+/// Keys of the Secret's data, as in Secrets of type `kubernetes.io/tls`.
 const CERTIFICATE: &str = "tls.crt";
 const KEY: &str = "tls.key";
 const AUTHORITIES: &str = "ca.crt";
@@ -76,7 +76,7 @@ pub(crate) enum Error {
 pub(crate) struct Certificate {
     chain_pem: String,
     key_pem: String,
-    /// The certificate's own CA comes first.
+    /// The CAs to trust, in DER. The certificate's own CA comes first.
     authorities: Vec<CertificateDer<'static>>,
     authorities_pem: String,
     served: Arc<CertifiedKey>,
@@ -85,7 +85,7 @@ pub(crate) struct Certificate {
 
 impl Certificate {
     /// Creates a certificate for a host, valid from `now`, with a new CA. The CA of `before`
-    /// remains trusted, because a replica may still serve that certificate.
+    /// remains trusted, because a replica may still serve `before`.
     pub(crate) fn create(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
         let key = KeyPair::generate().map_err(Error::Create)?;
         let mut leaf = params(vec![host.to_owned()], host.to_owned(), now)?;
@@ -107,7 +107,7 @@ impl Certificate {
         Self::new(certificate, key.serialize_pem(), authorities)
     }
 
-    /// Parses the data of a Secret; `None` if the data is empty.
+    /// Parses the data of a Secret. Returns `None` if the data is empty.
     pub(crate) fn read(data: &BTreeMap<String, ByteString>) -> Result<Option<Self>, Error> {
         if data.values().all(|value| value.0.is_empty()) {
             return Ok(None);
@@ -141,7 +141,7 @@ impl Certificate {
         Ok(Self { chain_pem, key_pem, authorities, authorities_pem, served: Arc::new(served), verifier })
     }
 
-    /// The certificate and key in the form that the TLS server uses.
+    /// The certificate and key in the form that the TLS server requires.
     pub(crate) fn certified(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.served)
     }
@@ -199,17 +199,17 @@ fn provider() -> Arc<CryptoProvider> {
 pub(crate) enum Step {
     /// Serve the stored certificate.
     Serve,
-    /// Create a new certificate, and serve it once API servers trust it.
+    /// Create a new certificate, and serve the new certificate once API servers trust it.
     Renew,
-    /// The stored certificate is not trusted: create a new one at once.
+    /// The stored certificate is not trusted: create a new certificate immediately.
     Create,
 }
 
 /// Decides the next step with the stored certificate.
 ///
 /// Only the leader renews a certificate. Otherwise replicas could undo each other's changes before
-/// API servers know of them. If no valid certificate is stored, any replica creates one, because
-/// during a rollout the leader may be an older replica without a webhook. The first write wins.
+/// API servers receive them. If no valid certificate is stored, any replica creates one, because
+/// the leader may be an older replica without a webhook during a rollout. The first write wins.
 pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
@@ -223,7 +223,7 @@ pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, le
     }
 }
 
-/// Receives the certificate to serve; `None` until one exists.
+/// Receives the certificate to serve. `None` until the first certificate exists.
 pub(crate) type Served = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
 /// Serves the current certificate on each new connection.
@@ -266,9 +266,9 @@ enum UpdateError {
 pub(crate) struct CertificateManager {
     secrets: Api<Secret>,
     webhooks: Api<MutatingWebhookConfiguration>,
-    /// The name of the Secret, the Service and the configuration.
+    /// Name of the Secret, the Service and the webhook configuration.
     name: String,
-    /// The host name that API servers use for the Service.
+    /// Host name that API servers use for the Service.
     host: String,
     claim: LeaseGuard,
     /// The last certificate that could be read.
@@ -302,8 +302,8 @@ impl CertificateManager {
         }
     }
 
-    /// Reads the Secret once and takes the next step. `leads` is whether this process holds the
-    /// lease.
+    /// Reads the Secret once and executes the next step. `leads` states whether this process holds
+    /// the lease.
     async fn update(&mut self, now: SystemTime, leads: bool) -> Result<(), UpdateError> {
         let secret = within(self.secrets.get_opt(&self.name)).await?;
         let secret = secret.ok_or_else(|| UpdateError::NoSecret(self.name.clone()))?;
@@ -335,8 +335,8 @@ impl CertificateManager {
         step: Step,
         now: SystemTime,
     ) -> Result<Certificate, UpdateError> {
-        // Other replicas still serve the stored certificate, or the last one that could be read.
-        // Its CA must remain trusted.
+        // Other replicas still serve the stored certificate, or the last certificate that could be
+        // read. The CA of that certificate must remain trusted.
         let before = stored.or_else(|| self.known.clone()).filter(|before| before.is_trusted(&self.host, now));
         let current = Certificate::create(&self.host, now, before.as_ref())?;
         tracing::info!(secret = self.name, ?step, "creating a new webhook certificate");
@@ -346,7 +346,7 @@ impl CertificateManager {
         }
         secret.data = Some(current.data());
         // The request includes the `resourceVersion` that was read, so only one replica's write
-        // succeeds. The others then read its certificate.
+        // succeeds. The other replicas then read that replica's certificate.
         within(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
         Ok(current)
     }
@@ -377,7 +377,7 @@ mod tests {
 
     const HOST: &str = "cleave-webhook.cleave-system.svc";
 
-    /// The time of day in whole seconds, the precision of certificates.
+    /// The time of day in whole seconds, which is the precision of certificates.
     fn now() -> SystemTime {
         SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000)
     }
@@ -435,7 +435,8 @@ mod tests {
         let second = Certificate::create(HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
         let third = Certificate::create(HOST, now() + VALIDITY, Some(&second)).unwrap();
         let bundle = |current: &Certificate| current.data()[AUTHORITIES].clone();
-        // A client that trusts the second certificate's CAs is served the first certificate.
+        // The server presents the first certificate to a client that trusts the second
+        // certificate's CAs.
         let mut served = second.data();
         served.insert(CERTIFICATE.to_owned(), first.data()[CERTIFICATE].clone());
         served.insert(KEY.to_owned(), first.data()[KEY].clone());
@@ -506,7 +507,7 @@ mod tests {
             json!({"metadata": {"name": "cleave-webhook"}, "webhooks": [webhook]})
         }
 
-        /// Answers the expected requests and no others. Returns their bodies.
+        /// Answers the expected requests and no others. Returns the bodies of the requests.
         async fn wire(server: &mut Server, expected: Vec<(&str, &str, StatusCode, Value)>) -> Vec<Value> {
             let mut bodies = Vec::new();
             for (method, path, status, answer) in expected {

@@ -37,27 +37,27 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pods::{Container, PodObject};
 
-/// The path of reviews that add the placement gate. The chart uses the same path.
+/// Path of reviews that add the placement gate. The chart uses the same path.
 pub const PATH: &str = "/gate";
-/// The path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
+/// Path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
 /// path.
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
-/// The default grace period of a pod, in seconds.
+/// Default grace period of a pod, in seconds.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
 /// Maximum size of a request body in bytes. The API server accepts objects of up to 3 MiB. A review
 /// contains one object and the identity of its requester.
 const MAX_BODY_BYTES: usize = 4 << 20;
-/// Maximum number of bodies that are read at once. Together with [`MAX_BODY_BYTES`], it limits the
-/// memory that unknown clients can use.
+/// Maximum number of bodies that are read at once. Together with [`MAX_BODY_BYTES`], this limits
+/// the memory that unknown clients can use.
 const MAX_CONCURRENT_BODIES: usize = 16;
 /// Maximum number of open connections. An API server keeps a few dozen open.
 const MAX_CONNECTIONS: usize = 256;
-/// The time limit of a TLS handshake.
+/// Time limit of a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time limit for a request's header and for an idle connection. API servers close idle
-/// connections after 90 s. The limit is longer, so that they close connections first.
+/// Time limit for a request's header and for an idle connection. API servers close idle connections
+/// after 90 s. This limit is longer, so that the API servers close connections first.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
-/// The time limit of a whole request. The API server waits for 10 s.
+/// Time limit of a whole request. The API server waits for 10 s.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(8);
 /// Time for which the webhook still answers requests after `stop` is cancelled. API servers need a
 /// moment to switch to another replica.
@@ -82,12 +82,12 @@ pub enum Malformed {
     Patch(#[source] SerializePatchError),
 }
 
-/// What a review may change in a pod.
+/// A change that a review may make to a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     /// Add the placement gate to pods that request shares.
     Gate,
-    /// Add a hook that sleeps for some seconds to containers with MPS shares.
+    /// Add a preStop hook that sleeps for this many seconds to containers with MPS shares.
     PreStop(u16),
 }
 
@@ -110,12 +110,12 @@ impl Change {
     }
 }
 
-/// The start of an error's text. The error may quote parts of the body, which can be long.
+/// The start of an error's text. The error may quote long parts of the body.
 fn start_of(error: &serde_json::Error) -> String {
     error.to_string().chars().take(300).collect()
 }
 
-/// Answers a review: the pod is allowed, and changed if necessary. `exempt` returns whether a
+/// Answers a review: allows the pod, and changes it if necessary. `exempt` returns whether a
 /// namespace is exempt.
 ///
 /// # Errors
@@ -139,8 +139,8 @@ pub fn review(
     Ok(response.into_review())
 }
 
-/// The patch that adds the placement gate to a new pod; `None` if it requests no shares, is gated
-/// already, or is bound.
+/// Returns the patch that adds the placement gate to a new pod. `None` if the pod requests no
+/// shares, already has the gate, or is bound.
 fn gate(pod: &PodObject) -> Option<Patch> {
     let spec = &pod.spec;
     let mut containers = spec.containers.iter().chain(&spec.init_containers);
@@ -162,9 +162,9 @@ fn gate(pod: &PodObject) -> Option<Patch> {
     Some(Patch(vec![PatchOperation::Add(AddOperation { path, value })]))
 }
 
-/// The patch that adds a sleep before SIGTERM to containers with MPS shares, unless they have a
-/// preStop hook. `None` if the sleep would use up the grace period, or if the pod opts out. The API
-/// server accepts hooks of init containers only for sidecars.
+/// Returns the patch that adds a sleep before SIGTERM to containers with MPS shares, unless they
+/// have a preStop hook. `None` if the sleep would use up the grace period, or if the pod opts out.
+/// The API server accepts hooks of init containers only for sidecars.
 fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {
@@ -249,7 +249,7 @@ fn refuse(status: StatusCode, why: &str) -> Response {
     (status, format!("{why}\n")).into_response()
 }
 
-/// Answers reviews until `stop` is cancelled, and for `linger` after that.
+/// Answers reviews until `stop` is cancelled, and for `linger` after the cancellation.
 pub(crate) async fn serve(
     listener: TcpListener,
     tls: Arc<ServerConfig>,
@@ -309,7 +309,8 @@ async fn serve_connection(
 ) {
     let stream = match tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
         Ok(Ok(stream)) => stream,
-        // Any client may connect. One that does not trust the certificate aborts the handshake.
+        // Any client may connect. A client that does not trust the certificate aborts the
+        // handshake.
         Ok(Err(error)) => return tracing::debug!(error = &error as &dyn std::error::Error, "TLS handshake failed"),
         Err(_) => return tracing::debug!("TLS handshake timed out"),
     };

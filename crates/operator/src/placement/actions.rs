@@ -13,16 +13,16 @@ use crate::rollout::Step;
 /// Why a pod is released.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReleaseReason {
-    /// It has a reservation.
+    /// The pod has a reservation.
     Reserved(Placement),
-    /// It requests nothing that Cleave serves.
+    /// The pod requests nothing that Cleave serves.
     NotServed,
-    /// It fits no GPU of the cluster. Contains the explanation for its owner.
+    /// The pod fits no GPU of the cluster. Contains the explanation for the pod's owner.
     Unschedulable(String),
 }
 
 impl ReleaseReason {
-    /// The value of the `result` label in metrics.
+    /// Value of the `result` label in metrics.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Self::Reserved(_) => "held",
@@ -35,26 +35,26 @@ impl ReleaseReason {
 /// A pod to release to the scheduler.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Release {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// Why it is released.
+    /// Why the pod is released.
     pub reason: ReleaseReason,
     /// Time for which the pod waited at the gate.
     pub waited: Duration,
-    /// The JSON Patch (RFC 6902) that releases it.
+    /// JSON Patch (RFC 6902) that releases the pod.
     pub patch: Value,
 }
 
 /// A pod to evict for a pod of higher priority.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Eviction {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// The pod of higher priority: `namespace/name`.
+    /// The pod of higher priority, as `namespace/name`.
     pub preemptor: String,
 }
 
@@ -65,11 +65,11 @@ pub struct Actions {
     pub releases: Vec<Release>,
     /// Pods to evict. The shares that they free are kept for the preemptor.
     pub evictions: Vec<Eviction>,
-    /// Pods that wait at the gate, and what each waits for.
+    /// Pods that wait at the gate, each with what it waits for.
     pub waiting: BTreeMap<String, Waiting>,
-    /// What to do about stranded pods.
+    /// Actions for stranded pods.
     pub rescue: Rescue,
-    /// What to do about MPS hosts. `None` if this reconcile did not examine them.
+    /// Actions for MPS hosts. `None` if this reconcile did not examine them.
     pub rollout: Option<Step>,
     /// Whether another reconcile can release more pods immediately.
     pub more: bool,
@@ -78,7 +78,7 @@ pub struct Actions {
 }
 
 impl Actions {
-    /// Requests another reconcile after at most `time`.
+    /// Requests another reconcile no later than after `time`.
     pub(super) fn requeue_in(&mut self, time: Duration) {
         self.requeue = Some(self.requeue.map_or(time, |requeue| requeue.min(time)));
     }
@@ -91,6 +91,7 @@ pub(super) enum Destination<'a> {
     Anywhere,
     /// The nodes with these hostname labels.
     Hostnames(Vec<&'a str>),
-    /// Nodes with larger GPUs than the cluster has, for the largest of these requests.
+    /// Nodes whose GPUs are large enough for the largest of these requests. No GPU of the cluster
+    /// is.
     LargerGpus(&'a [Ask]),
 }

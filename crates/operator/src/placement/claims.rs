@@ -13,10 +13,10 @@ use crate::pods::{PodObject, full_name};
 /// Time after which a reservation is renewed or expires.
 pub(super) const RESERVATION: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
-/// scheduler handles the pod.
+/// scheduler will bind the pod.
 pub(super) const MAX_RENEWALS: u32 = 11;
-/// Time for which the claim of a deleted pod is kept if its allocation was never reported. A pod
-/// that is deleted without a grace period may still use its shares.
+/// Time for which the ledger keeps the claim of a deleted pod if the agent never reported its
+/// allocation. A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 
 /// State of the pods that have claims in the ledger, by pod name.
@@ -32,13 +32,12 @@ pub(super) struct PodClaims {
     expired: BTreeMap<String, String>,
     /// Number of renewals of each reservation, by the pod's UID.
     renewals: BTreeMap<String, u32>,
-    /// Ended or deleted pods that may still use shares, with the time until which their claims are
-    /// kept.
+    /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
     lingering: BTreeMap<String, Duration>,
 }
 
 impl PodClaims {
-    /// Builds the ledger from the nodes' devices and the annotations of pods.
+    /// Builds the ledger from the nodes' devices and the pods' annotations.
     pub(super) fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, living: &[&PodObject], now: Now) -> Ledger {
         self.uids.clear();
         let mut facts = Facts { nodes, ..Facts::default() };
@@ -51,12 +50,12 @@ impl PodClaims {
         Ledger::rebuild(facts)
     }
 
-    /// The UID of a pod with a claim.
+    /// UID of a pod with a claim.
     pub(super) fn uid(&self, name: &str) -> Option<&str> {
         self.uids.get(name).map(String::as_str)
     }
 
-    /// Records the UID of a pod that got a reservation.
+    /// Records the UID of a pod that received a reservation.
     pub(super) fn add(&mut self, name: String, uid: String) {
         self.uids.insert(name, uid);
     }
@@ -82,7 +81,7 @@ impl PodClaims {
     pub(super) fn bind(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
         let terminating = pod.metadata.deletion_timestamp.is_some();
         if terminating && self.allocated.contains(name) {
-            // The node's report now shows what the pod still uses.
+            // The node's report now shows which shares the pod still uses.
             self.release(Some(ledger), name);
             return false;
         }
@@ -119,9 +118,9 @@ impl PodClaims {
         self.uids.insert(name.to_owned(), uid);
     }
 
-    /// Ends the claims of pods that have ended or were deleted. `maybe_gone` contains the
-    /// candidates, and `present` the pods that still exist. A claim without a reported allocation
-    /// is kept for [`UNREPORTED_CLAIM_TIME`].
+    /// Ends the claims of pods that ended or were deleted. `maybe_gone` contains the candidates,
+    /// and `present` the pods that still exist. A claim without a reported allocation lasts for
+    /// [`UNREPORTED_CLAIM_TIME`].
     pub(super) fn remove_gone(
         &mut self,
         ledger: &mut Ledger,
@@ -148,10 +147,10 @@ impl PodClaims {
         }
     }
 
-    /// Ends each expired reservation whose pod the scheduler refuses.
+    /// Ends the expired reservations of pods that the scheduler refuses.
     ///
-    /// Other expired reservations are renewed: the scheduler may be slow or may wait for a volume,
-    /// and a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
+    /// Other expired reservations are renewed. The scheduler may be slow or may wait for a volume,
+    /// or a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
     pub(super) fn expire(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: Now) {
         let mut due: BTreeSet<String> = ledger.overdue(Moment(now.epoch)).into_iter().collect();
         for pod in unsettled.iter().filter(|pod| is_released(pod)) {
@@ -171,31 +170,31 @@ impl PodClaims {
             self.release(Some(ledger), &name);
             self.expired.insert(name, uid);
         }
-        // These pods have ended or were deleted, or the watch has not reported their release yet.
+        // These pods ended or were deleted, or the watch has not reported their release yet.
         for pod in due {
             self.release(Some(ledger), &pod);
         }
     }
 
-    /// Drops the renewal counts of all pods except released pods that are still not bound.
+    /// Removes the renewal counts of all pods except released pods that are still not bound.
     pub(super) fn forget_renewals(&mut self, unsettled: &[&PodObject]) {
         let unbound: BTreeSet<&str> =
             unsettled.iter().filter(|pod| is_released(pod)).filter_map(|pod| pod.metadata.uid.as_deref()).collect();
         self.renewals.retain(|uid, _| unbound.contains(uid.as_str()));
     }
 
-    /// The time until each lingering claim ends.
+    /// Time until each lingering claim ends.
     pub(super) fn lingering_ends(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
     }
 }
 
-/// The expiry of a reservation that is created or renewed now.
+/// Expiry of a reservation that is created or renewed now.
 pub(super) fn expiry(now: Now) -> Moment {
     Moment(now.epoch.saturating_add(RESERVATION.as_secs()))
 }
 
-/// The node that a pod is bound to, or the nodes of the reservation in its annotation.
+/// The node that a pod is bound to, or the nodes of the reservation in the pod's annotation.
 fn place(pod: &PodObject, now: Now) -> Option<Place> {
     if let Some(node) = pod.node() {
         return Some(Place::Bound(node.to_owned()));
@@ -206,6 +205,7 @@ fn place(pod: &PodObject, now: Now) -> Option<Place> {
     let placement = pod.placement.as_ref()?;
     // The operator that wrote the annotation may have had a different clock, or may have renewed
     // the reservation. So the reservation lasts no longer than a new one. A reservation that has
+    // already expired ends in this reconcile.
     // already expired is due at once.
     let expires = Moment(placement.until.clamp(now.epoch, expiry(now).0));
     Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })

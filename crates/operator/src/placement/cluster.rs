@@ -12,22 +12,22 @@ use crate::policies::demand::Waiting;
 use crate::read::{AgentPod, NamespaceObject, NodeObject, VolumeClaimObject, VolumeObject};
 use crate::rollout::Hosts;
 
-/// The cluster's objects as the watches last reported them.
+/// The cluster's objects, as the watches last reported them.
 #[derive(Debug, Clone, Default)]
 pub struct Cluster {
     /// Pods that have not ended, trimmed by [`PodObject::trim`].
     pub pods: Vec<Arc<PodObject>>,
-    /// Nodes.
+    /// The cluster's nodes.
     pub nodes: Vec<Arc<NodeObject>>,
-    /// `GpuNode`s.
+    /// The `GpuNode` of each node that Cleave manages.
     pub gpu_nodes: Vec<Arc<DeserializeGuard<GpuNode>>>,
-    /// The agents' pods.
+    /// Pods of the agents.
     pub agents: Vec<Arc<AgentPod>>,
     /// MPS hosts. `None` if the operator does not replace them, or has not listed them yet.
     pub hosts: Option<Hosts>,
-    /// `PersistentVolumeClaim`s.
+    /// `PersistentVolumeClaim`s that pods refer to.
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
-    /// `PersistentVolume`s.
+    /// `PersistentVolume`s that claims are bound to.
     pub volumes: Vec<Arc<VolumeObject>>,
     /// Namespaces. Pod affinity can select namespaces by label.
     pub namespaces: Vec<Arc<NamespaceObject>>,
@@ -38,19 +38,19 @@ pub struct Cluster {
 pub struct Now {
     /// Time since the process started.
     pub up: Duration,
-    /// Seconds of the Unix epoch, by a clock that is never adjusted while this process leads. An
+    /// Seconds since the Unix epoch, by a clock that is never adjusted while this process leads. An
     /// adjustment of the node's clock must not end or prolong reservations.
     pub epoch: u64,
 }
 
-/// The input of one reconcile besides nodes and ledger.
+/// Inputs of one reconcile besides nodes and ledger.
 pub(super) struct Input<'a> {
     pub(super) cluster: &'a Cluster,
     /// Pods that have not ended and can still run.
     pub(super) living: &'a [&'a PodObject],
     /// The pods in `living` that are not settled. See [`super::pod_tracker`].
     pub(super) unsettled: &'a [&'a PodObject],
-    /// What each pod waits for, according to the plan for GPUs that are partitioned on demand.
+    /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(super) demand: &'a BTreeMap<String, Waiting>,
     pub(super) now: Now,
 }
@@ -67,8 +67,8 @@ pub(super) fn is_released(pod: &PodObject) -> bool {
     pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
 }
 
-/// The pod in the form that planning uses. For a pod without GPU requests, the result contains only
-/// its other requests.
+/// Converts a pod to the form that the planner uses. For a pod without GPU requests, the result
+/// contains only the pod's other requests.
 pub(super) fn plan_pod(pod: &PodObject) -> PlanPod {
     let plain = || PlanPod { requests: pod.spec.requests.clone(), ..Default::default() };
     claimant(pod).map_or_else(plain, |found| found.pod)

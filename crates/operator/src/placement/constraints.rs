@@ -1,5 +1,5 @@
-//! Evaluates the scheduler's rules other than labels, taints and amounts of resources: rules
-//! between pods, the spread of replicas, host ports, and the location of volumes.
+//! Evaluates the scheduler's rules about other pods, the spread of replicas, host ports and the
+//! location of volumes. Labels, taints and amounts of resources are checked elsewhere.
 //!
 //! A released pod that is not bound counts on every node of its reservation, even if the current
 //! reconcile releases it. So replicas that must not share a node are released to different nodes
@@ -23,14 +23,14 @@ pub(super) struct Constraints<'a> {
     cluster: &'a Cluster,
     nodes: &'a Nodes,
     living: &'a [&'a PodObject],
-    /// Bound pods with rules that keep other pods away from nodes.
+    /// Bound pods whose rules keep other pods away from nodes.
     repelling: Vec<&'a PodObject>,
     /// The anti-affinity terms of `repelling` pods and of pods with a reservation, each with its
     /// pod's namespace. Identical terms, such as those of replicas, are stored once.
     terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
     /// Pods that have a reservation and are not bound.
     reserved: Vec<Reserved<'a>>,
-    /// Volume claims by namespace and name, with the name of the volume that each is bound to.
+    /// Volume claims by namespace and name. Each value is the name of the bound volume, if any.
     claims: OnceCell<BTreeMap<(&'a str, &'a str), Option<&'a str>>>,
     volumes: OnceCell<BTreeMap<&'a str, &'a VolumeObject>>,
     namespaces: OnceCell<BTreeMap<&'a str, &'a BTreeMap<String, String>>>,
@@ -42,25 +42,25 @@ struct Reserved<'a> {
     nodes: Vec<String>,
 }
 
-/// What a pod's volumes require of its node.
+/// Requirements of a pod's volumes for the pod's node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Volumes {
     /// The required node affinity of each bound volume.
     pub(super) terms: Vec<Vec<NodeSelectorTerm>>,
-    /// Whether a claim has no volume yet. Only the scheduler and the provisioner know where such a
-    /// volume can be.
+    /// Whether a claim has no volume yet. Only the scheduler and the provisioner know where they
+    /// can create the volume.
     pub(super) unbound: bool,
 }
 
-/// Namespace, labels, rules and volumes of a pod. They decide which nodes these checks allow, so
-/// pods with the same key get the same answer.
+/// Namespace, labels, rules and volumes of a pod. These checks allow the same nodes for pods with
+/// equal keys.
 pub(super) type ConstraintKey<'a> = (&'a str, &'a BTreeMap<String, String>, &'a Rules, Volumes);
 
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();
 
 impl<'a> Constraints<'a> {
-    /// Indexes what rules refer to. `unsettled` is the part of `living` that contains all pods with
-    /// a reservation.
+    /// Indexes the pods, volumes and namespaces that rules refer to. `unsettled` is the part of
+    /// `living` that contains all pods with a reservation.
     pub(super) fn new(
         cluster: &'a Cluster,
         nodes: &'a Nodes,
@@ -82,7 +82,7 @@ impl<'a> Constraints<'a> {
         for pod in constraints.repelling.clone() {
             constraints.terms.extend(pod.spec.rules.anti_affinity.iter().map(|term| (namespace(pod), term)));
         }
-        // A pod with a claim was released, although the watch may still show its gate.
+        // A pod with a claim is already released, although the watch may still show its gate.
         for pod in unsettled.iter().filter(|pod| pod.node().is_none()) {
             if let Some(claim) = ledger.claim(&full_name(&pod.metadata))
                 && let Place::OneOf { nodes, .. } = &claim.place
@@ -109,7 +109,7 @@ impl<'a> Constraints<'a> {
         Some((namespace(pod), labels(pod), rules, self.volumes(pod)))
     }
 
-    /// What a pod's volumes require of its node.
+    /// The requirements of a pod's volumes for the pod's node.
     fn volumes(&self, pod: &PodObject) -> Volumes {
         let mut found = Volumes::default();
         if pod.spec.volume_claims.is_empty() {
@@ -144,8 +144,7 @@ impl<'a> Constraints<'a> {
         })
     }
 
-    /// Evaluates the rules for a pod on all nodes. `None` if the pod has too many rules to
-    /// evaluate.
+    /// Prepares the evaluation of a pod's rules on all nodes. `None` if the pod has too many rules.
     pub(super) fn judge<'p>(&'p self, key: &'p ConstraintKey<'p>, plan_pod: &'p PlanPod) -> Option<Judge<'p>> {
         let (namespace, labels, rules, volumes) = key;
         if rules.are_too_many() {

@@ -12,15 +12,15 @@ use crate::pods::PodObject;
 use crate::policies::partition;
 use crate::rollout::Mps;
 
-/// The devices of a node for the ledger, and the pods on devices that serve no new pods: evicting
-/// those pods frees nothing.
+/// Returns the node's devices for the ledger, and the pods on devices that serve no new pods.
+/// Evicting those pods would make no units available.
 ///
 /// Units that are unavailable now but may be available later count as used:
 ///
 /// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
 /// - units that are reported as unhealthy
-/// - all units of a node whose agent is not ready, because a pod that starts there fails
-/// - shares under MPS if they are `withheld`, because the node's MPS host is being replaced
+/// - all units of a node whose agent is not ready, because a pod that starts on the node fails
+/// - shares under MPS if `withheld`, because the operator replaces the node's MPS host
 pub(super) fn of_node(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) -> (NodeFacts, BTreeSet<String>) {
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let annotations = object.metadata.annotations.as_ref();
@@ -64,7 +64,7 @@ pub(super) fn of_node(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) 
     (facts, blocked)
 }
 
-/// The devices that a GPU has after its repartitioning. None of their units is free yet.
+/// The devices of a GPU after its repartitioning. None of their units is free yet.
 fn planned_devices(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) -> Vec<DeviceFacts> {
     let mut sums: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
     for slice in partition::desired(partition, gpu) {
@@ -85,7 +85,7 @@ fn planned_devices(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) 
     sums.into_iter().map(facts).collect()
 }
 
-/// The reservations in a pod's annotation, by node.
+/// The reservations in a pod's annotation, by the name of their node.
 pub(super) fn annotated_reservations(pod: &PodObject) -> BTreeMap<String, Vec<Reservation>> {
     let reservation = |held: &ReservedUnits| {
         let units = Units::new(held.units)?;

@@ -1,4 +1,4 @@
-//! The free CPU, memory and other resources of nodes within one reconcile.
+//! Tracks the free CPU, memory and other resources of nodes within one reconcile.
 use std::collections::BTreeMap;
 
 use cleave_api::names::is_served;
@@ -10,11 +10,11 @@ use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
 
 /// Free resources by node, in thousandths. Pods that are released to a node count as if they were
-/// bound to it. The free resources of a node are computed when they are first needed.
+/// bound to it. A node's free resources are computed when they are first needed.
 pub(super) struct FreeResources<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,
-    /// The requests of pods that are released to each node but not bound.
+    /// Requests of the pods that are released to each node but not bound.
     released: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
     computed: BTreeMap<&'a str, BTreeMap<&'a str, u64>>,
 }
@@ -45,7 +45,7 @@ impl<'a> FreeResources<'a> {
         }
     }
 
-    /// The free resources of a node. `None` if the node has no `GpuNode`.
+    /// Free resources of a node. `None` if the node has no `GpuNode`.
     fn of(&mut self, node: &str) -> Option<&mut BTreeMap<&'a str, u64>> {
         let (name, state) = self.nodes.0.get_key_value(node).filter(|(_, state)| state.managed)?;
         if !self.computed.contains_key(name.as_str()) {

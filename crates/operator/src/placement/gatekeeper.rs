@@ -1,5 +1,5 @@
-//! Decides which pods are released, and keeps the state that the next decision needs. Pure: callers
-//! pass in the time.
+//! Decides which pods are released, and keeps the state for the next decision. Pure: callers pass
+//! in the time.
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -28,29 +28,29 @@ use crate::rollout::{self, Rollout, Step};
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
 /// Time for which a pod counts as protected after a disruption budget refused its eviction.
 const PROTECTION_TIME: Duration = Duration::from_secs(30);
-/// Maximum number of pods released per reconcile. Their patches are written before the next
-/// reconcile.
+/// Maximum number of pods released per reconcile. The operator writes their patches before it
+/// reconciles again.
 const MAX_RELEASES: usize = 128;
-/// Why a pod waits if pods of its controller were recreated repeatedly. See [`stranded`].
+/// Why a pod waits if its controller repeatedly recreated stranded pods. See [`stranded`].
 const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of this controller, and they were recreated. This pod is released later";
 
-/// Keeps the ledger, and decides which pods are released.
+/// Keeps the ledger and decides which pods are released.
 #[derive(Debug)]
 pub struct Gatekeeper {
     unschedulable_after: Duration,
-    /// `None` until the first reconcile after a start or a change of the leader.
+    /// The ledger. `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
     nodes: Nodes,
     tracker: PodTracker,
     claims: PodClaims,
     queue: Queue,
-    /// Pods whose eviction a disruption budget refused, with the time until which they count as
-    /// protected.
+    /// Pods whose eviction a disruption budget refused, each with the time at which its protection
+    /// ends.
     protected: BTreeMap<String, Duration>,
     stranded: Stranded,
-    /// The replacement of MPS hosts.
+    /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
-    /// MPS hosts are not examined before this time.
+    /// Earliest time at which the next reconcile examines MPS hosts.
     next_rollout: Duration,
 }
 
@@ -115,8 +115,8 @@ impl Gatekeeper {
         self.ledger.as_ref()
     }
 
-    /// Decides what to do in this state of the cluster. `demand` is what each pod waits for,
-    /// according to the plan for GPUs that are partitioned on demand.
+    /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
+    /// according to the plan for GPUs that Cleave partitions on demand.
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, now: Now) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout);
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
@@ -138,8 +138,8 @@ impl Gatekeeper {
         let (unsettled, maybe_gone) = self.tracker.update(&cluster.pods);
         let waiting = self.track_pods(&mut ledger, &unsettled, maybe_gone, now);
         self.claims.expire(&mut ledger, &unsettled, now);
-        // This comes before any reservation, so that a node found idle here gets no reservation in
-        // the same reconcile.
+        // This must precede any reservation. Otherwise a node that is found idle here could receive
+        // a reservation in the same reconcile.
         let rollout = self.plan_rollout(cluster, &mut ledger, now.up);
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
@@ -154,8 +154,8 @@ impl Gatekeeper {
     }
 
     /// Updates claims and queue from the pods that are not settled. Returns the pods at the gate
-    /// without a reservation, in order of priority and age. `maybe_gone` contains the names of pods
-    /// that may have ended or been deleted.
+    /// that have no reservation, in order of priority and age. `maybe_gone` contains the names of
+    /// pods that may have ended or been deleted.
     fn track_pods<'a>(
         &mut self,
         ledger: &mut Ledger,
@@ -175,7 +175,7 @@ impl Gatekeeper {
                     settled.push(name.clone());
                 }
             } else if pod.waits_at_gate() {
-                // A pod with a claim was released, but the watch has not reported that yet.
+                // A pod with a claim is already released, but the watch has not reported that yet.
                 if ledger.claim(&name).is_none() {
                     waiting.push((name.clone(), *pod));
                 }
@@ -194,8 +194,8 @@ impl Gatekeeper {
         waiting
     }
 
-    /// Decides which MPS hosts to replace, if that is enabled and due. Nodes whose host is about to
-    /// be replaced get no reservations.
+    /// Decides which MPS hosts to replace, if that is enabled and due. A node whose MPS host is
+    /// about to be replaced receives no reservations.
     fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.next_rollout <= up)?;
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
@@ -209,8 +209,8 @@ impl Gatekeeper {
         Some(step)
     }
 
-    /// Time until the next reconcile if nothing changes: until the next reservation or lingering
-    /// claim ends, or until MPS hosts are due.
+    /// Time until the next reconcile if nothing changes. A reconcile is due when a reservation or
+    /// lingering claim ends, or when MPS hosts must be examined.
     fn next_deadline(&self, ledger: &Ledger, cluster: &Cluster, rollout: Option<&Step>, now: Now) -> Option<Duration> {
         let reservations = ledger.claims().values().filter_map(|claim| match &claim.place {
             Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
@@ -225,7 +225,7 @@ impl Gatekeeper {
         reservations.chain(self.claims.lingering_ends(now.up)).chain(hosts).min()
     }
 
-    /// Decides what to do about released pods that are not bound.
+    /// Decides how to handle released pods that are not bound.
     fn rescue(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
         let Self { unschedulable_after, nodes, tracker, stranded, claims, .. } = self;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
@@ -274,7 +274,7 @@ impl Gatekeeper {
         }
         let up = input.now.up;
         self.protected.retain(|_, until| *until > up);
-        // No watch reports that a budget allows disruptions again.
+        // No watch reports when a budget allows disruptions again.
         self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
         let Self { unschedulable_after, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
         let candidates: Vec<Candidate<'_>> = queue
@@ -332,7 +332,8 @@ impl Gatekeeper {
             match preempted {
                 Some(Preemption { node, takes, victims }) => {
                     actions.evictions.extend(preemption.evictions(victims, name));
-                    // The ledger refuses only pods with a claim, and waiting pods have none.
+                    // The ledger refuses only nominations for pods with a claim, and waiting pods
+                    // have none.
                     let _ = ledger.nominate(name, Nomination { priority: candidate.plan_pod.priority, node, takes });
                 }
                 None => drop(ledger.withdraw(name)),
@@ -358,8 +359,8 @@ fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObjec
     over.iter().for_each(|pod| drop(ledger.withdraw(pod)));
 }
 
-/// The reservation for the pod's annotation. It lists the groups of units that must each be on one
-/// device, in the order of the pod's requests.
+/// Builds the reservation for the pod's annotation. The reservation lists groups of units in the
+/// order of the pod's requests. The units of one group must be on one device.
 fn placement(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();

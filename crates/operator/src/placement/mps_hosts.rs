@@ -1,4 +1,4 @@
-//! Describes each node's MPS host, as input for the decision which hosts to replace.
+//! Describes each node's MPS host, so that `crate::rollout` can decide which hosts to replace.
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::Ledger;

@@ -31,9 +31,9 @@ pub(super) struct Nodes(pub(super) BTreeMap<String, NodeState>);
 pub(super) struct NodeState {
     versions: Versions,
     pub(super) node: PlanNode,
-    /// What the `GpuNode` reports about MPS.
+    /// State of MPS that the `GpuNode` reports.
     pub(super) mps: Mps,
-    /// Resources that the node's GPUs offer, or will offer after a repartitioning.
+    /// Resources that the node's GPUs offer now or after a repartitioning.
     offers: BTreeSet<String>,
     /// Whether the node has a `GpuNode`.
     pub(super) managed: bool,
@@ -41,7 +41,7 @@ pub(super) struct NodeState {
     has_agent: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
-    /// Pods on devices that serve no new pods. Evicting them frees nothing.
+    /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
     blocked: BTreeSet<String>,
 }
 
@@ -54,7 +54,7 @@ struct Versions<S = String> {
     gpu_node: Option<S>,
     /// Whether the agent is ready. `None` without an agent.
     agent: Option<bool>,
-    /// Whether shares under MPS are withheld while the MPS host is replaced.
+    /// Whether the node's shares under MPS are withheld while the operator replaces its MPS host.
     withheld: bool,
 }
 
@@ -90,7 +90,7 @@ impl NodeState {
         }
     }
 
-    /// Reads the `GpuNode`. Returns the node's devices for the ledger.
+    /// Updates the state from the `GpuNode`. Returns the node's devices for the ledger.
     fn read(&mut self, object: &GpuNode) -> NodeFacts {
         let is_ready = self.versions.agent.unwrap_or_default();
         self.mps = Mps::of(object, is_ready);
@@ -101,12 +101,13 @@ impl NodeState {
         facts
     }
 
-    /// Whether a pod may run on the node now, according to selector, affinity and taints.
+    /// Whether selector, affinity and taints allow the pod on the node now.
     fn admits(&self, pod: &PlanPod) -> bool {
         self.is_usable() && scheduling::admit(pod, &self.node).is_ok()
     }
 
-    /// Whether a pod may run on the node now, or after temporary obstacles such as a cordon end.
+    /// Whether selector, affinity and taints allow the pod on the node, now or after temporary
+    /// obstacles such as a cordon end.
     fn may_admit_later(&self, pod: &PlanPod) -> bool {
         self.is_usable() && scheduling::admit(pod, &self.node).map_or_else(|refused| refused.may_pass(), |()| true)
     }
@@ -150,8 +151,8 @@ impl NodeState {
 }
 
 impl Nodes {
-    /// Reads the nodes that have changed. Returns the devices of each, or `None` for a node that
-    /// was deleted or has no valid `GpuNode`.
+    /// Updates the nodes that have changed. Returns the devices of each changed node, or `None` for
+    /// a node that was deleted or has no valid `GpuNode`.
     pub(super) fn update(&mut self, cluster: &Cluster, rollout: &Rollout) -> Vec<(String, Option<NodeFacts>)> {
         let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
         for pod in &cluster.agents {
@@ -192,12 +193,12 @@ impl Nodes {
         changed
     }
 
-    /// The nodes that a pod may run on according to selector, affinity and taints.
+    /// The nodes on which selector, affinity and taints allow the pod.
     pub(super) fn eligible(&self, pod: &PlanPod) -> Vec<&str> {
         self.0.values().filter(|state| state.admits(pod)).map(|state| state.node.name.as_str()).collect()
     }
 
-    /// Whether a pod may run on a node according to selector, affinity and taints.
+    /// Whether selector, affinity and taints allow the pod on the node.
     pub(super) fn admits(&self, node: &str, pod: &PlanPod) -> bool {
         self.0.get(node).is_some_and(|state| state.admits(pod))
     }
@@ -207,13 +208,13 @@ impl Nodes {
         self.0.contains_key(node)
     }
 
-    /// The hostname label of a node.
+    /// Value of a node's hostname label.
     pub(super) fn hostname(&self, node: &str) -> Option<&str> {
         self.0.get(node)?.node.labels.get(HOSTNAME).map(String::as_str)
     }
 
-    /// Why a node does not accept a released pod now. `None` if it does. Pods that are released to
-    /// the node but not bound to it do not count.
+    /// Why a node does not accept a released pod now. `None` if the node accepts the pod. Other
+    /// pods that are released to the node but not bound to it do not count.
     pub(super) fn refusal(&self, node: &str, pod: &PlanPod, tracker: &PodTracker) -> Option<String> {
         let Some(state) = self.0.get(node) else { return Some("the node no longer exists".to_owned()) };
         if !state.managed {
@@ -225,8 +226,8 @@ impl Nodes {
     }
 
     /// Pods that preemption can evict, and ended or deleted pods whose node still reports their
-    /// allocations. The latter count as terminating, so that no other pod is evicted for the units
-    /// that they free.
+    /// allocations. Ended and deleted pods count as terminating, so that no other pod is evicted
+    /// for the same units.
     pub(super) fn holders(
         &self,
         living: &[&PodObject],
@@ -290,8 +291,8 @@ impl Nodes {
         }
     }
 
-    /// Why the pod cannot use the nodes with GPUs: each reason once, with the number of nodes and
-    /// some of their names.
+    /// Why the pod cannot use the nodes with GPUs. Lists each reason once, with the number of nodes
+    /// and some of their names.
     fn explain_exclusions(&self, pod: &PlanPod, checks: &NodeChecks<'_>) -> String {
         let mut exclusions: BTreeMap<Exclusion, Vec<&str>> = BTreeMap::new();
         for state in self.0.values().filter(|state| state.managed) {
@@ -306,10 +307,11 @@ impl Nodes {
         format!("No eligible GPU node: {}", clauses.join("; "))
     }
 
-    /// What serves a resource.
+    /// Identifies what serves a resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
-    /// Cleave's resources. Such a report alone does not prove that another plugin serves them.
+    /// Cleave's resources. Such a report alone does not prove that another plugin serves the
+    /// resources.
     pub(super) fn provider(&self, resource: &str) -> Provider {
         if self.0.values().any(|state| state.offers.contains(resource)) {
             return Provider::Cleave;
@@ -325,9 +327,9 @@ impl Nodes {
     }
 }
 
-/// What can exclude a pod from a node besides selector, affinity and taints.
+/// Checks that can exclude a pod from a node besides selector, affinity and taints.
 pub(super) struct NodeChecks<'a> {
-    /// The conflict between a node and the rules of this pod or other pods.
+    /// Returns the conflict between a node and the rules of this pod or other pods.
     pub(super) conflict: &'a dyn Fn(&PlanNode) -> Result<(), Conflict>,
     /// Whether a node has enough CPU, memory and pod slots.
     pub(super) has_room: &'a dyn Fn(&str) -> bool,
@@ -340,14 +342,14 @@ pub(super) enum Provider {
     Cleave,
     /// A device plugin on nodes where Cleave does not run.
     Another,
-    /// Nodes where Cleave runs report it, but Cleave does not serve it. Either another plugin
-    /// serves it there, or the kubelet's report is old.
+    /// Kubelets report the resource on nodes where Cleave runs, but Cleave does not serve it.
+    /// Either another plugin serves it on these nodes, or the kubelet's report is old.
     Unclear,
-    /// No node offers it.
+    /// No node offers the resource.
     Nothing,
 }
 
-/// Whether `free` covers the requests and one more pod. Requests that Cleave serves do not count.
+/// Whether `free` covers the requests and one pod slot. Requests that Cleave serves do not count.
 pub(super) fn has_room(free: &BTreeMap<&str, u64>, requests: &BTreeMap<String, Quantity>) -> bool {
     let pods = free.get("pods").is_none_or(|pods| *pods >= 1000);
     let fits = |(name, quantity): (&String, &Quantity)| {

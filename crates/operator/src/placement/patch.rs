@@ -1,4 +1,4 @@
-//! The one patch that releases a pod.
+//! Builds the patch that releases a pod.
 use cleave_api::names::{LARGEST_PREFIX, UNSCHEDULABLE_ANNOTATION};
 use cleave_api::placement::ANNOTATION;
 use cleave_plan::affinity::{Present, among, narrow};
@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use super::actions::{Destination, ReleaseReason};
 use crate::pods::PodObject;
 
-/// The JSON Patch that narrows the pod, annotates it with its reservation and removes its only
-/// gate.
+/// Returns the JSON Patch that narrows the pod, annotates it with its reservation and removes its
+/// only gate.
 ///
 /// The patch applies as a whole or not at all, and only to the version of the pod that the decision
 /// was based on.
@@ -22,7 +22,7 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
         Destination::Hostnames(hostnames) => among(hostnames),
         Destination::LargerGpus(asks) => larger_gpus(asks),
     };
-    // An affinity that matches no node needs no narrowing: it still matches none.
+    // An affinity that matches no node needs no narrowing: the pod still matches no node.
     let narrowed = requirement.map(|requirement| narrow(present(pod), &requirement).unwrap_or_default());
     operations.extend(narrowed.iter().flatten().map(|operation| json!(operation)));
     let annotation = match reason {
@@ -41,7 +41,7 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
     Value::Array(operations)
 }
 
-/// The part of a node affinity that the pod already has.
+/// Returns how much of a required node affinity the pod's spec already has.
 fn present(pod: &PodObject) -> Present<'_> {
     let Some(affinity) = &pod.spec.affinity else { return Present::Nothing };
     let Some(nodes) = &affinity.node_affinity else { return Present::Affinity };
@@ -53,8 +53,8 @@ fn present(pod: &PodObject) -> Present<'_> {
 
 /// Requires a node whose GPUs are large enough for the largest request.
 ///
-/// The label of the requirement is set only by node templates of autoscalers and by administrators.
-/// The requirement names no node, so any node that has the label may serve the pod.
+/// Only autoscalers' node templates and administrators set the label of the requirement. The
+/// requirement names no node, so any node with the label may serve the pod.
 fn larger_gpus(asks: &[Ask]) -> Option<Requirement> {
     let ask = asks.iter().max_by_key(|ask| ask.units)?;
     let (_, name) = ask.resource.split_once('/')?;
@@ -72,8 +72,8 @@ pub(super) fn without_larger_gpus(terms: &[NodeSelectorTerm]) -> Vec<NodeSelecto
     let mut terms = terms.to_vec();
     let added = |requirement: &Requirement| requirement.key.starts_with(LARGEST_PREFIX);
     terms.iter_mut().for_each(|term| term.match_expressions.retain(|requirement| !added(requirement)));
-    // If the term contained only that requirement, the release added the term: the pod had no
-    // required affinity.
+    // If the term contained only that requirement, the release added the whole term, because the
+    // pod had no required affinity.
     if matches!(terms.as_slice(), [term] if term.match_expressions.is_empty() && term.match_fields.is_empty()) {
         terms.clear();
     }

@@ -1,5 +1,5 @@
-//! Tracks the cluster's pods between two reconciles, so that pods that have not changed are not
-//! examined again.
+//! Tracks the cluster's pods between two reconciles, so that each reconcile examines only pods that
+//! have changed.
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ pub(super) struct PodTracker {
     rows: HashMap<usize, Row>,
     /// Number of updates so far.
     updates: u64,
-    /// Sums of the requests of the pods that are bound to each node, in thousandths. Each pod also
-    /// counts as one unit of `pods`, as in the scheduler.
+    /// Sums of the requests of the pods bound to each node, in thousandths. Each pod also counts as
+    /// one unit of `pods`, as in the scheduler.
     requested: BTreeMap<String, BTreeMap<String, u128>>,
     /// Names of the pods that were not settled at the previous reconcile.
     unsettled_names: BTreeSet<String>,
@@ -33,21 +33,21 @@ struct Row {
     settled: bool,
 }
 
-/// The resource by which the scheduler counts pods.
+/// The resource with which the scheduler counts pods.
 const PODS: &str = "pods";
 
 impl PodTracker {
-    /// Replaces the tracked pods with those of the watch.
+    /// Replaces the tracked pods with the pods of the watch.
     ///
     /// Returns the pods that are not settled, and the names of pods that may have ended or been
-    /// deleted: those that were not settled before, and settled pods whose object was replaced or
-    /// deleted.
+    /// deleted. These are pods that were not settled before, and settled pods whose object was
+    /// replaced or deleted.
     pub(super) fn update<'a>(&mut self, pods: &'a [Arc<PodObject>]) -> (Vec<&'a PodObject>, BTreeSet<String>) {
         self.updates += 1;
         let (update, mut unsettled) = (self.updates, Vec::new());
         for pod in pods {
             let row = self.rows.entry(address(pod)).or_insert_with(|| {
-                // For a pod that has no GPU and waits for none, only its resource requests matter.
+                // For a pod that neither uses nor awaits a GPU, only its resource requests matter.
                 let settled = !is_living(pod) || !pod.waits_at_gate() && !pod.wants_gpus();
                 if is_living(pod) {
                     count(&mut self.requested, pod, u128::saturating_add);
@@ -76,8 +76,8 @@ impl PodTracker {
         (unsettled, maybe_gone)
     }
 
-    /// Remembers the names of the pods that are not settled. The next update returns them as pods
-    /// that may have ended or been deleted.
+    /// Stores the names of the pods that are not settled. The next update returns them as pods that
+    /// may have ended or been deleted.
     pub(super) fn remember(&mut self, names: BTreeSet<String>) {
         self.unsettled_names = names;
     }
@@ -89,7 +89,7 @@ impl PodTracker {
         }
     }
 
-    /// The sums of what pods on a node request, by resource, in thousandths.
+    /// Sums of the requests of the pods on a node, by resource, in thousandths.
     pub(super) fn requested(&self, node: &str) -> Option<&BTreeMap<String, u128>> {
         self.requested.get(node)
     }
@@ -169,7 +169,8 @@ mod tests {
         assert_eq!(requested(&tracker), (2500, 2000, 0));
         tracker.update(&[Arc::clone(&b)]);
         assert_eq!(requested(&tracker), (1500, 1000, 0));
-        // The sum of huge requests must not saturate: it would be wrong after a pod is deleted.
+        // The sum of huge requests must not saturate. A saturated sum would be wrong after a pod is
+        // deleted.
         let huge = pod("c", "n", "18000000000000000");
         tracker.update(&[Arc::clone(&b), Arc::clone(&huge), pod("d", "n", "18000000000000000")]);
         tracker.update(&[pod("b", "n", "3")]);

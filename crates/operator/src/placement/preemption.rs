@@ -1,4 +1,4 @@
-//! Selects the pods of lower priority to evict for a pod that waits.
+//! Selects the pods of lower priority to evict for a waiting pod.
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,16 +17,17 @@ const MAX_PREEMPTORS: usize = 8;
 pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> {
     /// Pods with allocations. Computed only if a pod waits.
     pub(super) holders: &'a LazyCell<BTreeMap<String, Holder>, F>,
-    /// Pods whose eviction a disruption budget refused, with the time until which they count as
-    /// protected.
+    /// Pods whose eviction a disruption budget refused, each with the time at which its protection
+    /// ends.
     pub(super) protected: &'a BTreeMap<String, Duration>,
     pub(super) claims: &'a PodClaims,
-    /// The number of preemptors considered so far.
+    /// Number of preemptors considered so far.
     pub(super) considered: usize,
 }
 
 impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
-    /// The evictions that would make room for a waiting pod, if it may preempt others.
+    /// Finds the pods to evict so that a waiting pod can be placed. `None` if the pod may not
+    /// preempt others, or if no evictions suffice.
     pub(super) fn find<'a>(
         &mut self,
         ledger: &Ledger,
@@ -60,8 +61,8 @@ impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
     }
 }
 
-/// Whether no victim counts as protected by a disruption budget. Evicting only the others would
-/// free too little, and a refused eviction must not be repeated at each reconcile.
+/// Whether no victim counts as protected by a disruption budget. Evicting only the other victims
+/// would free too few units. A refused eviction must not be repeated at each reconcile.
 fn can_evict(preemption: &Preemption, protected: &BTreeMap<String, Duration>) -> bool {
     !preemption.victims.iter().any(|victim| protected.contains_key(victim))
 }

@@ -11,14 +11,14 @@ use super::actions::Actions;
 use crate::pods::PodObject;
 use crate::policies::demand::{Reason, Waiting};
 
-/// Number of consecutive refusals by the API server after which a pod's release is delayed. The API
-/// server also refuses to release a pod that has changed since the decision.
+/// Number of consecutive refusals by the API server after which a pod's release is delayed. The
+/// first refusals may only mean that the pod changed after the decision.
 pub(super) const MAX_REFUSALS: u32 = 3;
-/// The first delay, after [`MAX_REFUSALS`] refusals. Each further refusal doubles it.
+/// First delay, after [`MAX_REFUSALS`] refusals. Each further refusal doubles the delay.
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(1);
-/// Maximum delay.
+/// Maximum delay of a refused release.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// Maximum length of the API server's message that is reported, in characters.
+/// Maximum length of a reported message of the API server, in characters.
 const MAX_MESSAGE_CHARS: usize = 300;
 
 /// Pods at the gate, by name.
@@ -30,24 +30,25 @@ pub(super) struct Queue(BTreeMap<String, Gated>);
 struct Gated {
     uid: String,
     since: Duration,
-    /// When it became unplaceable.
+    /// When the pod became unplaceable. `None` if the pod is placeable or its obstacle is
+    /// temporary.
     unplaceable_since: Option<Duration>,
     refused: Option<Refused>,
 }
 
-/// Refusals of the API server to release a pod.
+/// The API server's refusals to release a pod.
 #[derive(Debug)]
 struct Refused {
-    /// The number of consecutive refusals.
+    /// Number of consecutive refusals.
     times: u32,
-    /// The end of the delay.
+    /// End of the delay.
     until: Duration,
-    /// The API server's message.
+    /// The API server's message for the last refusal.
     message: String,
 }
 
 impl Queue {
-    /// Removes the pods that are not `present`, and adds those that wait.
+    /// Removes the pods that are not in `present`, and adds the pods in `waiting`.
     pub(super) fn update(&mut self, present: &BTreeSet<String>, waiting: &[(String, &PodObject)], up: Duration) {
         self.0.retain(|name, _| present.contains(name));
         for (name, pod) in waiting {
@@ -65,8 +66,7 @@ impl Queue {
         self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
     }
 
-    /// Time for which a pod has been unplaceable. `None` if `may_pass`, which means that the
-    /// obstacle is temporary.
+    /// Time for which a pod has been unplaceable. `None` if `may_pass`: the obstacle is temporary.
     pub(super) fn unplaceable_for(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
         let gated = self.0.get_mut(name)?;
         gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };
@@ -75,7 +75,7 @@ impl Queue {
 
     /// Records that the API server refused to release a pod.
     ///
-    /// The refusal may be permanent, for example because of the pod's size. Such a pod must not
+    /// The refusal may be permanent, for example because of the pod's size. The pod must not
     /// reserve shares at each reconcile, and its owner must learn the reason.
     pub(super) fn refuse(&mut self, name: &str, message: &str, up: Duration) {
         let Some(gated) = self.0.get_mut(name) else { return };
@@ -88,7 +88,7 @@ impl Queue {
         gated.refused = Some(Refused { times, until: up.saturating_add(delay), message });
     }
 
-    /// Drops the pods whose release is delayed, and reports why they wait.
+    /// Removes from `waiting` the pods whose release is delayed, and reports why they wait.
     pub(super) fn skip_refused<'a>(
         &self,
         ledger: &mut Ledger,

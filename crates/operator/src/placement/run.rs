@@ -1,5 +1,5 @@
-//! The gate controller: applies the gatekeeper's decisions and reports them. It is separate from
-//! the passes, so that a release does not wait for writes to nodes.
+//! The gate controller: applies the gatekeeper's decisions and reports them. The controller is
+//! separate from the passes, so that a release does not wait for writes to nodes.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ use crate::rollout::{self, Deleted, Replacement, Step, Watched};
 use crate::task::{Context, Controller, Trigger};
 use crate::write::{WRITE_TIMEOUT, publish};
 
-/// Time to gather further changes after the first. Pods are often created in bursts.
+/// Time to collect further changes after the first change. Pods are often created in bursts.
 const GATHER_TIME: Duration = Duration::from_millis(5);
 /// Maximum number of patches in flight.
 const MAX_PATCHES_IN_FLIGHT: usize = 16;
@@ -36,9 +36,9 @@ pub(crate) struct Parts {
     pub(crate) context: Context,
     /// Wakes this controller.
     pub(crate) wake: Arc<Notify>,
-    /// What each pod waits for, according to the plan for GPUs that are partitioned on demand.
+    /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, Waiting>>>,
-    /// MPS hosts. `None` if the operator does not replace them.
+    /// MPS hosts. `None` if the operator does not replace MPS hosts.
     pub(crate) hosts: Option<Watched>,
     /// Time for which a pod must be unplaceable before it is released as unschedulable.
     pub(crate) unschedulable_after: Duration,
@@ -53,7 +53,7 @@ enum Failure {
 }
 
 /// The time of day, read once and then advanced by a monotonic clock. Reservations end at a time of
-/// day. An adjustment of the node's clock must not end or prolong them.
+/// day, and an adjustment of the node's clock must not end or prolong them.
 #[derive(Debug, Clone, Copy)]
 struct SteadyClock {
     time: Timestamp,
@@ -61,7 +61,7 @@ struct SteadyClock {
 }
 
 impl SteadyClock {
-    /// A clock that showed `time` at `read_at`.
+    /// Creates a clock that showed `time` at `read_at`.
     const fn new(time: Timestamp, read_at: Instant) -> Self {
         Self { time, read_at }
     }
@@ -71,7 +71,7 @@ impl SteadyClock {
         Self::new(Timestamp::now(), Instant::now())
     }
 
-    /// Seconds of the Unix epoch at `now`.
+    /// Seconds since the Unix epoch at `now`.
     fn epoch_seconds(self, now: Instant) -> u64 {
         u64::try_from(self.time.as_second())
             .unwrap_or(0)
@@ -142,7 +142,7 @@ impl Gate {
         }
     }
 
-    /// The present content of the stores.
+    /// The current content of the stores.
     fn cluster(&self) -> Cluster {
         let stores = &self.context.stores;
         Cluster {
@@ -208,13 +208,13 @@ impl Gate {
                 tracing::debug!(pod, reason = release.reason.as_str(), "released a pod");
                 Ok(())
             }
-            // The pod has changed or was deleted. The next reconcile handles its new state.
+            // The pod changed or was deleted. The next reconcile handles its new state.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
                 tracing::debug!(pod, code = status.code, message = status.message, "failed to release a changed pod");
                 Err(Failure::Retry)
             }
-            // The API server returns the same status if the `test` of the patch fails on a changed
-            // pod.
+            // A changed pod also causes one of these statuses, because the `test` operation of the
+            // patch fails.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 400 | 403 | 413 | 422) => {
                 tracing::debug!(pod, code = status.code, message = status.message, "release refused");
                 Err(Failure::Refused(status.message.clone()))
@@ -230,7 +230,7 @@ impl Gate {
         }
     }
 
-    /// Evicts pods, as far as disruption budgets allow. Returns false if a request failed.
+    /// Evicts pods if disruption budgets allow it. Returns false if a request failed.
     async fn evict_all(&mut self, evictions: &[Eviction], up: Duration) -> bool {
         let mut all = true;
         for Eviction { pod, uid, preemptor } in evictions {
@@ -246,7 +246,7 @@ impl Gate {
                 Evicted::Protected(message) => {
                     tracing::info!(pod, preemptor, message, "a disruption budget prevented an eviction");
                     self.keeper.protect(pod, up);
-                    // Reconcile again, because other pods may make room instead.
+                    // Reconcile again: the gatekeeper may find other pods to evict.
                     self.wake.notify_one();
                 }
                 Evicted::Gone => {}
@@ -261,7 +261,7 @@ impl Gate {
     }
 
     /// Evicts stranded pods so that their controllers recreate them, and writes the condition of
-    /// the others. After a failed write, a later reconcile decides again.
+    /// other stranded pods. After a failed write, a later reconcile decides again.
     async fn rescue(&mut self, rescue: &Rescue) {
         for recreation in &rescue.recreate {
             if !self.context.claim.is_current() {
@@ -312,7 +312,7 @@ impl Gate {
         }
     }
 
-    /// Deletes the pods of MPS hosts that are to be replaced, and reports the progress.
+    /// Deletes the pods of the MPS hosts to replace, and reports the progress.
     async fn roll_out(&mut self, step: &Step) {
         let metrics = &self.context.metrics;
         metrics.hosts_outdated.set(i64::try_from(step.outdated).unwrap_or(i64::MAX));
@@ -330,7 +330,7 @@ impl Gate {
                 return;
             }
             events.extend(self.replace_host(replacement).await);
-            // Reconcile again: the node's shares are now withheld, or no longer withheld.
+            // Reconcile again, because the node's shares became withheld or are no longer withheld.
             self.wake.notify_one();
         }
         for (regarding, event) in events {
@@ -368,8 +368,8 @@ impl Gate {
     }
 
     /// Publishes Events about pods that wait and pods that were released as unschedulable. The
-    /// passes report the pods in `demand`, because they know more about GPUs that are partitioned
-    /// on demand.
+    /// passes report the pods in `demand`, because only the passes have the plan for GPUs that are
+    /// partitioned on demand.
     async fn report(&mut self, actions: &Actions, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, up: Duration) {
         let mut waiting = actions.waiting.clone();
         waiting.retain(|pod, _| !demand.contains_key(pod));

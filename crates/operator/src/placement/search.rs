@@ -19,25 +19,25 @@ use super::pod_tracker::PodTracker;
 use super::verdict::{Impossible, Verdict};
 use crate::pods::PodObject;
 
-/// Maximum number of nodes that a pod is released to if the operator does not evaluate all of its
-/// rules. The scheduler may refuse some of these nodes.
+/// Maximum number of nodes that a pod is released to if the operator does not evaluate all rules of
+/// the pod. The scheduler may refuse some of these nodes.
 const MAX_RELEASE_NODES: usize = 4;
 
 /// A pod at the gate.
 pub(super) struct Candidate<'a> {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub(super) name: String,
     pub(super) pod: &'a PodObject,
     pub(super) plan_pod: PlanPod,
-    /// Its requests, sorted, without those that another plugin serves.
+    /// The pod's requests, sorted, without requests that another plugin serves.
     pub(super) asks: Vec<Ask>,
-    /// Nodes to which the scheduler did not bind pods of its controller. Other nodes are tried
-    /// first.
+    /// Nodes to which the scheduler did not bind pods of the same controller. The search tries
+    /// other nodes first.
     avoided: Option<&'a BTreeSet<String>>,
     /// Whether Cleave serves at least one of the requested resources.
     offered: bool,
     /// Whether kubelets report all requested resources on nodes where Cleave runs, although Cleave
-    /// does not serve them there.
+    /// does not serve the resources on these nodes.
     unclear: bool,
 }
 
@@ -51,7 +51,8 @@ impl<'a> Candidate<'a> {
         Self { name, pod, plan_pod: plan_pod(pod), asks, avoided, offered, unclear }
     }
 
-    /// A pod that was released as unschedulable, with the affinity that it had before its release.
+    /// Creates a candidate from a pod that was released as unschedulable, with the affinity from
+    /// before its release.
     pub(super) fn unschedulable(pod: &'a PodObject, nodes: &Nodes) -> Self {
         let mut candidate = Self::new(crate::pods::full_name(&pod.metadata), pod, nodes, None);
         candidate.plan_pod.affinity = patch::without_larger_gpus(&candidate.plan_pod.affinity);
@@ -63,23 +64,23 @@ impl<'a> Candidate<'a> {
         Asking { pod: &self.name, priority: self.plan_pod.priority, asks: &self.asks }
     }
 
-    /// Releases the pod.
+    /// Returns the action that releases the pod.
     pub(super) fn release(&self, reason: ReleaseReason, destination: Destination<'_>, waited: Duration) -> Release {
         let uid = self.pod.uid().unwrap_or_default();
         let patch = patch::release(self.pod, &reason, destination);
         Release { pod: self.name.clone(), uid, waited, patch, reason }
     }
 
-    /// Releases the pod without a reservation, because it was unplaceable for too long.
+    /// Returns a release without a reservation, because the pod was unplaceable for too long.
     pub(super) fn give_up(&self, impossible: Option<Impossible>, message: String, waited: Duration) -> Release {
         if self.unclear {
-            // A kubelet's report is never as old as the pod's waiting time. So another plugin
+            // The pod has waited longer than any kubelet's report stays outdated. So another plugin
             // serves the resources on nodes where Cleave runs.
             return self.release(ReleaseReason::NotServed, Destination::Anywhere, waited);
         }
         // Without a reservation, the pod would fail on any node that offers the resource, including
-        // nodes that it may not use now. If no node offers the resource, any node that is added may
-        // serve the pod.
+        // nodes that the pod may not use now. If no node offers the resource, any node that is
+        // added may serve the pod.
         let needs_larger = impossible == Some(Impossible::TooLarge) || self.offered;
         let destination = if needs_larger { Destination::LargerGpus(&self.asks) } else { Destination::Anywhere };
         self.release(ReleaseReason::Unschedulable(message), destination, waited)
@@ -90,14 +91,14 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Node selector, affinity and tolerations. They decide which nodes a pod may run on.
+/// Node selector, affinity and tolerations, which decide on which nodes a pod may run.
 type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
-/// Everything that decides whether a pod is placeable.
+/// All properties of a pod that decide whether the pod is placeable.
 type SearchKey<'a> = (&'a [Ask], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
 
-/// Searches for placements within one reconcile. Remembers which pods are not placeable, because
-/// replicas of a workload get the same answer.
+/// Searches for placements within one reconcile. The search stores which pods are not placeable,
+/// because replicas of a workload have the same result.
 pub(super) struct PlacementSearch<'a> {
     nodes: &'a Nodes,
     free: RefCell<FreeResources<'a>>,
@@ -160,13 +161,14 @@ impl<'a> PlacementSearch<'a> {
         Err(verdict)
     }
 
-    /// Records the reservation of a pod, so that later pods of this reconcile take it into account.
+    /// Records a pod's reservation, so that the search for later pods of this reconcile respects
+    /// it.
     pub(super) fn reserve(&mut self, candidate: &'a Candidate<'a>, fits: &Fits) {
         fits.iter().for_each(|fit| self.free.borrow_mut().subtract(fit.node(), &candidate.plan_pod.requests));
         self.constraints.add_reserved(candidate.pod, fits.iter().map(|fit| fit.node().to_owned()).collect());
     }
 
-    /// Nodes that a pod may run on according to selector, affinity and taints.
+    /// The nodes on which selector, affinity and taints allow the pod.
     pub(super) fn eligible(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
         let mut known = self.eligible.borrow_mut();
         known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible(&candidate.plan_pod)).clone()

@@ -4,7 +4,7 @@
 //! A scheduling gate cannot be added again. So if a pod has lost its reservation, or its nodes no
 //! longer accept it, its controller must recreate it. The operator evicts the pod, and the
 //! replacement waits at the gate. The operator never deletes a pod that no controller recreates.
-//! Instead, a condition and an Event state what to do.
+//! Instead, a condition and an Event state how to resolve the problem.
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
@@ -28,28 +28,28 @@ pub(super) const GONE_AFTER: Duration = Duration::from_secs(20);
 /// The first delay between two recreations for one controller. Each following delay is twice as
 /// long.
 const FIRST_BACKOFF: Duration = Duration::from_secs(10);
-/// Maximum delay.
+/// Maximum delay between two recreations for one controller.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// Time for which a controller must have no stranded pod before its delay is reset.
 const FORGET_AFTER: Duration = Duration::from_secs(1800);
-/// From this delay on, replacements also wait at the gate. Otherwise pods that the scheduler keeps
-/// refusing would reserve GPUs all the time.
+/// The delay from which replacements also wait at the gate. Otherwise, pods that the scheduler
+/// repeatedly refuses would reserve GPUs all the time.
 const GATE_DELAY_FROM: Duration = Duration::from_secs(40);
 /// Delay before the operator retries a failed eviction.
 const EVICTION_RETRY: Duration = Duration::from_secs(30);
-/// Maximum number of pods that are evicted, and of pods that are reported, in one reconcile.
+/// Maximum number of pods evicted, and of pods reported, in one reconcile.
 const MAX_PODS_PER_RECONCILE: usize = 32;
 
 /// Why a released pod is not bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Reason {
-    /// Its reservation on these nodes ended and cannot be renewed.
+    /// The pod's reservation on these nodes ended and cannot be renewed.
     Expired(Vec<String>),
-    /// All nodes that it was released to were deleted.
+    /// All nodes that the pod was released to were deleted. Contains their names.
     Gone(Vec<String>),
-    /// Every node that it was released to refuses it. Contains each node's refusal.
+    /// Every node that the pod was released to refuses it. Contains each node's refusal.
     Refused(String),
-    /// It was released as unschedulable, and may fit a GPU now.
+    /// The pod was released as unschedulable, but may fit a GPU now.
     Possible,
 }
 
@@ -67,7 +67,7 @@ impl Reason {
             Some(format!("{node}: {reason}"))
         };
         let refusals: Vec<String> = existing.iter().filter_map(refusal).collect();
-        // The state of the nodes comes first: it also explains a pod whose reservation has ended.
+        // Check the nodes first. Their state also explains why a reservation ended.
         if existing.is_empty() {
             Some(Self::Gone(names()))
         } else if refusals.len() == existing.len() {
@@ -98,30 +98,30 @@ impl Reason {
 /// A pod to evict so that its controller recreates it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recreation {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// The `resourceVersion` that the decision is based on. A pod that was bound after this version
-    /// is not evicted.
+    /// The `resourceVersion` that the decision is based on. If the pod was bound after this
+    /// version, it is not evicted.
     pub version: String,
-    /// The explanation for its owner.
+    /// The explanation for the pod's owner.
     pub message: String,
 }
 
-/// A pod whose condition `Placed` changes: it is stranded and no controller recreates it, or it is
-/// bound after all.
+/// A pod whose condition `Placed` changes. Either the pod is stranded and no controller recreates
+/// it, or the pod is bound after all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advice {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// What to do. `None` once the pod is bound.
+    /// How to resolve the problem. `None` once the pod is bound.
     pub message: Option<String>,
 }
 
-/// What one reconcile does about stranded pods.
+/// Actions of one reconcile for stranded pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rescue {
     /// Pods to evict.
@@ -135,22 +135,22 @@ pub struct Rescue {
 /// State of stranded pods between two reconciles.
 #[derive(Debug, Default)]
 pub(super) struct Stranded {
-    /// When each pod first had its reason not to be bound, by UID.
+    /// When each pod's reason not to be bound was first found, by UID.
     since: BTreeMap<String, Duration>,
     /// UIDs of pods whose condition was written.
     advised: BTreeSet<String>,
     /// Controllers whose pods were recreated, by UID.
     owners: BTreeMap<String, Backoff>,
-    /// Pods whose eviction failed, by UID, with the time before which it is not retried.
+    /// Pods whose eviction failed, by UID, with the time of the earliest retry.
     failed: BTreeMap<String, Duration>,
 }
 
-/// The delay after pods of a controller were recreated.
+/// The delay between two recreations of pods of one controller.
 #[derive(Debug, Clone)]
 struct Backoff {
-    /// When the delay began. Pods that were due by then are still recreated.
+    /// When the delay began. Pods that were due before the delay began are still recreated.
     began: Duration,
-    /// When the delay ends. No other pod is recreated before that.
+    /// When the delay ends. No other pod of the controller is recreated before this time.
     until: Duration,
     /// The length of the delay.
     delay: Duration,
@@ -159,7 +159,8 @@ struct Backoff {
 }
 
 impl Stranded {
-    /// Decides about the released pods in `found`, each with the reason why it is not bound.
+    /// Decides how to handle the released pods in `found`. Each comes with the reason why it is not
+    /// bound.
     ///
     /// `patience` is the time for which nodes must refuse a pod for temporary reasons before it is
     /// stranded.
@@ -208,8 +209,8 @@ impl Stranded {
         let (name, uid) = (full_name(&pod.metadata), uid.to_owned());
         let owner = pod.controller.as_ref().filter(|owner| match owner.replacement() {
             Replacement::Free => true,
-            // A Job counts the eviction as a failure. If the pod can no longer run, that is not
-            // worse than the failure of a node.
+            // A Job counts the eviction as a failure, as when a node fails. So evict only a pod
+            // that can no longer run.
             Replacement::CountsAsFailure => matches!(reason, Reason::Gone(_) | Reason::Refused(_)),
             Replacement::Unknown => false,
         });
@@ -247,7 +248,7 @@ impl Stranded {
     }
 
     /// Begins the next delay of a controller whose pods are recreated now. Pods that are stranded
-    /// later wait for the end of the delay.
+    /// during the delay wait for its end.
     fn begin_backoff(&mut self, owner: &Controller, up: Duration) {
         let (delay, avoid) = match self.owners.remove(&owner.uid) {
             Some(before) => (before.delay.saturating_mul(2).min(MAX_BACKOFF), before.avoid),
@@ -257,7 +258,7 @@ impl Stranded {
         self.owners.insert(owner.uid.clone(), next);
     }
 
-    /// Records that a pod could not be evicted. Other pods are evicted first.
+    /// Records that a pod could not be evicted. Other pods are evicted before this pod is retried.
     pub(super) fn eviction_failed(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY));
     }
@@ -275,8 +276,8 @@ impl Stranded {
         delayed.then(|| backoff.until.saturating_sub(up))
     }
 
-    /// Nodes to which the scheduler did not bind pods of this pod's controller. Other nodes are
-    /// tried first.
+    /// Nodes to which the scheduler did not bind pods of this pod's controller. The search tries
+    /// other nodes first.
     pub(super) fn avoided_nodes(&self, pod: &PodObject) -> Option<&BTreeSet<String>> {
         let avoid = &self.owners.get(&pod.controller.as_ref()?.uid)?.avoid;
         (!avoid.is_empty()).then_some(avoid)
@@ -379,7 +380,7 @@ mod tests {
         let other = owned("c", "ReplicaSet", "other");
         let mut stranded = Stranded::default();
         let all = |stranded: &mut Stranded, second| {
-            // The pods of each round are new pods with the same names.
+            // Each round uses new pods with the same names.
             stranded.since.clear();
             stranded.reconcile(pods.iter().map(|pod| (pod, expired())), REFUSAL_TIMEOUT, at(second))
         };

@@ -1,4 +1,4 @@
-//! Why a pod at the gate is not placeable, and whether that can change.
+//! Explains why a pod at the gate is not placeable, and whether that can change.
 use cleave_api::names::RESOURCE_MIG_PREFIX;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::device::sized;
@@ -12,9 +12,9 @@ const MAX_NAMED_NODES: usize = 3;
 /// Why a pod is not placeable.
 #[derive(Debug, Clone)]
 pub(super) enum Verdict {
-    /// Not placeable now, but possibly later. Contains the explanation.
+    /// The pod is not placeable now, but may be later. Contains the explanation.
     Waits(String),
-    /// Not placeable until nodes, GPUs or policies change.
+    /// The pod is not placeable until nodes, GPUs or policies change.
     Never { message: String, impossible: Impossible },
 }
 
@@ -23,10 +23,10 @@ pub(super) enum Verdict {
 pub(super) enum Impossible {
     /// The pod may not use any node with GPUs.
     Excluded,
-    /// The nodes that the pod may use do not offer what it requests.
+    /// The nodes that the pod may use do not offer the requested resources.
     NotOffered,
-    /// The nodes that the pod may use offer it, but no GPU is large enough, or no node has enough
-    /// GPUs.
+    /// The nodes that the pod may use offer the resources, but no GPU is large enough, or no node
+    /// has enough GPUs.
     TooLarge,
 }
 
@@ -39,13 +39,13 @@ impl Verdict {
         }
     }
 
-    /// The explanation for the pod's owner, and whether the pod may become placeable. `demand` is
-    /// what the pod waits for if a GPU may be repartitioned for it.
+    /// Returns the explanation for the pod's owner, and whether the pod may become placeable.
+    /// `demand` is set if a GPU may be repartitioned for the pod.
     pub(super) fn explain(self, asks: &[Ask], demand: Option<&Waiting>) -> (String, bool) {
         let is_partitioned =
             |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
         match (self, demand) {
-            // Demand decides which resources exist, so a missing resource may be created for the
+            // Demand decides which resources exist, so Cleave may create a missing resource for the
             // pod.
             (Self::Never { impossible, .. }, Some(waiting))
                 if waiting.reason != Reason::Malformed
@@ -59,7 +59,7 @@ impl Verdict {
     }
 }
 
-/// Why a pod cannot use a node with GPUs, regardless of the GPUs' free units.
+/// Why a pod cannot use a node with GPUs, regardless of free units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Exclusion {
     /// The node has no hostname label. Pods are narrowed to a node by this label.
@@ -72,14 +72,15 @@ pub(super) enum Exclusion {
     Affinity,
     /// The pod does not tolerate the node's taint with this key.
     Taint(String),
-    /// A rule between pods, or a volume, excludes the node. Contains the explanation.
+    /// A rule between pods or a volume excludes the node. Contains the explanation.
     Conflict(String),
     /// The node does not have enough CPU, memory, pod slots or another resource.
     Full,
 }
 
 impl Exclusion {
-    /// A clause about the nodes that are excluded for this reason: `1 node (n1) is cordoned`.
+    /// Describes the nodes that are excluded for this reason, as a clause: `1 node (n1) is
+    /// cordoned`.
     pub(super) fn describe(&self, nodes: &[&str]) -> String {
         let more = if nodes.len() > MAX_NAMED_NODES { ", ..." } else { "" };
         let names = nodes.iter().take(MAX_NAMED_NODES).copied().collect::<Vec<_>>().join(", ");

@@ -1,4 +1,4 @@
-//! Writes the desired state of nodes: `GpuNode.spec`, by server-side apply, and only for the nodes
+//! Writes the desired state of nodes to `GpuNode.spec` by server-side apply. Writes only the nodes
 //! that differ.
 use cleave_api::names::OPERATOR_MANAGER;
 use cleave_api::{GpuNode, GpuNodeSpec};
@@ -14,13 +14,13 @@ use crate::read::Observed;
 /// A `GpuNode` to write.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Change {
-    /// The node's name.
+    /// Name of the node.
     pub node: String,
-    /// The node's UID.
+    /// UID of the node.
     pub uid: String,
     /// The desired state.
     pub spec: GpuNodeSpec,
-    /// Whether the object does not exist yet.
+    /// Whether the `GpuNode` does not exist yet.
     pub create: bool,
 }
 
@@ -28,9 +28,9 @@ pub struct Change {
 #[derive(Debug, thiserror::Error)]
 #[error("failed to write GpuNode {node}")]
 pub struct Error {
-    /// The node's name.
+    /// Name of the node.
     pub node: String,
-    /// The error of the request.
+    /// Error of the request.
     #[source]
     pub source: kube::Error,
 }
@@ -50,8 +50,7 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
     plan.nodes.iter().filter_map(differs).collect()
 }
 
-/// Writes one change. Writes are idempotent. The object in the answer may be malformed and is
-/// ignored.
+/// Writes one change. Writes are idempotent. The returned object may be malformed and is ignored.
 ///
 /// # Errors
 /// The API server refused the write or could not be reached.
@@ -61,9 +60,9 @@ pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &Change) -> Res
     written.map(drop).map_err(|source| Error { node: change.node.clone(), source })
 }
 
-/// The object to apply. Its owner is the node, so it is deleted with the node.
+/// The object to apply. The node is its owner, so the object is deleted with the node.
 fn body(change: &Change) -> Value {
-    // No `blockOwnerDeletion`: setting it needs permission to update the node's finalizers.
+    // No `blockOwnerDeletion`: the field requires permission to update the node's finalizers.
     let owner = OwnerReference {
         api_version: "v1".to_owned(),
         kind: "Node".to_owned(),

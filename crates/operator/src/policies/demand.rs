@@ -5,9 +5,9 @@
 //!      [partition] ──▶ GpuNode.spec of GPUs partitioned on demand
 //! ```
 //!
-//! Other GPUs keep the partition that [`crate::policies::plan`] gives them. The planner counts
-//! their free slices, so it repartitions no GPU for a pod that they can serve. A plan that
-//! `cleave_plan::check` finds invalid is not applied: every GPU keeps its partition.
+//! Other GPUs keep the partition from [`crate::policies::plan`]. The planner counts their free
+//! slices, so it repartitions no GPU for a pod that these slices can serve. If `cleave_plan::check`
+//! finds a plan invalid, the operator does not apply the plan, and every GPU keeps its partition.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -21,22 +21,23 @@ use crate::policies::plan::{ByDemand, Plan, plan_id};
 use crate::policies::snapshot::{GpuKey, History, PlannerInput, build};
 use crate::read::Observed;
 
-/// The decisions of one pass about GPUs that are partitioned on demand, and what to report.
+/// The decisions of one pass about GPUs that are partitioned on demand, and the results to report.
 #[derive(Debug, Clone, Default)]
 pub struct Outcome {
-    /// The plan; `None` if no GPU is partitioned on demand.
+    /// The plan. `None` if no GPU is partitioned on demand.
     pub planned: Option<Planned>,
     /// Rules that the plan violates. If the list is not empty, the plan was not applied.
     pub violations: Vec<Violation>,
-    /// GPUs that get a new partition.
+    /// GPUs that are repartitioned.
     pub repartitioned: Vec<GpuKey>,
-    /// Pods that wait, and the reason.
+    /// Waiting pods, each with the reason.
     pub waiting: BTreeMap<String, Waiting>,
     /// Nodes on which a repartitioning is in progress.
     pub changing: BTreeSet<String>,
-    /// Nodes excluded from the plan, and the reason.
+    /// Nodes excluded from the plan, each with the reason.
     pub excluded_nodes: BTreeMap<String, String>,
-    /// GPUs that are excluded from the plan or remain unchanged after a failure, and the reason.
+    /// GPUs that are excluded from the plan or remain unchanged after a failure, each with the
+    /// reason.
     pub excluded_gpus: BTreeMap<GpuKey, String>,
     /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
     /// thousandths.
@@ -54,18 +55,18 @@ pub struct Waiting {
     pub message: String,
 }
 
-/// Why a pod waits.
+/// Classes of reasons why a pod waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Reason {
-    /// A GPU is being repartitioned for it.
+    /// A GPU is being repartitioned for the pod.
     Repartitioning,
-    /// A GPU has room. The scheduler has not bound it yet.
+    /// A GPU has room, but the scheduler has not bound the pod yet.
     Scheduler,
-    /// A node that is being repartitioned may have room for it afterwards.
+    /// A node that is being repartitioned may have room for the pod afterwards.
     NodeChanging,
-    /// No GPU has room for it.
+    /// No GPU has room for the pod.
     NoRoom,
-    /// Its requests are malformed.
+    /// The pod's requests are malformed.
     Malformed,
 }
 
@@ -74,7 +75,7 @@ impl Reason {
     pub const ALL: [Self; 5] =
         [Self::Repartitioning, Self::Scheduler, Self::NodeChanging, Self::NoRoom, Self::Malformed];
 
-    /// The value of the `reason` label in metrics.
+    /// Value of the `reason` label in metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Repartitioning => "repartitioning",
@@ -129,8 +130,8 @@ fn apply_plan(plan: &mut Plan, observed: &Observed, input: &PlannerInput, planne
                 }
                 desired.partition = partition;
             }
-            // The GPU serves slices that its policy no longer allows. The slices are kept until
-            // their pods free them.
+            // The GPU serves slices that its policy no longer allows. The slices are kept until the
+            // pods that use them end.
             Err(why) => {
                 outcome.excluded_gpus.insert(at, why);
             }
@@ -193,7 +194,7 @@ fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
     u32::try_from((beside * 1000).checked_div(all).unwrap_or(0)).unwrap_or(1000)
 }
 
-/// The memory of a slice in MiB, times its count.
+/// Total memory of a slice's units, in MiB.
 fn memory(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::Slice) -> u64 {
     let total = gpu.memory.as_mebibytes().unwrap_or(0);
     let count = u64::from(slice.count);

@@ -1,7 +1,7 @@
-//! Places the MIG instances of a fixed layout on one GPU. Pure.
+//! Chooses placements for the MIG instances of a fixed layout on one GPU. Pure.
 //!
 //! Possible placements come from NVML, never from a fixed table. Existing instances with a valid
-//! placement keep it.
+//! placement keep their placement.
 use cleave_api::gpunode::{MigInstanceStatus, MigProfileStatus};
 
 /// Why a layout is not possible on a GPU.
@@ -15,7 +15,7 @@ pub enum Error {
         /// The profiles that the GPU supports.
         has: Vec<String>,
     },
-    /// The GPU supports all profiles, but not all of the instances at once.
+    /// The GPU supports all profiles, but not all instances at once. Contains the layout.
     #[error("the MIG profiles {} do not fit on the GPU at the same time", .0.join(", "))]
     DoesNotFit(Vec<String>),
 }
@@ -23,10 +23,11 @@ pub enum Error {
 /// Memory slices of a GPU as bits. NVML counts at most 8 today.
 type Mask = u64;
 
-/// Returns the start of each instance of `layout`, in its order.
+/// Returns the first memory slice of each instance, in the order of `layout`.
 ///
-/// Places the largest instances first. Each prefers the placement of an existing instance of its
-/// profile, then a free placement, then the lowest. The first arrangement found in that order wins.
+/// Places the largest instances first. Each instance prefers the placement of an existing instance
+/// of its profile, then a free placement, then the lowest. The first arrangement found in this
+/// order wins.
 pub(super) fn place(
     layout: &[String],
     profiles: &[MigProfileStatus],
@@ -52,7 +53,7 @@ pub(super) fn place(
     if search(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
 }
 
-/// Places the first of `wanted`, then the others. Returns true if all of them fit.
+/// Places the first instance of `wanted`, then the others. Returns true if all instances fit.
 fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], taken: Mask, starts: &mut [u32]) -> bool {
     let Some(((at, profile), rest)) = wanted.split_first() else { return true };
     let mut places: Vec<(u32, Mask)> =

@@ -1,4 +1,4 @@
-//! From `SharingPolicy` to `GpuNode.spec`.
+//! Computes `GpuNode.spec` from `SharingPolicy` objects.
 //!
 //! ```text
 //!  read::Observed ─▶ validate ─▶ select ─▶ plan (layout)
@@ -14,8 +14,8 @@
 //! | report | [`status`] | `SharingPolicy.status`, and an Event for each condition that changes |
 //! | report | `taint` | the taint on nodes that can serve no pod, if enabled |
 //!
-//! `pace` decides when the steps run. Only [`apply`], [`status`] and `taint` talk to the API
-//! server, in separate functions. All decisions are pure.
+//! `pace` decides when the steps run. Only [`apply`], [`status`] and `taint` send requests to the
+//! API server, in separate functions. All decisions are pure.
 pub mod apply;
 pub mod demand;
 mod layout;

@@ -2,15 +2,16 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// Delay between the first change of a quiet cluster and the plan, so that one `kubectl apply` of
-/// several objects causes one plan.
+/// Delay between the first change of a quiet cluster and the plan. With the delay, one `kubectl
+/// apply` of several objects causes one plan.
 pub(crate) const FIRST_CHANGE_DELAY: Duration = Duration::from_millis(50);
 /// Minimum and maximum time between two plans under load.
 const PLAN_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Maximum time to wait for further pods if a policy sets `dynamic.idle` and no `dynamic.timeout`.
 const MAX_GATHERING: Duration = Duration::from_secs(60);
 
-/// Spaces plans out while changes keep coming, and plans at once when the cluster is quiet.
+/// Increases the interval between plans while changes continue, and plans soon when the cluster is
+/// quiet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pace {
     between: Duration,
@@ -35,14 +36,15 @@ impl Pace {
         self.between.saturating_sub(since).max(FIRST_CHANGE_DELAY)
     }
 
-    /// Records a plan. `more` is whether further changes arrived during the wait before it.
+    /// Records a plan. `more` states whether further changes arrived during the wait before the
+    /// plan.
     pub(crate) fn planned(&mut self, now: Duration, more: bool) {
         self.last = Some(now);
         self.between = if more { (self.between * 2).min(PLAN_INTERVALS.1) } else { PLAN_INTERVALS.0 };
     }
 }
 
-/// Delays plans until no further pods come, if a policy sets `dynamic.idle`.
+/// Delays plans until no further pods arrive, if a policy sets `dynamic.idle`.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct QuietPeriod {
     known: BTreeSet<String>,
@@ -54,7 +56,7 @@ impl QuietPeriod {
     /// Checks whether to plan for these pods now.
     ///
     /// # Errors
-    /// It is too early. The error is the time to wait.
+    /// It is too early to plan. The error is the remaining time to wait.
     pub(crate) fn due<'a>(
         &mut self,
         pods: impl Iterator<Item = &'a str>,

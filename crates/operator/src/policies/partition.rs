@@ -1,7 +1,6 @@
-//! Converts between the partition of a GPU in a `GpuNode` and the slices that plans consist of.
-//! Pure.
+//! Converts between the partition of a GPU in a `GpuNode` and the slices of a plan. Pure.
 //!
-//! Slices in use keep their device ids and limits; otherwise the agent would have to remove and
+//! Slices in use keep their device ids and limits. Otherwise the agent would have to remove and
 //! recreate them. Therefore the limits of a slice never depend on the number of other slices. Ids
 //! in use do not change when other slices are added or removed.
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,7 +17,7 @@ use cleave_plan::units::Mebibytes;
 use crate::policies::plan::{mig_instance_partition, time_sliced_partition};
 use crate::policies::validate::{Demand, InstanceShare, MpsRules, ShareSize, shared_instance_resource};
 
-/// The number of MPS shares of a GPU under a policy; `None` if no share fits or the policy has no
+/// Number of MPS shares of a GPU under a policy. `None` if no share fits or the policy has no
 /// shares.
 pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     match demand.shares? {
@@ -30,7 +29,7 @@ pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     }
 }
 
-/// The slices of a GPU that the kubelet has. An empty list means that the whole GPU is free.
+/// The slices of a GPU that the kubelet lists. An empty list means that the whole GPU is free.
 pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
     let mut slices = Vec::new();
     for status in &gpu.slices {
@@ -50,8 +49,7 @@ pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
     slices
 }
 
-/// The slices of a GPU: those that the kubelet has, and MIG instances that exist but are not
-/// served.
+/// The slices of a GPU that the kubelet lists, and MIG instances that exist but are not served.
 pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Slice> {
     let mut slices = served(gpu);
     for instance in gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances) {
@@ -74,7 +72,7 @@ pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Sli
     slices
 }
 
-/// The slices of a GPU once it has this partition. Slices that are in use remain in use.
+/// The slices of a GPU once it has this partition. Slices in use remain in use.
 pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
     let mut all: Vec<Slice> = Vec::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
@@ -125,7 +123,7 @@ fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u
     }
 }
 
-/// Whether the kubelet has exactly the slices of a partition.
+/// Whether the kubelet lists exactly the slices of a partition.
 pub(crate) fn is_reached(partition: &Partition, gpu: &GpuStatus) -> bool {
     if let Some(whole) = &partition.whole {
         return gpu.slices.iter().all(|status| status.resource == whole.resource && status.device == gpu.uuid)
@@ -142,8 +140,8 @@ fn counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
     counts
 }
 
-/// Whether the device ids of a slice in use are not reported yet. Until they are reported, it is
-/// unknown which slices may be removed.
+/// Whether the agent has not reported the device ids of a slice in use yet. Until it reports them,
+/// it is unknown which slices may be removed.
 pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
     gpu.slices.iter().filter(|status| status.device == gpu.uuid && status.resource != RESOURCE_GPU).any(|status| {
         u32::try_from(numbers_in_use(gpu, &status.resource).len()).is_ok_and(|known| known < status.in_use)
@@ -153,7 +151,7 @@ pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
 /// Builds the partition that has these slices.
 ///
 /// # Errors
-/// The policy does not allow such slices. The error is a message for users.
+/// The policy does not allow these slices. The error is a message for users.
 pub(crate) fn partition(
     slices: &[Slice],
     family: Family,
@@ -187,7 +185,7 @@ fn mps_partition(
     gpu: &GpuStatus,
     current: Option<&MpsPartition>,
 ) -> Result<MpsPartition, String> {
-    // The server and the limits of a running client cannot change.
+    // The settings of the MPS server and the limits of a running client cannot change.
     let kept = current.filter(|_| slices.iter().any(|slice| slice.in_use));
     let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
     for slice in slices {
@@ -221,16 +219,16 @@ fn mps_partition(
     })
 }
 
-/// The memory and thread limits of k slices of a resource, for each k.
+/// The memory limits and thread limits of k slices of a resource, for each k.
 ///
-/// The list covers as many slices as the GPU could ever have, and its last entry is the whole GPU.
-/// If the list grew with the number of slices, the limits of slices in use would change. So would
-/// the daemon's defaults, which are the last entries.
+/// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU. If
+/// the length depended on the present number of slices, the limits of slices in use would change.
+/// So would the daemon's defaults, which are the last entries.
 fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
     let all = mps::shareable(total);
-    // The memory of k slices, and their fraction of the GPU.
+    // For each k: the memory of k slices, and their fraction of the GPU.
     let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized(resource) {
         let one = Mebibytes::from_gib(gib);
         let most = total.0.div_ceil(one.0).clamp(1, u64::from(MAX_CLIENTS));
@@ -266,8 +264,8 @@ fn saturating_u32(number: u64) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// The numbers in the device ids of a resource: those in use first, then those that exist, then the
-/// lowest free ones.
+/// The numbers in the device ids of a resource. Prefers numbers in use, then existing numbers, then
+/// the lowest free numbers.
 fn numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
     let mut numbers = numbers_in_use(gpu, resource);
     let existing = current.iter().flat_map(|current| &current.slices).filter(|slices| slices.resource == resource);
@@ -392,8 +390,8 @@ mod tests {
         assert_eq!((&mps.slices[1].memory_mib[..], &mps.slices[1].threads[..]), (&[all / 2, all][..], &[50, 100][..]));
     }
 
-    /// The agent compares limits, and uses the last of each list as the daemon's default. A limit
-    /// that changed could not be applied while a client runs.
+    /// The agent compares limits, and uses the last limit of each list as the daemon's default. The
+    /// agent could not apply a changed limit while a client runs.
     #[test]
     fn the_limits_of_a_slice_do_not_depend_on_the_others() {
         let small = mps(&[free(TEN, 1)], &gpu(), None);

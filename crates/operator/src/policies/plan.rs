@@ -1,9 +1,9 @@
-//! Computes the desired state of each node's GPUs from the policies that they follow. Pure.
+//! Computes the desired state of each node's GPUs from their policies. Pure.
 //!
-//! A GPU that no policy matches is a whole GPU. A GPU keeps the partition in its `GpuNode.spec` if
-//! its policy is malformed or invalid, or if it does not support the policy. So a mistake in a
-//! policy never repartitions a GPU. GPUs that are partitioned on demand also keep their partition
-//! here: [`crate::policies::demand`] plans them.
+//! A GPU that no policy matches is a whole GPU. If a policy is malformed or invalid, or the GPU
+//! does not support it, the GPU keeps the partition in its `GpuNode.spec`. So a mistake in a policy
+//! never repartitions a GPU. GPUs that are partitioned on demand also keep their partition in this
+//! step: [`crate::policies::demand`] plans them.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -24,22 +24,22 @@ use crate::policies::validate::{
 };
 use crate::read::{Node, Observed};
 
-/// The desired state of all nodes, and what to report about each policy.
+/// The desired state of all nodes, and a report about each policy.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Plan {
     /// Desired `GpuNode.spec` by node.
     pub nodes: BTreeMap<String, GpuNodeSpec>,
-    /// The result of each policy, by name. Includes malformed and invalid policies.
+    /// The report about each policy, by name. Includes malformed and invalid policies.
     pub policies: BTreeMap<String, Report>,
-    /// GPUs that are partitioned on demand, by node and UUID. In `nodes` they keep their partition
-    /// until [`crate::policies::demand`] decides.
+    /// GPUs that are partitioned on demand, by node and UUID. In `nodes`, these GPUs keep their
+    /// partition until [`crate::policies::demand`] decides.
     pub demand: BTreeMap<String, BTreeMap<String, ByDemand>>,
 }
 
 /// A GPU that is partitioned on demand.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ByDemand {
-    /// The name of its policy.
+    /// Name of the GPU's policy.
     pub policy: String,
     /// The partitions that the policy allows.
     pub demand: Demand,
@@ -47,61 +47,61 @@ pub struct ByDemand {
     pub gathering: Gathering,
 }
 
-/// What one policy applies to, and why it does not apply to other GPUs.
+/// GPUs that one policy applies to, and why it does not apply to other GPUs.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Report {
-    /// Why the policy is invalid. If it is, the other fields are empty.
+    /// Why the policy is invalid. An invalid policy leaves the other fields empty.
     pub invalid: Option<Invalid>,
     /// The setting that selects on-demand partitioning, if the policy has one.
     pub demand: Option<&'static str>,
-    /// The number of slices that pods request and that its GPUs do not have yet.
+    /// Number of slices that pods request and that the policy's GPUs do not have yet.
     pub wanted: u32,
-    /// Its nodes and GPUs that plans exclude, and the reason.
+    /// Nodes and GPUs of the policy that plans exclude, each with the reason.
     pub left_out: BTreeMap<String, String>,
-    /// The nodes that it selects.
+    /// Nodes that the policy selects.
     pub nodes: BTreeSet<String>,
     /// Selected nodes whose agent has not reported GPUs.
     pub unreported: BTreeSet<String>,
     /// Selected nodes without an agent.
     pub without_agent: BTreeSet<String>,
-    /// The number of GPUs of the selected nodes, by model.
+    /// Number of GPUs of the selected nodes, by model.
     pub models: BTreeMap<String, usize>,
-    /// Models in its selector that no GPU of the selected nodes has.
+    /// Models in the policy's selector that no GPU of the selected nodes has.
     pub unknown_models: Vec<String>,
-    /// UUIDs in its selector that no GPU of the selected nodes has.
+    /// UUIDs in the policy's selector that no GPU of the selected nodes has.
     pub unknown_uuids: Vec<String>,
-    /// GPUs that follow it.
+    /// GPUs that follow the policy.
     pub following: Vec<GpuRef>,
-    /// GPUs that match it and do not support it, and the reason.
+    /// GPUs that match the policy and do not support it, each with the reason.
     pub unsupported: Vec<(GpuRef, Unsupported)>,
-    /// GPUs that match it and follow another policy, by the name of that policy.
+    /// GPUs that match the policy and follow another policy, by the name of the other policy.
     pub overridden: BTreeMap<String, Vec<GpuRef>>,
 }
 
 /// Why a policy is ignored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Invalid {
-    /// It does not match the schema of the CRD. Contains the error.
+    /// The policy does not match the schema of the CRD. Contains the error.
     Malformed(String),
-    /// Its fields violate a rule.
+    /// The policy's fields violate a rule.
     Refused(validate::Error),
 }
 
 /// A GPU of a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GpuRef {
-    /// The node's name.
+    /// Name of the node.
     pub node: String,
-    /// The GPU's index, as NVML reports it.
+    /// Index of the GPU, as NVML reports it.
     pub index: u32,
-    /// The GPU's UUID, as NVML reports it.
+    /// UUID of the GPU, as NVML reports it.
     pub uuid: String,
 }
 
 /// Why a GPU does not support its policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unsupported {
-    /// It has no room for one share.
+    /// The GPU has no room for one share.
     #[error("the GPU has {has} for shares, and one share needs {wants}")]
     TooSmall {
         /// The memory available for shares.
@@ -109,19 +109,19 @@ pub enum Unsupported {
         /// The memory of one share.
         wants: Mebibytes,
     },
-    /// It has less than 1 MiB for each share.
+    /// The GPU has less than 1 MiB for each share.
     #[error("the GPU has {0} for shares, which is less than 1 MiB for each share")]
     NoMemory(Mebibytes),
-    /// It does not support MIG.
+    /// The GPU does not support MIG.
     #[error("the GPU does not support MIG")]
     NoMig,
-    /// The MIG layout is not possible.
+    /// The GPU does not support the MIG layout.
     #[error(transparent)]
     Layout(#[from] layout::Error),
 }
 
 impl Unsupported {
-    /// The reason in a condition.
+    /// Value of the field `reason` in a condition.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::TooSmall { .. } | Self::NoMemory(_) => reason::GPU_TOO_SMALL,
@@ -168,11 +168,11 @@ pub fn plan(observed: &Observed) -> Plan {
 /// Computes the desired state of one node and adds it to the plan.
 fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     report_node(name, node, policies, plan);
-    // A malformed GpuNode is never written: its spec is unknown, and another writer or an older
+    // Never write a malformed `GpuNode`. Its spec is unknown, and another writer or an older
     // version of the operator wrote it.
     let Ok(current) = node.spec() else { return };
     let Some(gpus) = node.reported() else {
-        // Create the object so that the agent can report in it. An existing spec is kept.
+        // Create the object so that the agent can report its status. An existing spec is kept.
         if node.agent.is_some() && !node.has_object() {
             plan.nodes.insert(name.to_owned(), GpuNodeSpec::default());
         }
@@ -212,8 +212,8 @@ fn report_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     }
 }
 
-/// Computes the desired state of one GPU; `None` for a whole GPU without a policy. `current` is its
-/// present spec.
+/// Computes the desired state of one GPU. `None` for a whole GPU without a policy. `current` is the
+/// GPU's present spec.
 fn plan_gpu(
     (name, node): (&str, &Node),
     gpu: &GpuStatus,
@@ -294,7 +294,7 @@ fn whole(uuid: &str) -> GpuSpec {
     }
 }
 
-/// Returns the partition that a policy gives a GPU; `None` if the GPU is partitioned on demand.
+/// Returns the partition of a GPU under a policy. `None` if the GPU is partitioned on demand.
 fn partition(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Unsupported> {
     let partition = match &policy.share {
         SharingMode::Demand(_) => return Ok(None),
@@ -373,7 +373,7 @@ fn mig_partition(
     Ok(instances)
 }
 
-/// Returns how one MIG instance is shared.
+/// Returns the partition of one MIG instance.
 pub(crate) fn mig_instance_partition(
     profile: &str,
     each: &InstanceShare,
@@ -398,8 +398,8 @@ pub(crate) fn mig_instance_partition(
     })
 }
 
-/// A hash of the desired state: the first 16 hexadecimal digits of the SHA-256 of its JSON, whose
-/// fields are in a fixed order.
+/// A hash of the desired state: the first 16 hexadecimal digits of the SHA-256 of its JSON. The
+/// fields of the JSON are in a fixed order.
 pub(crate) fn plan_id(gpus: &[GpuSpec]) -> String {
     // Serialization cannot fail: the maps of these types have only strings as keys.
     let json = serde_json::to_vec(gpus).unwrap_or_default();

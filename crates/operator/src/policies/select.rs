@@ -1,9 +1,9 @@
 //! Selects the policy that each GPU follows. Pure.
 //!
-//! A policy matches a GPU if the node has all of its labels and the GPU is in each of its lists
-//! (models, UUIDs, indices). Of several policies, the first in [`Rank`]'s order wins: the one that
-//! selects GPUs more precisely, then nodes more precisely, then the older one, then the first by
-//! name.
+//! A policy matches a GPU if the node has all of the policy's labels and each list of the policy
+//! (models, UUIDs, indices) contains the GPU. If several policies match, the first in the order of
+//! [`Rank`] wins. The order prefers policies that select GPUs more precisely, then policies that
+//! select nodes more precisely, then older policies, then the first by name.
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
@@ -26,7 +26,7 @@ pub(super) struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    /// The rank of a policy.
+    /// Returns the rank of a policy.
     pub(super) fn of(policy: &'a Policy) -> Self {
         Self {
             uuids: Reverse(!policy.gpus.uuids.is_empty()),
@@ -39,7 +39,7 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// Sorts policies so that the one that wins comes first.
+/// Sorts policies so that the winning policy comes first.
 pub(super) fn by_rank(policies: &mut [Policy]) {
     policies.sort_by(|a, b| Rank::of(a).cmp(&Rank::of(b)));
 }

@@ -10,8 +10,8 @@
 //! | is cordoned or unhealthy, or whose agent does not answer | nothing. |
 //! | follows another policy, or none | its slices. It is never repartitioned. |
 //!
-//! If the kubelet does not list the devices of a bound pod yet, it is unknown which slices are in
-//! use. Until the kubelet lists them, every GPU on which they may be allocated keeps its slices.
+//! If the kubelet does not list the devices of a bound pod yet, the slices in use are unknown.
+//! Until the kubelet lists the devices, every GPU to which they may belong keeps its slices.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +29,7 @@ use crate::policies::plan::{ByDemand, Plan};
 use crate::policies::validate::{InstanceShare, ShareSize};
 use crate::read::{Node, Observed};
 
-/// Maximum time for a node to reach its desired state, unless its policy sets `dynamic.timeout`.
+/// Maximum time for a node to reach its desired state, unless the policy sets `dynamic.timeout`.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 /// Minimum deadline, even if `dynamic.timeout` is shorter. Creating one MIG instance takes a
 /// second.
@@ -38,51 +38,51 @@ const MIN_DEADLINE: Duration = Duration::from_secs(5);
 /// maximum backoff.
 const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
-/// Maximum time by which a watch may lag behind a write. After that, a different spec comes from
-/// another writer.
+/// Maximum time by which a watch may lag behind a write. If the spec differs later, another writer
+/// changed it.
 const MAX_WATCH_LAG: Duration = Duration::from_secs(10);
 
-/// A GPU: the name of its node, and its UUID.
+/// Identifies a GPU by the name of its node and its UUID.
 pub type GpuKey = (String, String);
 
 /// Progress of a GPU towards its desired partition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Progress {
-    /// It has the partition.
+    /// The GPU has the partition.
     Reached,
-    /// The agent is working on it.
+    /// The agent is repartitioning the GPU.
     Changing,
     /// Pods use slices that must be removed first.
     Blocked,
-    /// It failed or was refused. Contains the agent's message.
+    /// The change failed, or the agent refused it. Contains the agent's message.
     Failed(String),
 }
 
-/// What the operator remembers between passes. Times are durations since the process started.
+/// State that the operator keeps between passes. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub struct History {
     /// GPUs being repartitioned, with the partition and the start time.
     changing: BTreeMap<GpuKey, (Partition, Duration)>,
-    /// Nodes whose agent has not read its spec yet, with the spec's generation and the time of the
-    /// first unread spec.
+    /// Nodes whose agent has not read its spec yet. Each value is the spec's generation and the
+    /// time of the first unread spec.
     unread: BTreeMap<String, (Option<i64>, Duration)>,
     /// GPUs that failed to reach a partition.
     failures: BTreeMap<GpuKey, Failure>,
     /// The node of each pod in the last plan.
     pub placements: BTreeMap<String, String>,
-    /// Specs that were written and that a watch may not have returned yet, with the previous
-    /// generation and the time of the write.
+    /// Written specs that a watch may not have returned yet, each with the previous generation and
+    /// the time of the write.
     written: BTreeMap<String, (Option<i64>, GpuNodeSpec, Duration)>,
 }
 
 /// A failure to reach a partition.
 #[derive(Debug, Clone, PartialEq)]
 struct Failure {
-    /// The desired partition.
+    /// The partition that the GPU did not reach.
     partition: Partition,
     /// The agent's message.
     message: String,
-    /// The number of consecutive failures.
+    /// Number of consecutive failures.
     times: u32,
     /// When the next attempt is allowed.
     until: Duration,
@@ -97,9 +97,10 @@ pub struct PlannerInput {
     pub repartitionable: BTreeSet<GpuKey>,
     /// Nodes on which a repartitioning is in progress.
     pub changing: BTreeSet<String>,
-    /// Nodes excluded from the plan, and the reason.
+    /// Nodes excluded from the plan, each with the reason.
     pub excluded_nodes: BTreeMap<String, String>,
-    /// GPUs that are excluded from the plan or remain unchanged after a failure, and the reason.
+    /// GPUs that are excluded from the plan or remain unchanged after a failure, each with the
+    /// reason.
     pub excluded_gpus: BTreeMap<GpuKey, String>,
     /// Time until the next deadline.
     pub next: Option<Duration>,
@@ -115,7 +116,7 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
-    // The agent retries. Pods do not wait for the retry, because other GPUs may have room for them.
+    // The agent retries. Pods do not wait for the retry, because other GPUs may have room.
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return Progress::Failed(step.message.clone());
     }
@@ -129,7 +130,8 @@ fn deadline(plan: &Plan, node: &str) -> Duration {
     timeout.unwrap_or(DEADLINE).max(MIN_DEADLINE)
 }
 
-/// The agent's message about what a GPU waits for, with a leading colon; empty if it reports none.
+/// The agent's message about the pods that block a GPU's change, with a leading colon. Empty if the
+/// agent reports no message.
 fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let step =
@@ -166,8 +168,8 @@ impl History {
         self.written.insert(node.to_owned(), (generation, spec.clone(), now));
     }
 
-    /// Replaces specs in `observed` by specs that were written later, if the watch lags. A plan
-    /// from the older spec could give a node a different spec while it is changing.
+    /// Replaces specs in `observed` with specs that were written later, if the watch lags. A plan
+    /// based on the older spec could write a different spec to a node that is already changing.
     pub fn restore_writes(&mut self, observed: &mut Observed, now: Duration) {
         self.written.retain(|name, (before, spec, at)| {
             let Some(shared) = observed.nodes.get_mut(name).and_then(|node| node.gpu_node.as_mut()) else {
@@ -197,7 +199,7 @@ impl History {
             if has_read(node) {
                 self.unread.remove(name);
             } else if self.unread.get(name).is_none_or(|(of, _)| *of != generation) {
-                // The time counts from the first spec that was not read.
+                // The deadline counts from the first spec that the agent has not read.
                 let since = self.unread.get(name).map_or(now, |(_, since)| *since);
                 self.unread.insert(name.clone(), (generation, since));
             }
@@ -219,8 +221,8 @@ impl History {
                 }
                 match &progress {
                     Progress::Changing => {}
-                    // Keep the start time, so that the deadline of a late GPU does not restart
-                    // while its desired partition does not change.
+                    // Keep the start time. Otherwise the deadline of a late GPU would restart
+                    // although its desired partition has not changed.
                     Progress::Failed(message) => self.fail(&at, &spec.partition, message, now),
                     Progress::Reached | Progress::Blocked => {
                         self.changing.remove(&at);
@@ -348,7 +350,7 @@ impl NodeBuilder<'_> {
                         .excluded_gpus
                         .insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
                     pin(&mut planned);
-                    // The plan gives the GPU its present slices as its partition.
+                    // The GPU is pinned, so its present slices become its desired partition.
                     if !changing && left_out.is_none() {
                         input.repartitionable.insert(at);
                     }
@@ -380,7 +382,7 @@ impl NodeBuilder<'_> {
         });
     }
 
-    /// Returns why the node is excluded, if it is.
+    /// Returns why the node is excluded. `None` if the node is not excluded.
     fn exclusion(&self, deadline: Duration, input: &mut PlannerInput) -> Option<String> {
         match self.node.agent {
             None => return Some("no Cleave agent runs on the node".to_owned()),
@@ -438,7 +440,8 @@ impl NodeBuilder<'_> {
         planned
     }
 
-    /// Converts a GPU that is not partitioned on demand. Its present or desired slices can be used.
+    /// Converts a GPU that is not partitioned on demand. Pods can use its present or desired
+    /// slices.
     fn fixed(&self, gpu: &GpuStatus, planned: &mut Gpu) {
         let wanted =
             self.plan.nodes.get(self.name).and_then(|spec| spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid));
@@ -448,7 +451,8 @@ impl NodeBuilder<'_> {
         };
         let named = planned.slices.iter().map(|slice| slice.resource.as_str());
         let shares: BTreeSet<&str> = named.filter(|name| is_shares(name)).collect();
-        // The planner knows the default names. Only a name that a policy sets must be passed on.
+        // The planner has the default names. Only a name that a policy sets must be passed to the
+        // planner.
         planned.resource_name = shares.first().map(|&name| name.to_owned());
         if let Some(slice) = planned.slices.iter().find(|slice| slice.profile.is_some()) {
             planned.mig_sharing =
@@ -497,14 +501,14 @@ impl NodeBuilder<'_> {
     }
 }
 
-/// Makes sure that the next pass is not later than `at`.
+/// Ensures that the next pass runs no later than at `at`.
 fn limit_next(input: &mut PlannerInput, at: Duration, now: Duration) {
     let from_now = at.saturating_sub(now);
     input.next = Some(input.next.map_or(from_now, |next| next.min(from_now)));
 }
 
-/// Makes the planner keep a GPU's slices. A GPU that has no slices or is used as a whole is planned
-/// as a whole GPU.
+/// Forces the planner to keep a GPU's slices. A GPU that has no slices or is used as a whole is
+/// planned as a whole GPU.
 fn pin(gpu: &mut Gpu) {
     if gpu.slices.iter().all(|slice| slice.resource == RESOURCE_GPU) {
         gpu.mode = Mode::Whole;
@@ -513,7 +517,7 @@ fn pin(gpu: &mut Gpu) {
     }
 }
 
-/// Whether a resource stands for shares or replicas of whole GPUs.
+/// Whether a resource names shares or replicas of whole GPUs.
 fn is_shares(resource: &str) -> bool {
     resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized(resource).is_none()
 }
@@ -526,8 +530,8 @@ fn has(gpu: &Gpu, resource: &str) -> bool {
     gpu.slices.iter().any(|slice| slice.resource == resource && !slice.in_use)
 }
 
-/// Marks `count` units of a resource on one device as in use: on the device with the fewest free
-/// units that fit.
+/// Marks `count` units of a resource on one device as in use. Chooses the device with the fewest
+/// free units that suffice.
 fn take_free(gpus: &mut [Gpu], resource: &str, count: u32) {
     if resource == RESOURCE_GPU {
         if let Some(gpu) = gpus.iter_mut().filter(|gpu| has(gpu, resource)).min_by_key(|gpu| gpu.index) {

@@ -20,16 +20,16 @@ use serde_json::json;
 use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
 use crate::read::{Node, Observed};
 
-/// Maximum number of names that a sentence lists. It then states the number of omitted names.
+/// Maximum number of names in a sentence. A longer list ends with the number of omitted names.
 const MAX_LISTED_NAMES: usize = 8;
 
 /// A policy's status could not be written.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to write the status of SharingPolicy {policy}")]
 pub struct Error {
-    /// The policy's name.
+    /// Name of the policy.
     pub policy: String,
-    /// The error of the request.
+    /// Error of the request.
     #[source]
     pub source: kube::Error,
 }
@@ -37,9 +37,9 @@ pub struct Error {
 /// A status to write, and the conditions to publish Events for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Update {
-    /// The policy's name.
+    /// Name of the policy.
     pub policy: String,
-    /// The policy's resource version.
+    /// The policy's `resourceVersion` before the write.
     pub from: Option<String>,
     /// The new status.
     pub status: SharingPolicyStatus,
@@ -53,20 +53,20 @@ pub type WrittenStatuses = BTreeMap<String, WrittenStatus>;
 /// A status that this process has written.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WrittenStatus {
-    /// The policy's resource version before the write.
+    /// The policy's `resourceVersion` before the write.
     pub from: Option<String>,
     /// The written status.
     pub status: SharingPolicyStatus,
 }
 
-/// Returns the statuses that differ from those of the policies. Pure: `now` is the transition time
+/// Returns the statuses that differ from those in the policies. Pure: `now` is the transition time
 /// of conditions that change.
 pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now: Timestamp) -> Vec<Update> {
     let differs = |(name, report): (&String, &Report)| {
         let last = written.get(name);
         let (meta, old) = match observed.policies.get(name)? {
-            // If the watch has not returned the last write yet, compare with what was written.
-            // Otherwise the same status would be written twice.
+            // If the watch has not returned the last write yet, compare with the written status.
+            // Otherwise the operator would write the same status twice.
             Ok(policy) => match last.filter(|last| last.from == policy.metadata.resource_version) {
                 Some(last) => (&policy.metadata, Some(last.status.clone())),
                 None => (&policy.metadata, policy.status.clone()),
@@ -89,7 +89,7 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
     plan.policies.iter().filter_map(differs).collect()
 }
 
-/// Writes a status. The object in the answer may be malformed and is ignored.
+/// Writes a status. The returned object may be malformed and is ignored.
 ///
 /// # Errors
 /// The API server refused the write or could not be reached.
@@ -105,17 +105,17 @@ pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) 
     written.map(drop).map_err(|source| Error { policy: update.policy.clone(), source })
 }
 
-/// Returns the Event for a changed condition; `None` if the change needs no Event.
+/// Returns the Event for a changed condition. `None` if the change needs no Event.
 pub fn event(changed: &Condition) -> Option<Event> {
     let good = match changed.type_.as_str() {
         CONDITION_CONFLICT => changed.status == "False",
         _ => changed.status == "True",
     };
-    // Of the conditions that improve, only Ready gets an Event, because users wait for it.
+    // Of the conditions that improve, only Ready causes an Event, because users wait for it.
     if good && changed.type_ != CONDITION_READY {
         return None;
     }
-    // Other conditions report these reasons too, or the reasons last only for a moment.
+    // Other conditions report these reasons too, or the reasons apply only briefly.
     let reported_elsewhere =
         [reason::MALFORMED, reason::INVALID, reason::APPLYING, reason::OVERRIDDEN].contains(&changed.reason.as_str());
     if changed.type_ == CONDITION_READY && reported_elsewhere {
@@ -162,8 +162,8 @@ fn evaluate(
             reason: verdict.reason.to_owned(),
             message: verdict.message,
             observed_generation: Some(generation),
-            // As in Kubernetes, the time at which `status` changed. A changed message does not
-            // count.
+            // As in Kubernetes, the time at which `status` changed. A change of the message does
+            // not count.
             last_transition_time: before
                 .filter(|before| before.status == status)
                 .map_or(Time(now), |before| before.last_transition_time.clone()),
@@ -215,7 +215,7 @@ fn accepted(report: &Report) -> Verdict {
         }
         None => {}
     }
-    // Nodes that have not reported may have the missing GPUs.
+    // Nodes that have not reported yet may have the missing GPUs.
     if report.unreported.is_empty() && !report.models.is_empty() && matches_nothing(report) {
         let known = report.models.iter().map(|(model, gpus)| format!("{model} ({gpus})"));
         let known = listed(known.collect());
@@ -252,7 +252,7 @@ fn matches_nothing(report: &Report) -> bool {
     report.following.is_empty() && report.unsupported.is_empty() && report.overridden.is_empty()
 }
 
-/// Whether another policy takes GPUs that this one selects.
+/// Whether GPUs that this policy selects follow another policy.
 fn conflict(report: &Report) -> Verdict {
     if report.overridden.is_empty() {
         return Verdict::no(reason::NO_CONFLICT, "");
@@ -311,7 +311,7 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     Verdict::no(reason, shorten(&sentences.join("; "), 2000))
 }
 
-/// The reason why a valid policy has no GPU.
+/// Why a valid policy has no GPU.
 fn nothing_to_share(report: &Report) -> Verdict {
     if !report.unreported.is_empty() {
         let nodes = listed(report.unreported.iter().cloned().collect());
@@ -341,7 +341,7 @@ fn nothing_to_share(report: &Report) -> Verdict {
     Verdict::no(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches spec.gpus")
 }
 
-/// What keeps a GPU from being ready. Ordered by importance.
+/// Reasons why a GPU is not ready, ordered by importance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Problem {
     Failed,
@@ -409,8 +409,8 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
         return Some((Problem::Unhealthy, format!("{} is unhealthy: {why}", name(at))));
     }
-    // A restarting daemon serves again within moments. If it does not, the GPU's health reports
-    // that.
+    // A restarting daemon usually serves again soon. Otherwise the GPU's health reports the
+    // failure.
     let serves = |state: &str| matches!(state, "Active" | "Starting" | "Restarting" | "");
     if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {
         let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };
@@ -419,7 +419,7 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
     None
 }
 
-/// Whether the kubelet has the slices of a partition. Compares totals by resource.
+/// Whether the kubelet lists the slices of a partition. Compares totals by resource.
 fn has_slices_of(partition: &Partition, gpu: &GpuStatus) -> bool {
     let mut desired: BTreeMap<&str, u32> = BTreeMap::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
@@ -466,7 +466,7 @@ fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (Problem, St
     }
 }
 
-/// The GPUs that do not support their policy, and the reason.
+/// The GPUs that do not support their policy, each with the reason.
 fn unsupported(report: &Report) -> String {
     let sentences: BTreeSet<String> =
         report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", name(at))).collect();
@@ -483,7 +483,7 @@ fn name(at: &GpuRef) -> String {
     format!("GPU {} of {}", at.index, at.node)
 }
 
-/// `GPU 0 of node1`, or `4 GPUs of node1, node2`.
+/// Formats a list of GPUs: `GPU 0 of node1`, or `4 GPUs of node1, node2`.
 fn gpu_list(gpus: &[GpuRef]) -> String {
     match gpus {
         [one] => name(one),

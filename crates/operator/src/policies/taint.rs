@@ -1,7 +1,8 @@
-//! Taints nodes that can serve no pod: all of their GPUs are lost or need a reset, or their agent
-//! is not ready. Off by default.
+//! Taints nodes that can serve no pod, because all of their GPUs are lost or need a reset, or
+//! because their agent is not ready. Off by default.
 //!
-//! [`Taints`] decides and is pure. [`write`] changes only this taint of a node, with a JSON patch.
+//! [`Taints`] decides and is pure. [`write`] changes only Cleave's taint of a node, with a JSON
+//! patch.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -13,34 +14,34 @@ use serde_json::{Value, json};
 use crate::read::{Node, Observed};
 
 /// Time for which an agent may be not ready before its node is tainted. An upgrade of the agent
-/// takes a second; the start of a node takes longer.
+/// needs a second. The start of a node needs more.
 pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Keeps new pods away. Running pods continue.
+/// Effect of the taint. It keeps new pods away, and running pods continue.
 const EFFECT: &str = "NoSchedule";
 
 /// A change to one node's taints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Change {
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// Why the node gets the taint; `None` if the taint is removed.
+    /// Why the node is tainted. `None` if the taint is removed.
     pub why: Option<&'static str>,
-    /// A JSON patch.
+    /// JSON patch of the node's taints.
     pub patch: Value,
 }
 
 /// Whether a node can serve pods with GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// It can serve pods, or its state is unknown.
+    /// The node can serve pods, or its state is unknown.
     Usable,
-    /// It cannot serve pods. Contains the reason.
+    /// The node cannot serve pods. Contains the reason.
     Unusable(&'static str),
-    /// Its agent has been not ready for this long.
+    /// The node's agent has been not ready for this long.
     NotReady(Duration),
 }
 
-/// The nodes whose agent is not ready, with the time at which it became not ready.
+/// Nodes whose agent is not ready, each with the time at which the agent became not ready.
 #[derive(Debug, Default)]
 pub(crate) struct Taints {
     away: BTreeMap<String, Duration>,
@@ -73,7 +74,7 @@ impl Taints {
     }
 
     fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
-        // A node whose agent has not reported any GPU may have none, so it gets no taint.
+        // A node whose agent has not reported any GPU may have no GPU, so it is not tainted.
         let Some(gpus) = node.reported().filter(|gpus| !gpus.is_empty()) else {
             self.away.remove(name);
             return Verdict::Usable;
@@ -113,8 +114,8 @@ fn remove(index: usize) -> Value {
     ])
 }
 
-/// Writes one change. If the node has changed since, the API server refuses it, and the next pass
-/// reads the node again.
+/// Writes one change. If the node changed after the decision, the API server refuses the patch, and
+/// the next pass reads the node again.
 ///
 /// # Errors
 /// The request failed.

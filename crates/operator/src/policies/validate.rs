@@ -1,7 +1,7 @@
 //! Parses a policy's fields into types that cannot represent an invalid policy. Pure.
 //!
-//! The rules are those of the CRD (`cleave_api::sharingpolicy`). They are checked again, because an
-//! object may have been stored under an older CRD, or under one whose rules were removed.
+//! The rules equal the CRD's rules (`cleave_api::sharingpolicy`). The operator checks them again,
+//! because an object may have been stored under an older CRD, or under a CRD without the rules.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -23,17 +23,17 @@ const MAX_INSTANCES: usize = 8;
 /// A valid policy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Policy {
-    /// Its name.
+    /// Name of the policy.
     pub name: String,
-    /// When it was created. A policy without this time counts as the youngest.
+    /// When the policy was created. A policy without this time counts as the youngest.
     pub created: Option<Timestamp>,
     /// Labels that a node must have. An empty map selects every node.
     pub nodes: BTreeMap<String, String>,
-    /// Which GPUs of the selected nodes it applies to.
+    /// Which GPUs of the selected nodes the policy applies to.
     pub gpus: GpuSelector,
-    /// How a GPU is shared.
+    /// How the policy shares a GPU.
     pub share: SharingMode,
-    /// What happens to a pod that uses a GPU outside its share.
+    /// How Cleave handles a pod that uses a GPU outside its share.
     pub enforcement: Enforcement,
     /// Time to wait for further pods, and for a node to change.
     pub dynamic: Gathering,
@@ -42,7 +42,7 @@ pub struct Policy {
 /// How a policy shares a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SharingMode {
-    /// Not shared.
+    /// The GPU is not shared.
     Whole,
     /// MPS shares of the whole GPU.
     Mps(MpsShare),
@@ -68,7 +68,7 @@ pub struct Demand {
     pub mode: PlannerMode,
     /// Rules for all MPS slices.
     pub mps: MpsRules,
-    /// The equal shares that a GPU can have; `None` if only sized MPS slices are allowed.
+    /// The equal shares that a GPU can have. `None` if only sized MPS slices are allowed.
     pub shares: Option<ShareSize>,
     /// The replicas that a GPU can have.
     pub time_slicing: Option<ReplicaRules>,
@@ -79,18 +79,18 @@ pub struct Demand {
 /// Rules for all MPS slices of a GPU, whatever their size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MpsRules {
-    /// How the SM limit is set.
+    /// How strictly SMs are limited.
     pub threads: Threads,
     /// Whether memory is limited.
     pub limited: bool,
-    /// Whether clients of several UIDs share a server.
+    /// Whether clients of several UIDs share an MPS server.
     pub multi_user: bool,
     /// The compute mode of the GPU while it serves MPS.
     pub compute_mode: ComputeMode,
     /// Maximum number of processes per allocation.
     pub max_clients: Option<u32>,
-    /// The number of parts that an allocation's memory limit is divided into. Each process gets one
-    /// part.
+    /// Number of parts into which an allocation's memory limit is divided. Each process receives
+    /// one part.
     pub memory_parts: u32,
 }
 
@@ -111,7 +111,7 @@ impl Default for MpsRules {
 /// How a policy shares a MIG instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum InstanceShare {
-    /// Not shared.
+    /// The instance is not shared.
     Whole,
     /// MPS shares.
     Mps(MpsShare),
@@ -130,21 +130,21 @@ pub struct MpsShare {
     pub resource: Option<String>,
 }
 
-/// The number of shares, or the size of one.
+/// The number of shares, or the size of one share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShareSize {
-    /// The number of shares, from 1 to 48.
+    /// Number of shares, from 1 to 48.
     Units(u32),
-    /// The size of one share, at least 1 MiB.
+    /// Size of one share, at least 1 MiB.
     Memory(Mebibytes),
 }
 
 /// Time-sliced replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReplicaRules {
-    /// The number of replicas, from 1 to [`MAX_REPLICAS`].
+    /// Number of replicas, from 1 to [`MAX_REPLICAS`].
     pub replicas: u32,
-    /// The length of a time slice.
+    /// Length of a time slice.
     pub interval: Interval,
     /// The resource name, if the policy sets one.
     pub resource: Option<String>,
@@ -160,21 +160,21 @@ pub struct Gathering {
 }
 
 impl MpsShare {
-    /// The name of the extended resource for shares of a whole GPU.
+    /// Name of the extended resource for shares of a whole GPU.
     pub fn resource(&self) -> &str {
         self.resource.as_deref().unwrap_or(RESOURCE_MPS)
     }
 }
 
 impl ReplicaRules {
-    /// The name of the extended resource for replicas of a whole GPU.
+    /// Name of the extended resource for replicas of a whole GPU.
     pub fn resource(&self) -> &str {
         self.resource.as_deref().unwrap_or(RESOURCE_TIMESLICE)
     }
 }
 
-/// The name of the extended resource for shares or replicas of a MIG instance. The default is the
-/// name that NVIDIA's device plugin uses.
+/// Name of the extended resource for shares or replicas of a MIG instance. NVIDIA's device plugin
+/// uses the same default.
 pub fn shared_instance_resource(profile: &str, named: Option<&str>) -> String {
     named.map_or_else(|| format!("{}.shared", mig_resource(profile)), str::to_owned)
 }
@@ -185,32 +185,32 @@ pub enum Error {
     /// A number is outside its range.
     #[error("{field} is {value}; it must be from {least} to {most}")]
     Range {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field.
         value: u32,
-        /// The minimum value.
+        /// Minimum value.
         least: u32,
-        /// The maximum value.
+        /// Maximum value.
         most: u32,
     },
-    /// A text is not what the field needs.
+    /// A text does not have the form that the field requires.
     #[error("{field} is {:?}; it must be {expected}", beginning(value))]
     Text {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field.
         value: String,
-        /// What the field needs.
+        /// The form that the field requires.
         expected: &'static str,
     },
-    /// Fields contradict each other, or one is missing.
+    /// Fields contradict each other, or a field is missing.
     #[error("{0}")]
     Shape(&'static str),
 }
 
-/// The part of a text that an error quotes. A stored text may have any length if the CRD's rules
-/// were removed.
+/// The part of a text that an error quotes. A stored text may have any length if the CRD lacked the
+/// rules.
 fn beginning(text: &str) -> String {
     text.chars().take(100).collect()
 }
@@ -423,7 +423,7 @@ fn is_profile(text: &str) -> bool {
 }
 
 /// Checks the sharing of MIG instances that are created on demand. They need a fixed number of
-/// shares: a request for shares must determine which instance to create.
+/// shares, because a request for shares must determine which instance to create.
 fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     match each {
         InstanceShare::Mps(MpsShare { size: ShareSize::Memory(_), .. }) => Err(Error::Shape(
@@ -433,9 +433,9 @@ fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     }
 }
 
-/// The demand of mode Auto. Sized slices, MIG instances and whole GPUs are always allowed, shares
-/// and replicas only if their sections give a number. A `mig.layout` is checked and then ignored,
-/// because pods determine the instances.
+/// The demand of mode Auto. Sized slices, MIG instances and whole GPUs are always allowed. Shares
+/// and replicas are allowed only if their sections specify a number. A `mig.layout` is checked and
+/// then ignored, because pods determine the instances.
 fn auto(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
         SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => by_demand(each)?,
@@ -547,7 +547,7 @@ mod tests {
         }
     }
 
-    /// An object that was stored before a rule existed is refused here by the same rule.
+    /// The operator refuses an object that was stored before a CRD rule existed, by the same rule.
     #[test]
     fn policies_that_the_crd_refuses_are_invalid() {
         for (name, text) in fixtures("bad") {

@@ -10,13 +10,13 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use super::hosts::{Host, regarding};
 use super::view::View;
 
-/// Time for which MPS must be unused on a closed node before its host is replaced. In that time,
-/// pods that bypass the gate become visible in the watches.
+/// Time for which MPS must be unused on a closed node before its host is replaced. During this
+/// time, the watches report pods that bypass the gate.
 pub(crate) const IDLE_TIME: Duration = Duration::from_secs(2);
 /// Maximum time from the deletion of a host until its successor serves.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
-/// Time for which a host must serve before others are replaced. A crash-looping host serves only
-/// for moments.
+/// Time for which a host must serve before other hosts are replaced. A crash-looping host serves
+/// only briefly.
 pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
 /// Minimum time between two updates. The gate reconciles more often, on each change of a pod.
 pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
@@ -28,17 +28,17 @@ const BATCH_DIVISOR: usize = 10;
 /// Maximum number of nodes that a message names.
 const MAX_NAMED_NODES: usize = 4;
 
-/// A host whose pod is to be deleted.
+/// A host whose pod the operator deletes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Replacement {
-    /// The name of the node.
+    /// Name of the node.
     pub node: String,
     /// The host on the node.
     pub host: Host,
 }
 
 impl Replacement {
-    /// The `DaemonSet`, for Events.
+    /// The host's `DaemonSet`, for Events.
     pub(crate) fn regarding(&self) -> ObjectReference {
         regarding(&self.host)
     }
@@ -47,15 +47,16 @@ impl Replacement {
 /// The actions to take now, and the state of the rollout.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Step {
-    /// Hosts whose pods to delete.
+    /// Hosts whose pods the operator deletes.
     pub replace: Vec<Replacement>,
-    /// Why replacement stopped and which `DaemonSet` is affected, if this was not reported yet.
+    /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
+    /// reported.
     pub news: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
     pub stopped: bool,
-    /// Nodes whose outdated host is not replaced yet, and the reason.
+    /// Nodes whose outdated host is not replaced yet, each with the reason.
     pub waiting: BTreeMap<String, String>,
-    /// The number of outdated hosts.
+    /// Number of outdated hosts.
     pub outdated: usize,
     /// Time until the next update, even if nothing changes.
     pub next: Option<Duration>,
@@ -68,22 +69,22 @@ struct Outage {
     why: String,
     /// Whether the host itself is down, and not only one of its daemons.
     down: bool,
-    /// Whether it has been down for longer than [`START_TIMEOUT`].
+    /// Whether the host has been down for longer than [`START_TIMEOUT`].
     late: bool,
-    /// When it began to serve again. The outage ends after [`STEADY_TIME`] of service.
+    /// When the host began to serve again. The outage ends after [`STEADY_TIME`] of service.
     serving: Option<Duration>,
 }
 
 /// The state of the rollout between updates. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rollout {
-    /// Closed nodes, on which no MPS shares are reserved, with the UID of the host to replace and
-    /// the time of closing.
+    /// Closed nodes, on which no MPS shares are reserved. Each value is the UID of the host to
+    /// replace and the time of closing.
     closed: BTreeMap<String, (String, Duration)>,
     /// The UIDs of deleted hosts, by node, until a successor serves.
     deleted: BTreeMap<String, String>,
     outages: BTreeMap<String, Outage>,
-    /// The time until which replacement is suspended because the API server refused a deletion.
+    /// When the suspension ends that began when the API server refused a deletion.
     suspended: Option<Duration>,
     /// Why replacement is stopped, as last reported.
     reported: Option<String>,
@@ -96,7 +97,7 @@ impl Rollout {
     }
 
     /// Returns the text to add to the message of a waiting pod that could use these nodes. Empty if
-    /// no requested resource is withheld.
+    /// the nodes withhold none of the requested resources.
     pub(crate) fn describe_withheld(&self, asks: &[Ask], nodes: &[&str]) -> String {
         let nodes = nodes.iter().copied().filter(|_| asks.iter().any(|ask| is_mps(&ask.resource)));
         let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(MAX_NAMED_NODES).collect();
@@ -166,7 +167,7 @@ impl Rollout {
         self.suspended = Some(up.saturating_add(REFUSAL_BACKOFF));
     }
 
-    /// Updates which hosts serve.
+    /// Updates which hosts do not serve, and since when.
     fn update_outages(&mut self, nodes: &BTreeMap<String, View>, up: Duration) {
         self.outages.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {
@@ -191,7 +192,7 @@ impl Rollout {
         self.suspended = self.suspended.filter(|until| *until > up);
     }
 
-    /// Returns why replacement is stopped, if it is.
+    /// Returns why replacement is stopped. `None` if replacement is not stopped.
     fn stopped(&self, nodes: &BTreeMap<String, View>) -> Option<String> {
         let counts = |name: &str| nodes.get(name).is_some_and(|view| !view.excused);
         let late: Vec<_> = self.outages.iter().filter(|(name, outage)| outage.late && counts(name)).collect();
@@ -208,7 +209,7 @@ impl Rollout {
         })
     }
 
-    /// Closes nodes, up to the number of hosts that may be replaced at a time.
+    /// Selects nodes to close, up to the number of hosts that may be replaced at a time.
     fn choose(&mut self, nodes: &BTreeMap<String, View>, up: Duration, stopped: bool) {
         if stopped || self.suspended.is_some() {
             self.closed.clear();
@@ -219,7 +220,8 @@ impl Rollout {
         let at_once = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
-        // A host may have stopped serving after nodes were closed, so too many may be closed now.
+        // Hosts may have stopped serving since nodes were closed, so too many nodes may be closed
+        // now.
         while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > at_once {
             self.closed.pop_last();
         }

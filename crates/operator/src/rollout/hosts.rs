@@ -13,17 +13,17 @@ use serde::Deserialize;
 use crate::pods::full_name;
 use crate::read::{self, AgentPod, AgentStore};
 
-/// The label that names the revision of a `DaemonSet`'s pod. `ControllerRevision`s have it too.
+/// Label that names the revision of a `DaemonSet`'s pod. `ControllerRevision`s have the same label.
 pub(super) const HASH: &str = "controller-revision-hash";
 
-/// The kept part of a `DaemonSet`'s revision. Its template is dropped.
+/// The fields of a `DaemonSet`'s revision that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "ControllerRevision")]
 pub struct Revision {
     /// Labels and owner.
     pub metadata: ObjectMeta,
-    /// Its number. The newest revision has the highest number, even if an old template was
-    /// restored.
+    /// Number of the revision. The newest revision has the highest number, even if an old template
+    /// was restored.
     #[serde(default)]
     pub revision: i64,
 }
@@ -33,7 +33,7 @@ pub struct Revision {
 pub struct Hosts {
     /// The pods of MPS hosts.
     pub pods: Vec<Arc<AgentPod>>,
-    /// Revisions of their `DaemonSet` and of the agents' `DaemonSet`.
+    /// Revisions of the MPS hosts' `DaemonSet` and of the agents' `DaemonSet`.
     pub revisions: Vec<Arc<Revision>>,
 }
 
@@ -47,8 +47,8 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Returns the stored objects; `None` until both watches have listed them. The gate does not
-    /// wait for these lists.
+    /// Returns the stored objects. `None` until both watches have listed their objects. The gate
+    /// does not wait for these lists.
     pub(crate) fn state(&self) -> Option<Hosts> {
         let listed = matches!(self.pods.wait_until_ready().now_or_never(), Some(Ok(())))
             && matches!(self.revisions.wait_until_ready().now_or_never(), Some(Ok(())));
@@ -56,12 +56,13 @@ impl Watched {
     }
 }
 
-/// The newest revision of each `DaemonSet`, by its UID.
+/// The newest revision of each `DaemonSet`, by the UID of the `DaemonSet`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Newest(BTreeMap<String, (i64, String)>);
 
 impl Newest {
-    /// Finds the newest revisions. Revisions without an owner or the label are ignored.
+    /// Finds the newest revision of each `DaemonSet`. Ignores revisions without an owner or the
+    /// label.
     pub(crate) fn of<'a>(revisions: impl IntoIterator<Item = &'a Revision>) -> Self {
         let mut newest: BTreeMap<String, (i64, String)> = BTreeMap::new();
         for Revision { metadata, revision } in revisions {
@@ -98,19 +99,19 @@ fn hash(metadata: &ObjectMeta) -> Option<&str> {
 /// A node's MPS host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Host {
-    /// Its pod, `namespace/name`.
+    /// The host's pod, as `namespace/name`.
     pub pod: String,
     /// The pod's UID.
     pub uid: String,
-    /// The revision of the pod.
+    /// Hash that names the revision of the pod.
     pub hash: String,
-    /// Name and UID of its `DaemonSet`.
+    /// Name and UID of the host's `DaemonSet`.
     pub set: (String, String),
-    /// Whether its `DaemonSet` has a newer revision.
+    /// Whether the host's `DaemonSet` has a newer revision.
     pub outdated: bool,
-    /// Whether it is ready.
+    /// Whether the pod is ready.
     pub ready: bool,
-    /// Whether it is being deleted.
+    /// Whether the pod is being deleted.
     pub terminating: bool,
 }
 
@@ -130,7 +131,7 @@ impl Host {
     }
 }
 
-/// MPS hosts by node. If a node has two hosts and one is being deleted, returns the other.
+/// MPS hosts by node. If a node has two hosts and one is being deleted, the map contains the other.
 pub(crate) fn by_node<'a>(hosts: &'a Hosts, newest: &Newest) -> BTreeMap<&'a str, Host> {
     let mut found: BTreeMap<&str, Host> = BTreeMap::new();
     for pod in &hosts.pods {

@@ -12,7 +12,7 @@ use crate::write::WRITE_TIMEOUT;
 pub(crate) enum Deleted {
     /// The pod terminates.
     Done,
-    /// The pod no longer exists or is no longer outdated. A new pod may have its name.
+    /// The pod no longer exists or is no longer outdated. A new pod may have the same name.
     Gone,
     /// The request failed.
     Failed(kube::Error),
@@ -21,7 +21,7 @@ pub(crate) enum Deleted {
 }
 
 impl Deleted {
-    /// The value of the `result` label in metrics.
+    /// Value of the `result` label in metrics.
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
             Self::Done => "replaced",
@@ -31,7 +31,7 @@ impl Deleted {
     }
 }
 
-/// Deletes the pod of a host if it still has this UID and is outdated.
+/// Deletes the pod of a host if the pod's UID is unchanged and the pod is outdated.
 pub(crate) async fn replace(client: &Client, watched: &Watched, replacement: &Replacement) -> Deleted {
     match tokio::time::timeout(WRITE_TIMEOUT, delete(client, watched, &replacement.host)).await {
         Ok(Ok(true)) => Deleted::Done,
@@ -43,9 +43,9 @@ pub(crate) async fn replace(client: &Client, watched: &Watched, replacement: &Re
 }
 
 async fn delete(client: &Client, watched: &Watched, host: &Host) -> Result<bool, kube::Error> {
-    // The watch of revisions may lag behind the watch of pods. A pod of a revision that the watch
-    // has not returned yet would seem outdated. So list the revisions: a list is at least as new as
-    // the objects that the watches returned.
+    // The watch of revisions may lag behind the watch of pods, so a pod of an unreported revision
+    // would seem outdated. List the revisions instead: a list is at least as new as the objects
+    // that the watches returned.
     let revisions: Api<Revision> = Api::namespaced(client.clone(), &watched.namespace);
     let listed = revisions.list(&ListParams::default()).await?;
     if !Newest::of(&listed.items).is_outdated(&host.set.1, &host.hash) {

@@ -1,4 +1,4 @@
-//! The state of MPS on a node: what uses it, and whether it serves.
+//! Describes the state of MPS on a node: what uses MPS, and whether it serves.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNode;
@@ -15,16 +15,16 @@ const ACTIVE: &str = "Active";
 /// The state of MPS on a node, according to its `GpuNode`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Mps {
-    /// Why a daemon does not serve; `None` if all serve, or if the GPU itself is the cause.
+    /// Why a daemon does not serve. `None` if all daemons serve, or if the GPU itself is the cause.
     pub trouble: Option<String>,
-    /// What uses MPS on the node, or why that is unknown.
+    /// What uses MPS on the node, or why the users are unknown.
     pub user: Option<String>,
-    /// Time-sliced resources of the node with names that MPS shares could have.
+    /// Time-sliced resources of the node whose names MPS shares could also have.
     time_sliced: BTreeSet<String>,
 }
 
 impl Mps {
-    /// Reads a node's `GpuNode`. `ready` is whether its agent is ready.
+    /// Reads the state from a node's `GpuNode`. `ready` states whether the node's agent is ready.
     pub(crate) fn of(object: &GpuNode, ready: bool) -> Self {
         let mut found = Self { time_sliced: time_sliced(object), ..Self::default() };
         let Some(status) = &object.status else {
@@ -59,14 +59,14 @@ impl Mps {
         Self { user, ..found }
     }
 
-    /// Whether a resource stands for, or may stand for, MPS shares on this node.
+    /// Whether a resource is, or may be, a resource of MPS shares on this node.
     pub(crate) fn serves(&self, resource: &str) -> bool {
         is_mps(resource) && !self.time_sliced.contains(resource)
     }
 }
 
-/// Time-sliced resources with names that MPS shares could have. Excludes names that stand for both
-/// kinds on one node.
+/// Time-sliced resources whose names MPS shares could also have. Excludes names that the node uses
+/// for both kinds.
 fn time_sliced(object: &GpuNode) -> BTreeSet<String> {
     let partitions = || object.spec.gpus.iter().map(|gpu| &gpu.partition);
     let instances = || partitions().flat_map(|partition| partition.mig.iter().flatten().map(|mig| &mig.partition));
@@ -79,7 +79,7 @@ fn time_sliced(object: &GpuNode) -> BTreeSet<String> {
     for slices in shared.flat_map(|shares| &shares.slices) {
         time_sliced.remove(&slices.resource);
     }
-    // The GPU may still serve shares of that name, while pods use slices to remove.
+    // The GPU may still serve shares with the same name while pods use slices that must be removed.
     for gpu in object.status.iter().flat_map(|status| &status.gpus) {
         for slice in gpu.slices.iter().filter(|slice| gpu.mps.iter().any(|daemon| daemon.device == slice.device)) {
             time_sliced.remove(&slice.resource);
@@ -91,13 +91,14 @@ fn time_sliced(object: &GpuNode) -> BTreeSet<String> {
 /// A node's MPS host and MPS users.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct View {
-    /// Its MPS host; `None` if it has none.
+    /// The node's MPS host. `None` if the node has no MPS host.
     pub host: Option<Host>,
     /// Why a daemon does not serve.
     pub trouble: Option<String>,
-    /// What uses MPS on the node, or has a reservation for it.
+    /// What uses MPS on the node, or has a reservation for MPS shares.
     pub busy: Option<String>,
-    /// Whether the node is unreachable or cordoned. Failures there do not count against a release.
+    /// Whether the node is unreachable or cordoned. Failures on such a node do not count against a
+    /// release.
     pub excused: bool,
 }
 
@@ -118,12 +119,13 @@ impl View {
     }
 }
 
-/// Whether a node is unreachable, or an administrator keeps pods away from it.
+/// Whether a node is unreachable, or an administrator keeps pods away from the node.
 pub(crate) fn is_excused(node: &cleave_plan::snapshot::Node) -> bool {
     node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()))
 }
 
-/// For each node, one pod that uses MPS or has a reservation for it, according to the ledger.
+/// For each node, one pod that uses MPS shares or has a reservation for them, according to the
+/// ledger.
 pub(crate) fn pending_users(ledger: &Ledger, serves: impl Fn(&str, &str) -> bool) -> BTreeMap<&str, String> {
     let mut found: BTreeMap<&str, String> = BTreeMap::new();
     for (pod, claim) in ledger.claims() {

@@ -24,26 +24,26 @@ const MAX_MESSAGE: usize = 1000;
 /// A condition to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ConditionUpdate {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
     /// The new condition.
     pub condition: PodCondition,
-    /// Whether its status changes, and not only its reason or message.
+    /// Whether the condition's status changes, and not only its reason or message.
     pub status_changed: bool,
 }
 
 /// A pod to evict.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Eviction {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// The name of its node.
+    /// Name of the pod's node.
     pub node: String,
-    /// The message of the finding.
+    /// Message of the finding.
     pub message: String,
 }
 
@@ -58,7 +58,7 @@ pub(crate) struct Actions {
     pub next: Option<Duration>,
 }
 
-/// What was written and evicted, until the watches return it.
+/// Written conditions and evictions, until the watches return them.
 #[derive(Debug, Default)]
 pub(crate) struct FindingTracker {
     /// Written conditions and when they were written, by pod UID.
@@ -92,7 +92,7 @@ impl FindingTracker {
             let uid = pod.metadata.uid.as_deref().unwrap_or_default();
             let findings = pod.node().and_then(|node| found.get(&(node, uid))).map_or(&[][..], Vec::as_slice);
             let has = pod.status.conditions.iter().find(|condition| condition.type_ == CONDITION_WITHIN_SHARE);
-            // Most pods end here, because no agent ever reported them.
+            // Most pods are skipped here, because no agent ever reported them.
             if findings.is_empty() && has.is_none() && !self.written.contains_key(uid) {
                 continue;
             }
@@ -136,7 +136,7 @@ impl FindingTracker {
     }
 }
 
-/// A finding, and whether the policy of its GPU evicts the pod for it.
+/// A finding, and whether the policy of the finding's GPU evicts the pod.
 type Found<'a> = (&'a FindingStatus, bool);
 
 /// Findings, by node and pod UID.
@@ -154,7 +154,7 @@ fn found(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec
     found
 }
 
-/// The condition for these findings. Without findings, the pod keeps within its share.
+/// The condition for these findings. Without findings, the condition is `WithinShare`.
 fn condition(findings: &[Found<'_>]) -> PodCondition {
     let within = findings.is_empty();
     let messages: Vec<&str> = findings.iter().map(|(finding, _)| finding.message.as_str()).collect();
@@ -183,7 +183,7 @@ pub(crate) mod tests {
 
     fn finding(uid: &str, kind: &str) -> Value {
         json!({"kind": kind, "gpu": "GPU-a", "device": "GPU-a", "uid": uid, "message": format!("{kind}: why"),
-            // These two are ignored. The UID identifies the pod.
+            // The operator ignores these two fields, because the UID identifies the pod.
             "namespace": "kube-system", "pod": "other"})
     }
 
@@ -231,7 +231,7 @@ pub(crate) mod tests {
             (updates(&actions), actions.conditions[0].status_changed),
             (vec![("team/a", "False", "OutsideMps")], false)
         );
-        // A new leader reads what was written from the pod.
+        // A new leader reads the previous leader's condition from the pod.
         let over = FindingTracker::default().decide(&[node("n1", "Report", &json!([]))], &pods, at(70));
         assert_eq!(
             (updates(&over), over.conditions[0].status_changed),

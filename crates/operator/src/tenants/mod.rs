@@ -1,4 +1,5 @@
-//! Reports pods that use a GPU outside their share, and evicts them if the policy specifies that.
+//! Reports pods that use a GPU outside their share, and evicts them if the policy specifies
+//! eviction.
 //!
 //! Agents find such pods (`GpuNode.status.findings`) and have no permission to write pods. The
 //! operator accepts an agent's findings only about pods of the agent's own node. `GpuNode.spec`,

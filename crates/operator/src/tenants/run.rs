@@ -10,7 +10,7 @@ use crate::pod_condition::write;
 use crate::task::{Context, Controller, Trigger};
 use crate::write::publish;
 
-/// Time to gather further changes after the first.
+/// Time to collect further changes after the first change.
 const GATHER_TIME: Duration = Duration::from_millis(200);
 
 /// The controller of tenants.
@@ -27,8 +27,8 @@ impl Tenants {
         Self { context, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
 
-    /// Evicts a pod and reports the eviction. If a disruption budget protects the pod, reports that
-    /// once.
+    /// Evicts a pod and reports the eviction. If a disruption budget protects the pod, reports the
+    /// protection once.
     async fn evict(&mut self, eviction: &Eviction) {
         let Eviction { pod, uid, node, message } = eviction;
         let evicted = evict(&self.context.client, pod, uid).await;

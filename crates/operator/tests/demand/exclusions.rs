@@ -1,4 +1,4 @@
-//! Nodes and GPUs that plans exclude, and nodes on which a pod cannot run.
+//! Tests nodes and GPUs that plans exclude, and nodes on which a pod cannot run.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;

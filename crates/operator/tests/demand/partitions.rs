@@ -1,4 +1,4 @@
-//! GPUs get the partitions that pending pods request.
+//! Tests that GPUs receive the partitions that pending pods request.
 use std::collections::BTreeSet;
 
 use cleave_operator::policies::demand::Reason;
@@ -19,8 +19,8 @@ fn instances_of_mixed_profiles_are_created_for_pods() {
     assert_eq!(profiles, BTreeSet::from(["1g.5gb".to_owned(), "3g.20gb".to_owned()]));
     world.settle();
     assert!(world.is_bound("small") && world.is_bound("half"));
-    // Creating another instance does not move the instances in use. `list` panics if one of them no
-    // longer exists.
+    // Creating another instance does not move the instances in use. `list` panics if an instance in
+    // use no longer exists.
     let before = world.mig("n1", 0);
     world.pod("another", SMALL, 1);
     world.settle();
@@ -142,7 +142,7 @@ fn an_edited_policy_applies_to_idle_gpus_only() {
 #[test]
 fn slices_that_another_policy_is_about_to_make_count() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
-    // Both policies were created at once: the spec of the second one's GPU is not written yet.
+    // Both policies were created at once. The spec of the second policy's GPU is not written yet.
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4");
     world.pod("shares", "nvidia.com/gpu-mps", 2);
     let (_, outcome) = world.pass();

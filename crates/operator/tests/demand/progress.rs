@@ -1,4 +1,4 @@
-//! Changes take time, fail or are superseded, and the kubelet lists devices late.
+//! Tests changes that are slow, fail or are superseded, and a kubelet that lists devices late.
 use std::time::Duration;
 
 use cleave_api::gpunode::{AllocationStatus, StepStatus};
@@ -12,7 +12,7 @@ fn a_node_gets_no_second_change_while_it_changes() {
     world.pod("first", TEN, 1);
     world.pass();
     let written = world.object("n1").spec.clone();
-    // The node has not read its spec. A pod that another of its GPUs could serve waits, and no
+    // The node has not read its spec. A pod that another GPU of the node could serve waits, and no
     // second change is started.
     world.pod("second", SMALL, 1);
     world.now += Duration::from_secs(1);
@@ -167,7 +167,7 @@ fn a_plan_overtaken_by_a_pod_is_replaced() {
     world.end("one");
     world.pod("mig", SMALL, 1);
     world.pass();
-    // Before the node reads its spec, a pod gets the slice that was free.
+    // Before the node reads its spec, a pod is allocated the free slice.
     world.pod("late", TEN, 1);
     world.pods.get_mut("team/late").unwrap().spec.node_name = Some("n1".to_owned());
     let partition = world.partition("n1", 0);
@@ -217,7 +217,7 @@ fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     let (_, outcome) = world.pass();
     assert_eq!(world.written(), [] as [&str; 0], "the pod's slice would be removed");
     assert_waits(&outcome, "whole", Reason::NoRoom, "");
-    // No other pod gets that slice.
+    // No other pod is allocated the slice.
     world.pod("two", TEN, 1);
     let (_, outcome) = world.pass();
     assert_ne!(outcome.waiting["team/two"].reason, Reason::Scheduler);

@@ -1,4 +1,4 @@
-//! A simulated cluster. Its nodes apply specs or fail to, as the test directs.
+//! Simulates a cluster. Its nodes apply specs or fail, as the test directs.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,14 +60,14 @@ fn a100(node: &str, index: u32) -> GpuStatus {
     }
 }
 
-/// A cluster, and the operator's decisions about it.
+/// A simulated cluster, with the state that the operator keeps between passes.
 #[derive(Default)]
 pub(crate) struct TestCluster {
     pub(crate) observed: Observed,
     pub(crate) history: History,
     pub(crate) pods: BTreeMap<String, PodObject>,
     pub(crate) now: Duration,
-    /// Allocations that the kubelet lists: pod, node, allocation.
+    /// Allocations that the kubelet lists, each as pod, node and allocation.
     pub(crate) allocations: Vec<(String, String, AllocationStatus)>,
     pub(crate) changes: Vec<Change>,
 }
@@ -178,12 +178,12 @@ impl TestCluster {
         (plan, outcome)
     }
 
-    /// The nodes that the last pass wrote to.
+    /// Names of the nodes that the last pass wrote to.
     pub(crate) fn written(&self) -> Vec<&str> {
         self.changes.iter().map(|change| change.node.as_str()).collect()
     }
 
-    /// All agents apply their specs.
+    /// Applies their specs on all nodes, as agents do.
     pub(crate) fn apply(&mut self) {
         let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
         names.iter().for_each(|name| self.apply_on(name));
@@ -204,8 +204,8 @@ impl TestCluster {
         }
     }
 
-    /// Acts as scheduler and kubelet: binds every pod that fits the free slices of a node, and
-    /// lists its devices.
+    /// Binds every pod that fits the free slices of a node, as the scheduler does. Lists its
+    /// devices, as the kubelet does.
     pub(crate) fn bind(&mut self) {
         for name in self.pods.keys().cloned().collect::<Vec<_>>() {
             let pod = &self.pods[&name];
@@ -278,7 +278,7 @@ impl TestCluster {
         self.pods[&format!("team/{name}")].node().is_some()
     }
 
-    /// Runs all parts until nothing changes.
+    /// Runs operator, agents and scheduler until nothing changes.
     pub(crate) fn settle(&mut self) {
         for _ in 0..20 {
             self.pass();

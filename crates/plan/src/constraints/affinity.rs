@@ -1,4 +1,4 @@
-//! Required affinity and anti-affinity between pods.
+//! Evaluates required affinity and anti-affinity between pods.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::conflict::Conflict;
@@ -24,8 +24,8 @@ pub(super) struct RequiredDomains<'a> {
     anti_affinity: &'a [PodAffinityTerm],
     /// Domains with a pod that matches all terms of the subject's affinity.
     attracting: Domains<'a>,
-    /// Whether the subject may be the first of a group: the subject matches its own affinity, and
-    /// no pod in any domain does.
+    /// Whether the subject may be the first pod of a group: it matches its own affinity, and no pod
+    /// in any domain matches.
     first: bool,
     /// Domains with a pod that matches a term of the subject's anti-affinity.
     avoided: Domains<'a>,
@@ -98,7 +98,7 @@ impl<'a> RequiredDomains<'a> {
         }
     }
 
-    /// A topology key of the subject's affinity that the node does not have.
+    /// The first topology key of the subject's affinity that the node does not have.
     pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
         self.affinity.iter().map(|term| term.topology_key.as_str()).find(|key| !node.labels.contains_key(*key))
     }

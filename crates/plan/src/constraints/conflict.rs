@@ -1,7 +1,7 @@
-//! Reasons why a pod's rules about other pods keep it off a node.
+//! Reasons why a pod's rules about other pods exclude a node.
 use super::selector::MOST_REQUIREMENTS;
 
-/// Why a pod may not go to a node.
+/// Why a pod may not run on a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Conflict {
     /// No pod in the node's domain matches the pod's affinity.
@@ -14,8 +14,8 @@ pub enum Conflict {
         /// Node label that defines the domain.
         topology_key: String,
     },
-    /// A pod in the node's domain has anti-affinity to the pod. That other pod is not named,
-    /// because it may belong to another tenant.
+    /// A pod in the node's domain has anti-affinity to the pod. The message does not name the other
+    /// pod, because it may belong to another tenant.
     AntiAffinityOf {
         /// Node label that defines the domain.
         topology_key: String,
@@ -29,14 +29,14 @@ pub enum Conflict {
     },
     /// The node does not have a topology label that the pod's affinity or spread constraints need.
     NoTopologyKey {
-        /// The label.
+        /// The missing label.
         topology_key: String,
     },
     /// Another pod uses a host port of the pod.
     HostPort(u16),
     /// A volume of the pod cannot be used from the node.
     Volume,
-    /// The pod's rules exceed [`MOST_REQUIREMENTS`].
+    /// The pod's rules exceed [`MOST_REQUIREMENTS`] comparisons.
     TooManyRules,
 }
 

@@ -1,18 +1,18 @@
-//! Decides which nodes a pod may run on, given the pods that are already placed. It applies
+//! Decides which nodes a pod may run on, given the pods that are already placed. Applies
 //! kube-scheduler's required rules between pods.
 //!
-//! A [`Judge`] reads the nodes and pods once for one pod, the [`Subject`], and then decides for
-//! each node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
+//! A [`Judge`] reads the nodes and pods once for one pod, the [`Subject`]. It then decides for each
+//! node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
 //! `PodTopologySpread` (`DoNotSchedule` only), `NodePorts`, and `VolumeBinding` for bound volumes.
 //! [`scheduling`](crate::scheduling) covers node selector, node affinity and taints.
 //!
 //! # Cost
 //!
-//! [`Judge::new`] makes at most [`MOST_REQUIREMENTS`] comparisons for each node and twice as many
+//! [`Judge::new`] makes at most [`MOST_REQUIREMENTS`] comparisons for each node, and twice as many
 //! for each neighbour. A subject with more rules is refused on every node
 //! ([`Conflict::TooManyRules`]). A neighbour's anti-affinity terms and host ports beyond the limit
-//! are ignored. Nodes and pods are read only if a rule needs them. For a pod without rules, only
-//! the neighbours with anti-affinity or host ports are read. [`Judge::refuse`] looks up each of the
+//! are ignored. Nodes and pods are read only if a rule needs them. If a pod has no rules, only
+//! neighbours with anti-affinity or host ports are read. [`Judge::refuse`] looks up each of the
 //! subject's rules once.
 mod affinity;
 mod conflict;
@@ -48,8 +48,8 @@ impl<'a> Judge<'a> {
     /// subject.
     ///
     /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
-    /// - `all` are all pods on them except the subject. They are read only if the subject has
-    ///   affinity, anti-affinity or spread constraints.
+    /// - `all` are all pods on these nodes except the subject. They are read only if the subject
+    ///   has affinity, anti-affinity or spread constraints.
     /// - `repelling` are the pods in `all` whose rules [repel](Rules::repels). Other pods have no
     ///   effect.
     /// - `namespaces` returns the labels of a namespace. If the labels are unknown, a namespace
@@ -95,16 +95,16 @@ impl<'a> Judge<'a> {
         judge
     }
 
-    /// Checks whether the pod may go to a node now. Permanent conflicts are reported first.
+    /// Checks whether the pod may run on a node now. Permanent conflicts are reported first.
     ///
     /// # Errors
     ///
-    /// The first rule that the node breaks.
+    /// The first rule that excludes the node.
     pub fn refuse(&self, node: &Node) -> Result<(), Conflict> {
         if self.too_many {
             return Err(Conflict::TooManyRules);
         }
-        // For volumes, the scheduler compares only labels: a term on the node's name matches no
+        // For volumes, the scheduler compares only labels. A term on the node's name matches no
         // node.
         if !self.volumes.iter().all(|terms| scheduling::matches_any(terms, &node.labels, "")) {
             return Err(Conflict::Volume);

@@ -1,38 +1,39 @@
-//! The pods to which the rules apply.
+//! The subject of the rules, and its neighbours.
 use super::rules::Rules;
 use super::selector::Labels;
 use crate::snapshot::{NodeSelectorTerm, Pod};
 
-/// A pod on a node, or with a reservation on one. A pod with reservations on several nodes is a
-/// neighbour on each.
+/// A pod that runs on a node or has a reservation on the node. A pod with reservations on several
+/// nodes is a neighbour on each of them.
 #[derive(Debug, Clone, Copy)]
 pub struct Neighbour<'a> {
-    /// Its namespace.
+    /// Namespace of the pod.
     pub namespace: &'a str,
-    /// Its labels.
+    /// Labels of the pod.
     pub labels: &'a Labels,
-    /// Name of the node. If the node is not passed to [`Judge::new`](super::Judge::new), only the
+    /// Name of the node. If [`Judge::new`](super::Judge::new) does not receive the node, only the
     /// neighbour's ports count.
     pub node: &'a str,
-    /// Its rules. Only anti-affinity and ports are read.
+    /// Rules of the pod. Only anti-affinity and ports are read.
     pub rules: &'a Rules,
-    /// Whether it is being deleted. It still counts for affinity and ports, but not for spread.
+    /// Whether the pod is being deleted. A terminating pod still counts for affinity and ports, but
+    /// not for spread.
     pub terminating: bool,
 }
 
 /// The pod to place.
 #[derive(Debug, Clone, Copy)]
 pub struct Subject<'a> {
-    /// Its namespace.
+    /// Namespace of the pod.
     pub namespace: &'a str,
-    /// Its labels.
+    /// Labels of the pod.
     pub labels: &'a Labels,
-    /// Its rules.
+    /// Rules of the pod.
     pub rules: &'a Rules,
-    /// Its node selector, node affinity and tolerations, which decide which nodes count for spread
-    /// constraints.
+    /// The pod with its node selector, node affinity and tolerations. They decide which nodes count
+    /// for spread constraints.
     pub pod: &'a Pod,
-    /// Required node affinity of each bound `PersistentVolume` that it mounts. A volume without
-    /// terms can be used on every node.
+    /// Required node affinity of each bound `PersistentVolume` that the pod mounts. A volume
+    /// without terms can be used on every node.
     pub volumes: &'a [Vec<NodeSelectorTerm>],
 }

@@ -1,4 +1,4 @@
-//! Host ports that pods use.
+//! Tracks the host ports that pods use.
 use std::collections::BTreeMap;
 
 use super::pods::Neighbour;
@@ -33,7 +33,7 @@ impl<'a> Taken<'a> {
         }
     }
 
-    /// A port of the subject that another pod uses on the node.
+    /// A port of the subject that another pod uses on the node. `None` if no ports conflict.
     pub(super) fn on(&self, node: &str) -> Option<u16> {
         self.nodes.get(node).copied()
     }

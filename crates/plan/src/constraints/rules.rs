@@ -12,7 +12,7 @@ pub struct Rules {
     pub affinity: Vec<PodAffinityTerm>,
     /// Required anti-affinity to pods.
     pub anti_affinity: Vec<PodAffinityTerm>,
-    /// Topology spread constraints. Only those with `DoNotSchedule` refuse a node.
+    /// Topology spread constraints. Only constraints with `DoNotSchedule` refuse a node.
     pub spread: Vec<SpreadConstraint>,
     /// Host ports of all containers, sidecars included.
     pub ports: Vec<HostPort>,
@@ -39,15 +39,15 @@ impl Rules {
     }
 }
 
-/// One required `PodAffinityTerm`: the pods that it selects, and the topology domain in which they
-/// must or must not be.
+/// One required `PodAffinityTerm`. It selects pods, and names the topology domain in which these
+/// pods must or must not be.
 ///
 /// `matchLabelKeys` and `mismatchLabelKeys` are not read, because the API server merges them into
 /// `labelSelector` when it creates the pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodAffinityTerm {
-    /// Labels of the pods. `None` selects no pods, and an empty selector selects all.
+    /// Labels of the pods. `None` selects no pods, and an empty selector selects all pods.
     pub label_selector: Option<LabelSelector>,
     /// Namespaces in which pods are selected.
     pub namespaces: Vec<String>,
@@ -63,7 +63,7 @@ pub struct PodAffinityTerm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Match {
     No,
-    /// The result depends on labels of a namespace that are not known.
+    /// The result depends on unknown labels of a namespace.
     Perhaps,
     Yes,
 }
@@ -98,8 +98,8 @@ impl PodAffinityTerm {
     }
 
     /// Whether the term may select a pod of `namespace` with these labels. `own` is the namespace
-    /// of the pod that has the term. Labels of namespaces are not read: the result is true if it
-    /// depends on them.
+    /// of the pod that has the term. The namespace's labels are not read: if the result depends on
+    /// them, it is true.
     pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
         self.selects(own, labels, namespace, &|_| None) != Match::No
     }
@@ -115,8 +115,8 @@ impl PodAffinityTerm {
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct SpreadConstraint {
-    /// Maximum difference between the number of selected pods in a domain and in the domain with
-    /// the fewest.
+    /// Maximum difference between the number of selected pods in a domain and the number in the
+    /// domain with the fewest.
     pub max_skew: i32,
     /// Node label that defines the topology domains: nodes with the same value are one domain.
     pub topology_key: String,
@@ -124,8 +124,8 @@ pub struct SpreadConstraint {
     pub when_unsatisfiable: WhenUnsatisfiable,
     /// Labels of the selected pods in the pod's own namespace. `None` selects no pods.
     pub label_selector: Option<LabelSelector>,
-    /// Minimum number of domains. If there are fewer, the lowest number of pods counts as 0. The
-    /// default is 1.
+    /// Minimum number of domains. If fewer domains exist, the lowest number of pods counts as 0.
+    /// The default is 1.
     pub min_domains: Option<i32>,
     /// Whether only nodes that match the pod's node selector and node affinity are domains. The
     /// default is yes.
@@ -137,7 +137,7 @@ pub struct SpreadConstraint {
     pub match_label_keys: Vec<String>,
 }
 
-/// What happens to a node that breaks a spread constraint.
+/// How a node that violates a spread constraint is treated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 pub enum WhenUnsatisfiable {
     /// The pod may not run on the node.
@@ -145,7 +145,7 @@ pub enum WhenUnsatisfiable {
     DoNotSchedule,
     /// The scheduler prefers other nodes. The node is not refused.
     ScheduleAnyway,
-    /// An action that this version does not know. The node is not refused, as in the scheduler.
+    /// An action that this version does not support. The node is not refused, as in the scheduler.
     #[serde(other)]
     Unknown,
 }
@@ -153,11 +153,12 @@ pub enum WhenUnsatisfiable {
 /// Whether a spread constraint ignores nodes that the pod may not run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 pub enum NodePolicy {
-    /// Such nodes are ignored.
+    /// Nodes that the pod may not run on are ignored.
     Honor,
-    /// Such nodes count.
+    /// Nodes that the pod may not run on count.
     Ignore,
-    /// A policy that this version does not know. Such nodes count, as in the scheduler.
+    /// A policy that this version does not support. Nodes that the pod may not run on count, as in
+    /// the scheduler.
     #[serde(other)]
     Unknown,
 }
@@ -194,7 +195,8 @@ pub struct HostPort {
     pub port: u16,
 }
 
-/// Every address of a node. kube-scheduler does not give IPv6's `::` this meaning.
+/// Address that stands for every address of a node. kube-scheduler does not treat IPv6's `::` like
+/// this.
 const EVERY_ADDRESS: &str = "0.0.0.0";
 
 impl HostPort {

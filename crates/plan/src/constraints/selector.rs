@@ -9,8 +9,8 @@ use crate::snapshot::{Operator, Requirement};
 /// Labels of a pod, a node or a namespace.
 pub type Labels = BTreeMap<String, String>;
 
-/// Maximum number of comparisons for one pod's rules: terms, requirements, their values, namespaces
-/// and ports together.
+/// Maximum number of comparisons for one pod's rules. Counts terms, requirements, their values,
+/// namespaces and ports together.
 ///
 /// A pod is an API object of up to 1.5 MiB, so it can contain 50,000 requirements. Real pods have
 /// about ten.
@@ -19,7 +19,7 @@ pub const MOST_REQUIREMENTS: usize = 256;
 /// A `metav1.LabelSelector`. All of its requirements must match. A selector without requirements
 /// matches everything.
 ///
-/// If an object has no selector (`None`), nothing matches.
+/// A missing selector (`None`) matches nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct LabelSelector {
@@ -31,7 +31,7 @@ pub struct LabelSelector {
 }
 
 impl LabelSelector {
-    /// Whether labels meet every requirement.
+    /// Whether the labels meet every requirement.
     pub fn matches(&self, labels: &Labels) -> bool {
         let holds = |requirement: &Requirement| {
             let known = !matches!(requirement.operator, Operator::Gt | Operator::Lt | Operator::Unknown);
@@ -41,7 +41,7 @@ impl LabelSelector {
             && self.match_expressions.iter().all(holds)
     }
 
-    /// Whether it has no requirements.
+    /// Whether the selector has no requirements.
     pub(super) fn is_empty(&self) -> bool {
         self.match_labels.is_empty() && self.match_expressions.is_empty()
     }

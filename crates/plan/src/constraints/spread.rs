@@ -1,4 +1,4 @@
-//! Topology spread constraints.
+//! Evaluates topology spread constraints.
 use std::collections::BTreeMap;
 
 use super::conflict::Conflict;
@@ -8,7 +8,7 @@ use super::selector::{LabelSelector, Labels};
 use crate::scheduling;
 use crate::snapshot::Node;
 
-/// One constraint with the number of pods in each of its domains.
+/// One constraint with the number of selected pods in each domain.
 #[derive(Debug)]
 struct Count<'a> {
     constraint: &'a SpreadConstraint,
@@ -18,7 +18,7 @@ struct Count<'a> {
     domains: BTreeMap<&'a str, i64>,
     /// 1 if the subject itself is selected, otherwise 0.
     own: i64,
-    /// Number of pods in the domain with the fewest.
+    /// Number of selected pods in the domain with the fewest.
     least: i64,
 }
 
@@ -28,7 +28,7 @@ impl Count<'_> {
             && self.common.iter().all(|(key, value)| labels.get(*key) == Some(*value))
     }
 
-    /// Whether the selector has no requirements. kube-scheduler counts no pods for it.
+    /// Whether the selector has no requirements. kube-scheduler counts no pods for such a selector.
     fn counts_nothing(&self) -> bool {
         self.common.is_empty() && self.constraint.label_selector.as_ref().is_none_or(LabelSelector::is_empty)
     }
@@ -59,8 +59,8 @@ impl<'a> Spread<'a> {
 
     /// Finds the domains of each constraint: the values of its topology key on nodes that count. A
     /// node counts if it has every topology key and no policy ignores it. Returns all nodes with
-    /// every topology key. Each has two flags: whether the subject's node affinity selects it, and
-    /// whether the subject tolerates its taints.
+    /// every topology key. Each node has two flags: whether the subject's node affinity selects the
+    /// node, and whether the subject tolerates the node's taints.
     pub(super) fn domains(
         &mut self,
         subject: &Subject<'a>,
@@ -102,7 +102,8 @@ impl<'a> Spread<'a> {
         }
     }
 
-    /// Finds the lowest number of pods for each constraint. Call it after counting all neighbours.
+    /// Finds the lowest number of pods for each constraint. Call this after counting all
+    /// neighbours.
     pub(super) fn finish(&mut self) {
         for count in &mut self.counts {
             let domains = i64::try_from(count.domains.len()).unwrap_or(i64::MAX);
@@ -111,7 +112,7 @@ impl<'a> Spread<'a> {
         }
     }
 
-    /// A topology key that the node does not have.
+    /// The first topology key of the constraints that the node does not have.
     pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
         let mut keys = self.counts.iter().map(|count| count.constraint.topology_key.as_str());
         keys.find(|key| !node.labels.contains_key(*key))

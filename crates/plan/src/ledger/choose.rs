@@ -9,10 +9,10 @@ use super::request::{Ask, Units};
 use super::stock::Stock;
 use crate::placement::{self, Demand, GPU, Rank, Score};
 
-/// Why a pod fits nowhere, for the node that comes closest.
+/// Why a pod fits nowhere, for the node that is closest to fitting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum NoFit {
-    /// No node was given, or no given node is known.
+    /// The list of nodes is empty, or the ledger has none of its nodes.
     #[error("no node is eligible")]
     NoNode,
     /// No node offers the resource.
@@ -21,7 +21,7 @@ pub enum NoFit {
         /// The extended resource.
         resource: String,
     },
-    /// No device has that many units, even when it is empty.
+    /// No device has enough units, even when the device is empty.
     #[error("no device has {asked} {resource}: the largest has {most}")]
     TooLarge {
         /// The extended resource.
@@ -31,21 +31,21 @@ pub enum NoFit {
         /// Units of the largest device.
         most: u32,
     },
-    /// Each ask fits on a device, but no node has room for all asks together, even when it is
+    /// Each ask fits on a device, but no node has room for all asks together, even when the node is
     /// empty.
     #[error("each part of the request fits on a device, but no node has room for all parts, even if the node is empty")]
     TooMany,
-    /// A device is large enough, but has too few free units.
+    /// A device is large enough, but does not have enough free units.
     #[error("no device has {asked} {resource} free: the emptiest has {most}")]
     NotFree {
         /// The extended resource.
         resource: String,
         /// Units requested of one device.
         asked: Units,
-        /// Free units of the device with the most.
+        /// Free units of the device with the most free units.
         most: u32,
     },
-    /// Each ask fits now, but not all of them together.
+    /// Each ask fits now, but the asks do not fit together.
     #[error("each part of the request fits on a device now, but not all parts fit at once")]
     NotFreeTogether,
 }
@@ -58,8 +58,8 @@ impl NoFit {
     }
 }
 
-/// A score that prefers the device with the fewest units left. It is for callers that have not
-/// learned what pods typically request.
+/// A score that prefers the device with the fewest remaining units. Use it if no typical requests
+/// have been learned.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Tightest;
 
@@ -85,13 +85,13 @@ pub(super) fn wanted(asks: &[Ask]) -> Wanted<'_> {
     wanted
 }
 
-/// How good a node is: its score (higher is better), and the units left on the chosen devices
-/// (lower is better).
+/// How good a placement on a node is: its score (higher is better), and the remaining units of the
+/// chosen devices (lower is better).
 pub(super) type Worth = (f64, u32);
 
 impl Node {
-    /// How good the best placement of all asks is. The result equals that of [`Node::fit`], but it
-    /// is faster for one ask, because it is computed for every node.
+    /// How good the best placement of all asks is. The result equals the result of [`Node::fit`].
+    /// For one ask, this function is faster, because it is called for every node.
     pub(super) fn worth<S: Score>(&self, wanted: &Wanted<'_>, score: &S) -> Result<Worth, NoFit> {
         let mut resources = wanted.iter();
         let (Some((resource, units)), None) = (resources.next(), resources.next()) else {
@@ -115,7 +115,7 @@ impl Node {
         }
     }
 
-    /// The best placement of all asks.
+    /// Finds the best placement of all asks.
     pub(super) fn fit<S: Score>(&self, wanted: &Wanted<'_>, score: &S) -> Result<(Worth, Vec<Reservation>), NoFit> {
         let (mut total, mut spare, mut takes) = (0.0, 0_u32, Vec::new());
         for (resource, units) in wanted {
@@ -190,7 +190,7 @@ fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: 
     }
 }
 
-/// Why these units do not fit on a node's devices. The reason is that of the largest size that does
+/// Why these units do not fit on a node's devices. The reason is about the largest size that does
 /// not fit.
 fn no_fit(resource: &str, units: &[Units], stocks: &Stocks) -> NoFit {
     let resource = resource.to_owned();

@@ -1,5 +1,5 @@
-//! What a pod requests, computed from its containers. The kubelet allocates separate units to each
-//! container, but reuses those of an init container for later containers.
+//! Computes a pod's requests from its containers. The kubelet allocates separate units to each
+//! container, but reuses the units of an init container for later containers.
 use std::collections::BTreeMap;
 
 use super::request::{Ask, Units};
@@ -7,9 +7,9 @@ use super::request::{Ask, Units};
 /// When a container runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Runs to completion before the others. Its units are reused for later containers.
+    /// Runs to completion before later containers. Its units are reused for later containers.
     Init,
-    /// An init container with `restartPolicy: Always`. It keeps its units.
+    /// An init container with `restartPolicy: Always`. Its units are not reused.
     Sidecar,
     /// An ordinary container.
     Main,
@@ -18,7 +18,7 @@ pub enum Kind {
 /// One container of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Container {
-    /// When it runs.
+    /// When the container runs.
     pub kind: Kind,
     /// Units of each resource, from its limits.
     pub limits: BTreeMap<String, u32>,
@@ -35,24 +35,24 @@ struct Group {
 /// The units of one ask that one container uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Index of the container.
+    /// Index of the container in the pod.
     pub container: usize,
     /// The extended resource.
     pub resource: String,
-    /// Units that the container requests, including reused ones.
+    /// Units that the container requests, including reused units.
     pub units: Units,
     /// Index into [`asks`] of the ask that the units belong to.
     pub ask: usize,
-    /// Units of the ask that this container and the ones before it need together. For the last
+    /// Units of the ask that this container and the previous containers need together. For the last
     /// container, this is the whole ask.
     pub needed: Units,
 }
 
-/// What a pod requests: one ask for each part that must be on one device. Pass containers in the
+/// The requests of a pod: one ask for each part that must be on one device. Pass containers in the
 /// kubelet's order: init containers and sidecars as written, then the others.
 ///
-/// A container first takes units of completed init containers, and all units of one container are
-/// on one device. So an init container of 2 and a container of 5 are one ask of 5. An init
+/// A container first uses the units of completed init containers, and all units of one container
+/// are on one device. So an init container of 2 and a container of 5 are one ask of 5. An init
 /// container of 5 before containers of 3 and 4 is one ask of 7.
 pub fn asks(containers: &[Container]) -> Vec<Ask> {
     let ask =

@@ -1,4 +1,4 @@
-//! The input of a ledger: observed nodes, and the claims of pods.
+//! Inputs of a ledger: observed nodes, and the claims of pods.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::request::{Ask, Units};
@@ -7,28 +7,28 @@ use super::request::{Ask, Units};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(pub u64);
 
-/// The claim of a released pod. The kubelet may not have allocated all its units yet.
+/// The claim of a released pod. The kubelet may not have allocated all units of the claim yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
-    /// What the pod requests.
+    /// Requests of the pod.
     pub asks: Vec<Ask>,
-    /// Where the pod may go.
+    /// Nodes on which the pod may run.
     pub place: Place,
     /// The reservations in the pod's annotation, by node. Agents follow them when they allocate.
-    /// After a swap, these are the reservations of the pod that it swapped with. Empty for a pod
-    /// that bypassed the gate.
+    /// After a swap, these are the reservations of the pod that swapped its units with this pod.
+    /// Empty for a pod that bypassed the gate.
     pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 
-/// Where a claim's pod may go.
+/// Nodes on which a claim's pod may run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
-    /// The pod may go to any of these nodes. Units are reserved on each until the pod is bound to
-    /// one, or the claim expires.
+    /// The pod may run on any of these nodes. Units are reserved on each node until the pod is
+    /// bound to one of them, or the claim expires.
     OneOf {
-        /// The nodes.
+        /// Names of the nodes.
         nodes: BTreeSet<String>,
-        /// When the claim expires.
+        /// Time at which the claim expires.
         expires: Moment,
     },
     /// The pod is bound to this node. Units are reserved until they are allocated or the pod is
@@ -48,12 +48,12 @@ impl Place {
 /// Observed state of a node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeFacts {
-    /// GPU model, as pods name it. It is used to choose among nodes.
+    /// GPU model, as pods name it. Used to choose among nodes.
     pub model: String,
     /// Devices of the node.
     pub devices: Vec<DeviceFacts>,
-    /// Allocations on the node. A claim needs no reservation for units that its pod has been
-    /// allocated.
+    /// Allocations on the node. A claim needs no reservation for units that the kubelet has
+    /// allocated to its pod.
     pub allocations: Vec<Allocation>,
 }
 
@@ -64,16 +64,16 @@ pub struct DeviceFacts {
     pub device: String,
     /// The extended resource.
     pub resource: String,
-    /// Units that can be allocated. Unhealthy units do not count.
+    /// Units that the kubelet can allocate. Unhealthy units do not count.
     pub capacity: u32,
     /// Units that are allocated, to any pod.
     pub used: u32,
 }
 
-/// Units of one device that a pod has been allocated.
+/// Units of one device that the kubelet has allocated to a pod.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Allocation {
-    /// The pod, by the same name as in its claim.
+    /// Name of the pod, as in its claim.
     pub pod: String,
     /// The extended resource.
     pub resource: String,
@@ -94,11 +94,11 @@ pub struct Reservation {
     pub device: String,
 }
 
-/// Everything that a ledger is built from.
+/// All inputs of a ledger.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
     /// Observed nodes by name.
     pub nodes: BTreeMap<String, NodeFacts>,
-    /// Claims of released pods, by pod.
+    /// Claims of released pods, by name of the pod.
     pub claims: BTreeMap<String, Claim>,
 }

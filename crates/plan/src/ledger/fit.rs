@@ -1,9 +1,9 @@
-//! Places for a pod, and why they cannot be reserved.
+//! Placements for a pod, and why they cannot be reserved.
 use super::facts::Reservation;
 use super::request::Ask;
 
-/// A place for all asks of a pod on one node, with one device for each ask. Only
-/// [`Ledger::fit`](super::Ledger::fit) and its variants create one.
+/// A placement of all asks of a pod on one node, with one device for each ask. Only
+/// [`Ledger::fit`](super::Ledger::fit) and its variants create a `Fit`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fit {
     pub(super) node: String,
@@ -16,13 +16,13 @@ impl Fit {
         &self.node
     }
 
-    /// The units that the pod takes of each device, one entry for each ask.
+    /// The units of each device that the pod would use, one entry for each ask.
     pub fn takes(&self) -> &[Reservation] {
         &self.takes
     }
 }
 
-/// Places for a pod, best first. There is at least one.
+/// Placements for a pod, best first. The list is never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fits {
     pub(super) asks: Vec<Ask>,
@@ -32,7 +32,7 @@ pub struct Fits {
 }
 
 impl Fits {
-    /// The places, one for each node.
+    /// The placements, one for each node.
     pub fn iter(&self) -> impl Iterator<Item = &Fit> {
         self.places.iter()
     }

@@ -1,5 +1,5 @@
-//! Index of nodes by the free units of their devices, so that a pod can be placed without checking
-//! every node.
+//! Indexes nodes by the free units of their devices, so that the ledger can place a pod without
+//! checking every node.
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Nodes by the free units of their devices.

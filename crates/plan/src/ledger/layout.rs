@@ -1,4 +1,4 @@
-//! Decides on which devices of a node the units of its claims are reserved.
+//! Decides on which devices of a node the ledger reserves the units of its claims.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::facts::{Allocation, Claim, Reservation};
@@ -16,7 +16,7 @@ pub(super) struct Claimed<'a> {
     allocated: &'a [Allocation],
 }
 
-/// The claims of these pods on a node, one for each pod.
+/// The claims of these pods on a node, one claim for each pod.
 pub(super) fn claimed<'a>(
     claims: &'a BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
@@ -44,7 +44,7 @@ fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
 }
 
 impl<'a> Claimed<'a> {
-    /// Compares allocations with annotated reservations: returns the indices of reservations
+    /// Compares allocations with annotated reservations. Returns the indices of reservations
     /// without an allocation, and the allocations without a reservation.
     fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
         let mut left: Vec<usize> = (0..self.noted.len()).collect();
@@ -101,8 +101,8 @@ pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes:
     }
 }
 
-/// Reservations for all missing units of the claims, regardless of the annotated ones. `None` if
-/// they do not all fit.
+/// Reservations for all missing units of the claims, regardless of the annotated reservations.
+/// `None` if the reservations do not fit together.
 pub(super) fn notes_for_all(
     stocks: &BTreeMap<String, Stocks>,
     claimed: &[Claimed<'_>],
@@ -133,12 +133,12 @@ pub(super) fn notes_for_all(
     Some(notes)
 }
 
-/// Replaces all reservations of a node by those that its claims need. Returns the asks that no
-/// device has room for.
+/// Replaces all reservations of a node by the reservations that its claims need. Returns the asks
+/// that fit on no device.
 pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>]) -> Vec<Ask> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
     let mut noted: Vec<&Reservation> = Vec::new();
-    // If a pod has been allocated a part of an ask, reserve the rest on the same device.
+    // If the kubelet has allocated a part of an ask, reserve the rest on the same device.
     let mut started_on: BTreeSet<(&str, &str)> = BTreeSet::new();
     for one in claimed {
         let (left, _) = one.compare_with_notes();
@@ -152,7 +152,7 @@ pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[
             }
         }
     }
-    // Large ones first, because they are harder to place elsewhere.
+    // Place large reservations first, because they are harder to place elsewhere.
     noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
     for stock in stocks.values_mut().flat_map(BTreeMap::values_mut) {
         *stock = stock.cleared();
@@ -178,8 +178,8 @@ pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[
     short
 }
 
-/// Reserves these sizes, in descending order, on devices: all of them if possible, otherwise as
-/// many as fit one by one. Returns the sizes that do not fit.
+/// Reserves these sizes, in descending order, on devices. If not all sizes fit, reserves as many as
+/// fit one by one. Returns the sizes that do not fit.
 fn place(stocks: &mut Stocks, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
     let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
     let mut order = |size: u32, free: &[u32]| {
@@ -213,9 +213,9 @@ type Missing<'a> = (Units, Option<&'a str>);
 
 /// Units that a pod still needs, by resource.
 ///
-/// Each allocation satisfies an ask of its size, if there is one. Otherwise it satisfies a part of
-/// the smallest larger ask, because one ask can be several containers. Any further allocation
-/// reduces the remaining asks, the largest first.
+/// Each allocation satisfies an ask of its size, if the pod has one. Otherwise the allocation
+/// satisfies a part of the smallest larger ask, because several containers can share one ask. Any
+/// further allocation reduces the remaining asks, the largest first.
 pub(super) fn outstanding<'a>(asks: &'a [Ask], allocated: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for ask in asks {

@@ -1,31 +1,31 @@
-//! The ledger: the units of each device that are free, used, and reserved for pods.
+//! The ledger: records which units of each device are free, used, or reserved for pods.
 //!
 //! A scheduler that adds up the units of a node's GPUs cannot see which units are on one GPU. So a
-//! pod is released only when the ledger has reserved units of one device for each of its [`Ask`]s.
-//! A [`Claim`] records what a released pod requests. A [`Reservation`] keeps units of a device.
-//! Reservations are kept by node, resource and size, not by pod: two pods with equal requests can
-//! swap their units.
+//! pod is released only when the ledger has reserved units of one device for each of the pod's
+//! [`Ask`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`] reserves units
+//! of a device. Reservations are stored by node, resource and size, not by pod. So two pods with
+//! equal requests can swap their units.
 //!
-//! [`Ledger::observe`] and every other change apply one rule to a node:
+//! [`Ledger::observe`] and every other change apply three steps to a node:
 //!
-//! 1. The claims on the node determine which units must be reserved: those that their pods request
-//!    and have not been allocated yet.
-//! 2. A reservation remains on the device that the pod's annotation names, while it fits there and
-//!    is needed.
+//! 1. The claims on the node determine which units must be reserved: the units that their pods
+//!    request and the kubelet has not allocated yet.
+//! 2. A reservation remains on the device that the pod's annotation names, while it fits on this
+//!    device and is needed.
 //! 3. Any other needed unit is reserved on a device with enough free units, if one exists.
 //!
 //! A claim has a copy of the reservations in its pod's annotation ([`Claim::noted`]). The copies
 //! follow allocations: if a pod was allocated the units that another pod's annotation names, the
 //! copies of the two pods are swapped. The annotations do not change. The ledger has no other
-//! history. It follows that
+//! history. Therefore:
 //!
-//! - the units reserved on a device never exceed its free units (`stock.rs` has the only
-//!   subtraction, and the only way to add a reservation),
-//! - a ledger rebuilt from observations and annotations equals the lost one, unless a node is short
-//!   of units ([`Ledger::rebuild`]).
+//! - The units reserved on a device never exceed its free units. `stock.rs` contains the only
+//!   subtraction, and the only function that adds a reservation.
+//! - A ledger rebuilt from observations and annotations equals the lost ledger, unless a node is
+//!   short of units ([`Ledger::rebuild`]).
 //!
-//! The ledger does not know how a node allocates units, and it reads no clock: callers pass in the
-//! time.
+//! The ledger does not depend on how a node allocates units, and it reads no clock: callers pass in
+//! the time.
 mod choose;
 mod containers;
 mod facts;
@@ -63,14 +63,14 @@ pub struct Ledger {
     claims: BTreeMap<String, Claim>,
     /// Nodes by the free units of their devices.
     index: Index,
-    /// Pods with a claim by node, including nodes that are not known.
+    /// Pods with a claim, by node. Includes unknown nodes.
     pods: BTreeMap<String, BTreeSet<String>>,
-    /// Nominations by pod: room that is kept for a pod while others terminate.
+    /// Nominations by pod: units that are kept for a pod while its victims terminate.
     nominations: BTreeMap<String, Nomination>,
 }
 
 impl Ledger {
-    /// Builds a ledger from facts. Units of claims without an annotation are reserved too, if they
+    /// Builds a ledger from facts. Units of claims without an annotation are also reserved, if they
     /// fit.
     ///
     /// The facts must be at least as new as the writes of the lost ledger. Otherwise, a released
@@ -87,7 +87,7 @@ impl Ledger {
         ledger
     }
 
-    /// Updates a node. Pods that have been allocated their units no longer need a reservation.
+    /// Updates a node. Allocated units no longer need a reservation.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
         self.nodes.insert(name.to_owned(), Node::of(facts));
         self.update_reservations(name);
@@ -100,13 +100,13 @@ impl Ledger {
         self.index.remove(name);
     }
 
-    /// Finds at most `most` places for a pod on these nodes, best first.
+    /// Finds at most `most` placements for a pod on these nodes, best first.
     ///
-    /// On each node, every ask goes to the device with the best score, unless another ask would
-    /// then not fit. If a placement exists, it is found. Nothing is reserved. A pod without asks
-    /// fits on every node.
+    /// On each node, every ask is placed on the device with the best score, unless another ask
+    /// would then not fit. If a placement exists, it is found. Nothing is reserved. A pod without
+    /// asks fits on every node.
     ///
-    /// [Nominated](Self::nominate) room is not free here. Use [`Self::fit_for`] for a pod with a
+    /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
     ///
     /// # Errors
@@ -121,8 +121,8 @@ impl Ledger {
         self.find(asks, (None, i32::MIN), nodes, most, score)
     }
 
-    /// Like [`Self::fit`], but room that is nominated for this pod, or for pods of lower priority,
-    /// is free.
+    /// Like [`Self::fit`], but units that are nominated for this pod, or for pods of lower
+    /// priority, are free.
     ///
     /// # Errors
     /// Why the pod fits nowhere.
@@ -138,7 +138,7 @@ impl Ledger {
 
     /// Like [`Self::fit_for`] with [`Tightest`] on all nodes that `may` accepts, without checking
     /// every node. Returns `None` if the pod has several asks, if nominations exist, or if the pod
-    /// fits nowhere: then call [`Self::fit_for`].
+    /// fits nowhere. In these cases, call [`Self::fit_for`].
     pub fn fit_tightest(&self, waiting: Waiting<'_>, most: usize, mut may: impl FnMut(&str) -> bool) -> Option<Fits> {
         let Waiting { asks, priority, .. } = waiting;
         let [ask] = asks else { return None };
@@ -224,9 +224,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// Records that a pod was bound to a node. Its reservations on other nodes are freed, and those
-    /// on the node are kept. A pod that bypassed the gate gets a claim, and a reservation if it
-    /// fits.
+    /// Records that a pod was bound to a node. Its reservations on other nodes end, and its
+    /// reservations on the node are kept. A pod that bypassed the gate receives a claim, and a
+    /// reservation if it fits.
     pub fn bind(&mut self, pod: &str, node: &str, asks: &[Ask]) {
         let place = Place::Bound(node.to_owned());
         if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.asks == asks) {
@@ -251,7 +251,8 @@ impl Ledger {
     }
 
     /// Removes the claim of a pod that is deleted or will not run, and frees its reservations.
-    /// Units that are allocated to the pod count as used until the node is observed without it.
+    /// Units that are allocated to the pod count as used until an observation of the node no longer
+    /// lists them.
     pub fn release(&mut self, pod: &str) -> Option<Claim> {
         self.nominations.remove(pod);
         let claim = self.remove(pod)?;
@@ -268,7 +269,7 @@ impl Ledger {
     }
 
     /// Extends the claim of a pod that is not bound. Its reservations are kept, so no other pod can
-    /// take the units.
+    /// use the units.
     pub fn extend(&mut self, pod: &str, until: Moment) {
         if let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.claims.get_mut(pod) {
             *expires = until;
@@ -280,7 +281,7 @@ impl Ledger {
         self.claims.get(pod)
     }
 
-    /// Whether the pod is bound and has not been allocated all that it requests.
+    /// Whether the pod is bound and the kubelet has not allocated all units that it requests.
     pub fn is_unserved(&self, pod: &str) -> bool {
         let Some(Claim { asks, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
         let allocated =
@@ -298,13 +299,12 @@ impl Ledger {
         self.nodes.keys().map(String::as_str)
     }
 
-    /// Reservations on a node by resource, device and size.
+    /// Reservations on a node, by resource, device and size.
     pub fn reservations(&self, node: &str) -> Vec<Reservation> {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
 
-    /// Asks of a node's claims for which no device has room. The kubelet rejects a pod with such an
-    /// ask.
+    /// Asks of a node's claims that fit on no device. The kubelet rejects a pod with such an ask.
     pub fn short(&self, node: &str) -> &[Ask] {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
     }
@@ -318,21 +318,20 @@ impl Ledger {
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
-    /// the node. Reserved units remain reserved. Room that is nominated for other pods of the same
-    /// or higher priority remains nominated. A node that is short of a requested resource is
-    /// excluded. Units of terminating pods count as free. So no pod is preempted for units that
-    /// become free anyway. When the victims are terminating, another call returns no further
-    /// victims.
+    /// the node. Reserved units remain reserved. Units that are nominated for other pods of the
+    /// same or higher priority remain nominated. A node that is short of a requested resource is
+    /// excluded. Units of terminating pods count as free, so no pod is preempted for units that
+    /// become free anyway. While the victims terminate, another call returns no further victims.
     ///
     /// For each way to place the asks on devices, as many pods as possible are kept: protected pods
-    /// first, then those of higher priority, then those that started earlier. The best way has the
+    /// first, then pods of higher priority, then pods that started earlier. The best way has the
     /// fewest protected victims, then the lowest maximum priority, then the lowest sum of
-    /// priorities, then the fewest victims. Last, it has the latest start among the victims of the
-    /// highest priority. If several ways are equal, the first by name is chosen.
+    /// priorities, then the fewest victims. The last criterion is the latest start among the
+    /// victims of the highest priority. Among equal ways, the first by name is chosen.
     ///
     /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods on devices
-    /// that cannot serve, such as unhealthy ones, from `holders`, because preempting these frees no
-    /// usable units.
+    /// that cannot serve, such as unhealthy devices, from `holders`, because preempting these pods
+    /// frees no usable units.
     pub fn preempt<'a>(
         &self,
         waiting: Waiting<'_>,
@@ -345,14 +344,14 @@ impl Ledger {
         preempt::cheapest(waiting, nodes, holders)
     }
 
-    /// Keeps room for a pod: units that are free, and units that terminating pods will free.
-    /// Replaces an earlier nomination.
+    /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces
+    /// an earlier nomination.
     ///
-    /// Nominated units are not reserved: agents do not know about them, and no pod is released to
-    /// use them. Released pods take precedence.
+    /// Nominated units are not reserved. Agents do not read nominations, and no pod is released to
+    /// use the units. Released pods take precedence.
     ///
     /// # Errors
-    /// The pod has a claim: it was released, and needs no nomination.
+    /// The pod has a claim: it is already released and needs no nomination.
     pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), Refused> {
         if self.claims.contains_key(pod) {
             return Err(Refused::Claimed);
@@ -361,7 +360,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Removes the pod's nomination. A claim or a release of the pod removes it too.
+    /// Removes the pod's nomination. A claim or a release of the pod also removes it.
     pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
         self.nominations.remove(pod)
     }
@@ -371,8 +370,8 @@ impl Ledger {
         &self.nominations
     }
 
-    /// Nominated units by node, for pods of this priority or a higher one. Excludes the nomination
-    /// of `pod`.
+    /// Nominated units by node, for pods of this priority or a higher priority. Excludes the
+    /// nomination of `pod`.
     fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
         let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
         for (of, nomination) in &self.nominations {
@@ -413,7 +412,7 @@ impl Ledger {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
-    /// Finds new reservations for the claims of a rebuilt node if those of the annotations do not
+    /// Finds new reservations for the claims of a rebuilt node if the annotated reservations do not
     /// cover a claim. That can happen if pods swapped units and then terminated.
     fn renew_notes(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
@@ -427,7 +426,7 @@ impl Ledger {
         self.update_reservations(name);
     }
 
-    /// Applies the rule of the module's description to a node.
+    /// Applies the three steps of the module's description to a node.
     fn update_reservations(&mut self, name: &str) {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let none = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! One node: the units of its devices, and the reservations on them.
+//! One node: the units of its devices, and their reservations.
 use std::collections::BTreeMap;
 
 use super::facts::{Allocation, DeviceFacts, NodeFacts, Reservation};
@@ -12,7 +12,7 @@ pub struct DeviceUsage {
     pub resource: String,
     /// UUID of the device.
     pub device: String,
-    /// Units that can be allocated.
+    /// Units that the kubelet can allocate.
     pub capacity: u32,
     /// Units that are allocated.
     pub used: u32,
@@ -25,7 +25,7 @@ pub struct DeviceUsage {
 /// The stocks of one resource by device.
 pub(super) type Stocks = BTreeMap<String, Stock>;
 
-/// A node as it was observed, and the reservations on it.
+/// A node as the ledger last observed it, and the reservations on the node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Node {
     pub(super) model: String,
@@ -33,7 +33,7 @@ pub(super) struct Node {
     pub(super) stocks: BTreeMap<String, Stocks>,
     /// Allocations of each pod.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
-    /// Asks of claims for which no device has room.
+    /// Asks of claims that fit on no device.
     pub(super) short: Vec<Ask>,
 }
 
@@ -91,7 +91,8 @@ impl Node {
         })
     }
 
-    /// The node as seen by pods that may not use the nominated units, which count as reserved.
+    /// The node without the nominated units, as other pods may use it. Nominated units count as
+    /// reserved.
     pub(super) fn without(&self, nominated: &Nominated) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {
@@ -99,7 +100,7 @@ impl Node {
             if let Some(stock) = stock
                 && let Some(units) = Units::new(units.min(stock.free()))
             {
-                // At most the free units are reserved, so this succeeds.
+                // Only free units are reserved, so this always succeeds.
                 let _ = stock.reserve(units);
             }
         }

@@ -2,20 +2,20 @@
 use std::collections::BTreeSet;
 
 /// Maximum number of states that a search visits. A pod of one container needs one state. Only
-/// dozens of containers of different sizes on a nearly full node come near the limit.
+/// dozens of containers of different sizes on a nearly full node need almost this many states.
 const MAX_STATES: usize = 20_000;
 
-/// The index of a device for each size. `None` if the sizes do not fit at the same time.
+/// Index of a device for each size. `None` if the sizes do not fit at the same time.
 ///
-/// `order` returns the devices to try for a size, given the free units, best first. Devices that it
-/// omits are not tried. The first assignment that is found is returned, so for one size it is the
+/// `order` returns the devices to try for a size, given the free units, best first. Devices that
+/// `order` omits are not tried. The first assignment found is returned, so for one size it is the
 /// best.
 pub(super) fn pack(
     sizes: &[u32],
     free: &[u32],
     order: &mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
 ) -> Option<Vec<usize>> {
-    // Place the largest first, while there is room.
+    // Place the largest sizes first, while room remains.
     let mut indexed: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
     indexed.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
     let mut search = Search { order, failed: BTreeSet::new(), states: 0 };
@@ -70,7 +70,7 @@ impl Search<'_> {
     }
 }
 
-/// Devices with enough free units, those with the fewest first.
+/// Devices with enough free units, in ascending order of free units.
 pub(super) fn tightest(size: u32, free: &[u32]) -> Vec<usize> {
     let mut devices: Vec<usize> = (0..free.len()).filter(|&device| free[device] >= size).collect();
     devices.sort_by_key(|&device| (free[device], device));
@@ -93,8 +93,8 @@ mod tests {
 
     #[test]
     fn the_search_backtracks_from_the_tightest_device() {
-        // The tightest device for 4 has 6 free. That leaves 2 and 7: the third size of 3 does not
-        // fit.
+        // The tightest device for 4 has 6 free units. This choice leaves 2 and 7, and the third
+        // size of 3 does not fit.
         assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest), Some(vec![0, 0, 1, 1]));
     }
 

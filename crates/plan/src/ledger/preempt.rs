@@ -1,12 +1,12 @@
 //! Decides which pods to preempt so that a pod of higher priority fits.
 //!
 //! Victims are chosen as in kube-scheduler, with one difference. kube-scheduler adds up a node's
-//! GPUs, so the units that it frees may be useless because they are on two GPUs. Here each way to
+//! GPUs, so the units that it frees may be on two GPUs and therefore useless. Here, each way to
 //! place the asks on devices is considered separately. A pod is preempted only if it frees units on
 //! a chosen device.
 //!
-//! The room is then [nominated](super::Ledger::nominate): until it is reserved for the pod, pods of
-//! the same or lower priority do not see it as free.
+//! The units are then [nominated](super::Ledger::nominate). Until they are reserved for the pod,
+//! pods of the same or lower priority do not see them as free.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,63 +20,63 @@ use super::stock::Stock;
 /// Maximum number of ways to place the asks on a node's devices. A pod of one container has one way
 /// for each device.
 const MAX_OPTIONS: usize = 512;
-/// Maximum number of steps of the search for these ways.
+/// Maximum number of steps of the search for ways to place the asks.
 const MAX_STEPS: usize = 20_000;
 
 /// A pending pod.
 #[derive(Debug, Clone, Copy)]
 pub struct Waiting<'a> {
-    /// Its name, as in [`Ledger::nominate`](super::Ledger::nominate).
+    /// Name of the pod, as in [`Ledger::nominate`](super::Ledger::nominate).
     pub pod: &'a str,
-    /// Its priority. Higher priorities are placed first.
+    /// Priority of the pod. Higher priorities are placed first.
     pub priority: i32,
-    /// What it requests.
+    /// Requests of the pod.
     pub asks: &'a [Ask],
 }
 
 /// Properties of a pod with allocations that decide whether it is preempted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holder {
-    /// Its priority.
+    /// Priority of the pod.
     pub priority: i32,
-    /// When it started. The operator passes the time at which the pod was created.
+    /// When the pod started. The operator passes the time at which the pod was created.
     pub started: Moment,
-    /// Whether a disruption budget protects it. The operator sets this if the API server refused
-    /// the pod's eviction shortly before. Other victims are preferred.
+    /// Whether a disruption budget protects the pod. The operator sets this if the API server
+    /// recently refused the pod's eviction. Other victims are preferred.
     pub protected: bool,
-    /// Whether it is terminating. Its units become free without preempting it.
+    /// Whether the pod is terminating. Its units become free without preemption.
     pub ending: bool,
 }
 
-/// Room for a pod, and the pods to preempt for it.
+/// Units for a pod, and the pods to preempt for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Preemption {
     /// Name of the node.
     pub node: String,
-    /// The units that the pod takes of each device, one entry for each ask.
+    /// The units of each device that the pod would use, one entry for each ask.
     pub takes: Vec<Reservation>,
-    /// Names of the pods to preempt. Empty if free units and those of terminating pods are enough.
+    /// Names of the pods to preempt. Empty if free units and the units of terminating pods suffice.
     pub victims: Vec<String>,
 }
 
-/// Room that is kept for a pod while its victims terminate.
+/// Units that are kept for a pod while its victims terminate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Nomination {
-    /// The pod's priority. Pods of higher priority can use the room.
+    /// Priority of the pod. Pods of higher priority can use the units.
     pub priority: i32,
     /// Name of the node.
     pub node: String,
-    /// The units by device.
+    /// The nominated units by device.
     pub takes: Vec<Reservation>,
 }
 
 /// Cost of a preemption, lower is better. In order of weight: the number of protected victims, the
-/// highest priority of the victims, the sum of their priorities, and their number. Last comes the
+/// highest priority of the victims, the sum of their priorities, and their number. Last is the
 /// earliest start among the victims of the highest priority, for which later is better.
 type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
-/// The cheapest preemption on these nodes, each given with its nominated units. `None` if no
-/// preemption helps. If several are equal, that of the first node.
+/// The cheapest preemption on these nodes, each with its nominated units. `None` if no preemption
+/// helps. Among equal preemptions, the preemption on the first node.
 pub(super) fn cheapest<'a>(
     waiting: Waiting<'_>,
     nodes: impl Iterator<Item = (&'a str, &'a Node, Option<&'a Nominated>)>,
@@ -110,7 +110,7 @@ struct Slot<'a> {
 struct Candidate<'a> {
     pod: &'a str,
     holder: Holder,
-    /// Its units by slot.
+    /// Units of the pod by slot.
     units: Vec<(usize, i64)>,
 }
 
@@ -168,7 +168,7 @@ impl<'a> NodeView<'a> {
         Self { slots, candidates, asks }
     }
 
-    /// All ways to place the asks: their costs, the units taken, and the victims.
+    /// All ways to place the asks: their costs, the units used, and the victims.
     fn options(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
         self.assignments().into_iter().map(|slots| {
             let victims = self.victims(&slots);
@@ -194,7 +194,7 @@ impl<'a> NodeView<'a> {
     /// asks count as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
-        // Find one way first, because the search below can stop at its limit without any.
+        // Find one way first, because the search below can reach its limit without finding any.
         let Some(one) = self.packed() else { return found };
         let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
@@ -251,7 +251,7 @@ impl<'a> NodeView<'a> {
         Some(chosen)
     }
 
-    /// The victims of one way. Each candidate, in order, is kept if it fits.
+    /// The victims of one way. Each candidate, in order, is kept if it still fits.
     fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
         let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
         for (&slot, (_, ask)) in slots.iter().zip(&self.asks) {
@@ -278,7 +278,7 @@ fn room(stock: &Stock) -> i64 {
 
 fn cost(victims: &[&Candidate<'_>]) -> Cost {
     let highest = victims.iter().map(|victim| victim.holder.priority).max();
-    // Each victim counts at least 1, so that fewer victims give a lower sum even at the lowest
+    // Each victim counts at least 1, so that fewer victims have a lower sum even at the lowest
     // priority.
     let above_least = |victim: &&Candidate<'_>| i128::from(victim.holder.priority) - i128::from(i32::MIN) + 1;
     let of_highest = victims.iter().filter(|victim| Some(victim.holder.priority) == highest);

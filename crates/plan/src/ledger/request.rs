@@ -1,4 +1,4 @@
-//! The requests of pods.
+//! Types for the requests of pods.
 use std::fmt;
 use std::num::NonZeroU32;
 
@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 pub struct Units(NonZeroU32);
 
 impl Units {
-    /// A number of units. `None` for 0.
+    /// Creates a number of units. `None` for 0.
     pub const fn new(units: u32) -> Option<Self> {
         match NonZeroU32::new(units) {
             Some(units) => Some(Self(units)),
@@ -15,7 +15,7 @@ impl Units {
         }
     }
 
-    /// The number.
+    /// Returns the number.
     pub const fn get(self) -> u32 {
         self.0.get()
     }

@@ -1,13 +1,13 @@
-//! The units of one resource on one device, and the only place where units are subtracted.
+//! Counts the units of one resource on one device. Units are subtracted only in this module.
 use std::collections::BTreeMap;
 
 use super::request::Units;
 
-/// The capacity of one resource on one device, and the units of it that are used and reserved.
+/// The capacity of one resource on one device, and how many of its units are used and reserved.
 ///
 /// Either `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts without
-/// reservations, and only [`Stock::reserve`] adds one. If the facts change, a new stock is created
-/// and the reservations are added again.
+/// reservations, and only [`Stock::reserve`] adds one. If the facts change, the caller creates a
+/// new stock and adds the reservations again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Stock {
     capacity: u32,
@@ -18,15 +18,15 @@ pub(super) struct Stock {
 }
 
 impl Stock {
-    /// A stock without reservations. `used` can exceed `capacity` if units become unhealthy while
-    /// they are in use.
+    /// Creates a stock without reservations. `used` can exceed `capacity` if units become unhealthy
+    /// while they are in use.
     pub(super) fn new(capacity: u32, used: u32) -> Self {
         let mut stock = Self { capacity, used, reserved: BTreeMap::new(), free: 0 };
         stock.recount();
         stock
     }
 
-    /// Updates `free`. This is the only subtraction.
+    /// Updates `free`. No other function subtracts units.
     fn recount(&mut self) {
         self.free = self.capacity.saturating_sub(self.used).saturating_sub(self.reserved());
     }
@@ -54,7 +54,7 @@ impl Stock {
         self.reserved.iter().flat_map(|(units, count)| std::iter::repeat_n(*units, *count as usize))
     }
 
-    /// Reserves units if they are free. Returns whether they were.
+    /// Reserves units if they are free. Returns true if they were reserved.
     #[must_use]
     pub(super) fn reserve(&mut self, units: Units) -> bool {
         let fits = units.get() <= self.free;
@@ -65,7 +65,7 @@ impl Stock {
         fits
     }
 
-    /// Removes a reservation of that size, if there is one.
+    /// Removes a reservation of this size, if one exists.
     pub(super) fn unreserve(&mut self, units: Units) {
         if let Some(count) = self.reserved.get_mut(&units) {
             *count -= 1;
@@ -76,7 +76,7 @@ impl Stock {
         }
     }
 
-    /// The same stock without reservations.
+    /// Returns a copy of the stock without reservations.
     pub(super) fn cleared(&self) -> Self {
         Self::new(self.capacity, self.used)
     }

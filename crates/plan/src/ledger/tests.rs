@@ -15,7 +15,8 @@ fn asks(sizes: &[u32]) -> Vec<Ask> {
     sizes.iter().map(|&size| Ask { resource: R.to_owned(), units: units(size) }).collect()
 }
 
-/// A node with devices `a`, `b` and so on, of ten units each, with these numbers of used units.
+/// A node with devices `a`, `b` and so on, of ten units each. `used` is the number of used units of
+/// each device.
 fn node(used: &[u32], allocated: &[(&str, &str, u32)]) -> NodeFacts {
     let name = |index: usize| char::from(b'a' + u8::try_from(index).unwrap()).to_string();
     NodeFacts {
@@ -162,7 +163,8 @@ fn the_note_of_a_pod_allocated_elsewhere_blocks_no_device() {
     assert_eq!(ledger.short("n"), []);
     let all = [on("a", 9), on("b", 2), on("b", 4), on("b", 4), on("c", 5)];
     assert_eq!(reserved(&ledger, "n"), all, "as annotated");
-    // Annotations are not rewritten: the first pod's still names the device of the last one.
+    // Annotations are not rewritten: the first pod's annotation still names the device of the last
+    // pod.
     let mut claims = ledger.claims().clone();
     claims.get_mut("first").unwrap().noted.get_mut("n").unwrap()[0].device = "b".to_owned();
     let nodes = BTreeMap::from([("n".to_owned(), node(&[0, 0, 5], &[("first", "c", 5)]))]);
@@ -212,8 +214,8 @@ fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[7], 9);
     assert_eq!(reserved(&ledger, "n"), [on("a", 7), on("b", 5)]);
-    // A pod bypassed the gate and took a unit of `b`. The reservation of p cannot move, because `a`
-    // has three units left.
+    // A pod bypassed the gate and used a unit of `b`. The reservation of `p` cannot move, because
+    // only three units remain on `a`.
     ledger.observe("n", node(&[0, 6], &[("x", "b", 1)]));
     assert_eq!((reserved(&ledger, "n"), ledger.short("n").to_vec()), (vec![on("a", 7)], asks(&[5])));
     // Add a device.
@@ -310,8 +312,8 @@ fn a_ledger_can_be_rebuilt() {
 
 #[test]
 fn typical_requests_decide_where_holes_are_left() {
-    // Pods request 6 and 4 units. `b` has 6 free units and is kept for a pod of 6, so a pod of 4
-    // goes to `a`. The tightest device for 4 is `b`.
+    // Pods request 6 and 4 units. `b` has 6 free units, which a pod of 6 could use, so a pod of 4
+    // is placed on `a`. The tightest device for 4 is `b`.
     let mut observed = Observed::new(None);
     for _ in 0..10 {
         for per_gpu in [600, 400] {

@@ -1,4 +1,4 @@
-//! What pods typically request, learned from the pods that arrived.
+//! Learns typical requests from the pods that arrived.
 use std::collections::BTreeMap;
 
 /// Requests of one pod.
@@ -8,7 +8,7 @@ pub struct Demand {
     pub cpu: u64,
     /// Memory in MiB.
     pub memory: u64,
-    /// Number of GPUs. The pod gets `per_gpu` of each.
+    /// Number of GPUs. The pod uses `per_gpu` of each GPU.
     pub gpus: u32,
     /// Thousandths of each GPU.
     pub per_gpu: u32,
@@ -17,7 +17,7 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// Thousandths of all its GPUs together.
+    /// Sum of the pod's requests on all its GPUs, in thousandths.
     pub fn total(&self) -> u32 {
         self.gpus * self.per_gpu
     }
@@ -39,13 +39,14 @@ pub struct Typical {
 }
 
 impl Typical {
-    /// Thousandths of all its GPUs together.
+    /// Sum of the pod's requests on all its GPUs, in thousandths.
     pub fn total(&self) -> f64 {
         f64::from(self.gpus) * f64::from(self.per_gpu)
     }
 }
 
-/// Part of all pods that the typical kinds cover, as in "Beware of Fragmentation" (USENIX ATC'23).
+/// Fraction of all pods that the typical kinds cover, as in "Beware of Fragmentation" (USENIX
+/// ATC'23).
 const TYPICAL_COVERAGE: f64 = 0.95;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
@@ -53,14 +54,15 @@ const TYPICAL_COVERAGE: f64 = 0.95;
 pub struct Observed {
     kinds: BTreeMap<(u64, u32, u32, Vec<String>), f64>,
     total: f64,
-    /// Weight of the next pod. It grows, so that earlier pods weigh relatively less without being
-    /// updated.
+    /// Weight of the next pod. The weight grows, so that earlier pods weigh relatively less without
+    /// an update.
     next: f64,
     growth: f64,
 }
 
 impl Observed {
-    /// A pod's weight halves after `half_life` further pods. `None` means never.
+    /// Creates an empty record. A pod's weight halves after `half_life` further pods. `None` means
+    /// never.
     pub fn new(half_life: Option<f64>) -> Self {
         let growth = half_life.map_or(1.0, |pods| 2f64.powf(1.0 / pods));
         Self { kinds: BTreeMap::new(), total: 0.0, next: 1.0, growth }
@@ -72,8 +74,8 @@ impl Observed {
         self.total += self.next;
         self.next *= self.growth;
         if self.next > 1e12 {
-            // Weights are relative. Scale them down before they lose precision, and drop kinds that
-            // have faded.
+            // Weights are relative. Scale them down before they lose precision, and drop kinds with
+            // negligible weight.
             self.kinds.values_mut().for_each(|weight| *weight /= 1e12);
             self.kinds.retain(|_, weight| *weight > 1e-9);
             self.total = self.kinds.values().sum();

@@ -4,10 +4,10 @@
 //! [`Placer`] and the learned score [`Value`] are used only by the simulation `cleave-bench trace`
 //! and by tests.
 //!
-//! - [`demand`] learns what pods typically request.
-//! - [`value`] computes the value of free capacity for that demand, and describes the formula.
-//! - This file has the nodes, which pods fit on them, and a cache that scores only nodes that
-//!   changed.
+//! - [`demand`] learns typical requests of pods.
+//! - [`value`] computes the value of free capacity for these requests, and describes the formula.
+//! - This file contains the nodes, the test which pods fit on them, and a cache. After a change,
+//!   the cache scores only the changed nodes.
 pub mod demand;
 pub mod value;
 
@@ -19,7 +19,7 @@ pub use value::Value;
 /// One GPU in thousandths, the unit of placement.
 pub const GPU: u32 = 1000;
 
-/// The capacity of a node and its free part.
+/// The capacity of a node and how much of it is free.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
     /// GPU model, as pods name it.
@@ -35,7 +35,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Free thousandths of all its GPUs together.
+    /// Sum of the free capacity of all GPUs, in thousandths.
     pub fn free(&self) -> u32 {
         self.gpus.iter().sum()
     }
@@ -47,8 +47,9 @@ impl Node {
             && (demand.models.is_empty() || demand.models.contains(&self.model))
     }
 
-    /// The ways to place the pod on the node: one for each GPU with enough free capacity. GPUs with
-    /// equal free capacity count once. A pod without GPUs or with several has at most one way.
+    /// The ways to place the pod on the node: one way for each GPU with enough free capacity. GPUs
+    /// with equal free capacity count once. A pod without GPUs or with several GPUs has at most one
+    /// way.
     ///
     /// A way is the GPU's index, or `None` if the pod requests no GPU or several.
     pub fn fits(&self, demand: &Demand) -> impl Iterator<Item = Option<usize>> {
@@ -68,9 +69,9 @@ impl Node {
         devices.map(|(index, _)| Some(index)).chain(other.then_some(None))
     }
 
-    /// The GPUs that the pod gets in one of the ways of [`Node::fits`].
+    /// The GPUs that the pod uses in one of the ways of [`Node::fits`].
     ///
-    /// A pod with several GPUs gets the fullest ones with enough free capacity.
+    /// A pod with several GPUs uses the fullest GPUs with enough free capacity.
     fn devices(&self, demand: &Demand, way: Option<usize>) -> Vec<usize> {
         match way {
             Some(device) => vec![device],
@@ -108,14 +109,14 @@ impl Node {
     }
 }
 
-/// How good a choice is: highest score first, then lowest `spread`, then the least left on the GPU.
+/// How good a choice is: highest score first, then lowest `spread`, then least remaining capacity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rank {
     /// Score. Higher is better.
     pub score: f64,
     /// Among equal scores, lower is better.
     pub spread: f64,
-    /// Thousandths left on the GPU. Among equal spreads, lower is better.
+    /// Remaining thousandths of the GPU. Among equal spreads, lower is better.
     pub left: u32,
 }
 
@@ -135,7 +136,7 @@ impl Rank {
 /// The result must depend only on the arguments and `self`, because it is cached until the node
 /// changes.
 pub trait Score {
-    /// What the policy computes once for a node, until the node changes.
+    /// Values that the policy computes once for a node, until the node changes.
     type Before;
 
     /// Computes [`Self::Before`] for the node without the pod.
@@ -145,20 +146,20 @@ pub trait Score {
     fn rank(&self, node: &Node, before: &Self::Before, demand: &Demand, way: Option<usize>) -> Rank;
 }
 
-/// A node and the GPUs that a pod gets.
+/// A node and the GPUs for a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
     /// Index of the node.
     pub node: usize,
-    /// Indices of the node's GPUs that the pod gets.
+    /// Indices of the node's GPUs that the pod uses.
     pub devices: Vec<usize>,
 }
 
 /// The best way to place one kind of pod on one node.
 type Best = Option<(Rank, Option<usize>)>;
 
-/// Cached results for one kind of pod, and the position in the log of changes up to which they are
-/// valid.
+/// Cached results for one kind of pod, and the position in the log of changes up to which the
+/// results are valid.
 #[derive(Debug, Clone)]
 struct Answers {
     best: Vec<Best>,
@@ -199,7 +200,7 @@ impl<S: Score> Placer<S> {
         self.answers.clear();
     }
 
-    /// The best place for a pod. `None` if it fits nowhere. Nothing is allocated.
+    /// Returns the best placement for a pod. `None` if the pod fits nowhere. Allocates nothing.
     pub fn choose(&mut self, demand: &Demand) -> Option<Choice> {
         let behind = self.answers.get(demand).map_or(usize::MAX, |answers| self.changes.len() - answers.seen);
         if behind > self.nodes.len() {
@@ -233,12 +234,12 @@ impl<S: Score> Placer<S> {
         Some(Choice { node, devices })
     }
 
-    /// Allocates a pod's requests at the chosen place.
+    /// Allocates a pod's requests at the chosen placement.
     pub fn take(&mut self, demand: &Demand, choice: &Choice) {
         self.change(choice.node, |node| node.take(demand, &choice.devices));
     }
 
-    /// Frees a pod's requests at the chosen place.
+    /// Frees a pod's requests at the chosen placement.
     pub fn give(&mut self, demand: &Demand, choice: &Choice) {
         self.change(choice.node, |node| node.give(demand, &choice.devices));
     }
@@ -270,7 +271,7 @@ impl<S: Score> Placer<S> {
     }
 }
 
-/// Thousandths that one way would leave on the GPU.
+/// Thousandths of the GPU that remain after a placement.
 pub fn left(node: &Node, demand: &Demand, way: Option<usize>) -> u32 {
     way.and_then(|device| node.gpus.get(device)).map_or(0, |free| free.saturating_sub(demand.per_gpu))
 }
@@ -281,8 +282,7 @@ mod tests {
 
     use super::*;
 
-    /// Prefers the node with the least free capacity, so that every change of a node changes its
-    /// rank.
+    /// Prefers the node with the least free capacity. So every change of a node changes its rank.
     struct Tightest;
 
     impl Score for Tightest {

@@ -1,8 +1,9 @@
-//! The value of free capacity, given what pods typically request.
+//! Computes the value of free capacity, given typical requests of pods.
 //!
-//! The value of a node has three parts. The free parts of its GPUs are worth what they can still
-//! hold ([`packing_values`]). GPU capacity without CPU beside it is deducted. The node's model adds
-//! value for pods that can run on few models. A pod goes where it reduces the value least.
+//! The value of a node has three parts. The free part of each GPU is worth the requests that still
+//! fit ([`packing_values`]). GPU capacity without enough CPU on the node is deducted. The node's
+//! model adds value for pods that can run on few models. A pod is placed where it reduces the value
+//! least.
 use std::collections::BTreeMap;
 
 use super::demand::{Demand, Typical};
@@ -14,8 +15,8 @@ const WHOLE_GPU_BONUS: f64 = 0.4;
 /// Number of steps of a GPU in the table of values.
 const STEPS_PER_GPU: usize = 100;
 
-/// Cost of free GPU capacity without CPU beside it. Values between 0.3 and 3 make little
-/// difference.
+/// Cost of free GPU capacity without enough free CPU on the node. Values between 0.3 and 3 make
+/// little difference.
 const STRANDED_GPU_COST: f64 = 2.0;
 
 /// Weight of a model's scarcity.
@@ -34,7 +35,7 @@ const SPARE_CPU_PENALTY: f64 = 0.05;
 /// ratio.
 const SCARCE_CPU_RATIO: f64 = 0.93;
 
-/// CPU for each GPU above which a node has much CPU, in thousandths of a core.
+/// CPU for each GPU above which a node counts as having much CPU, in thousandths of a core.
 const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 
 /// The value of free capacity.
@@ -44,7 +45,7 @@ pub struct Value {
     packing: Vec<f64>,
     /// Thousandths of a core that pods request for each thousandth of a GPU.
     cpu_per_gpu: f64,
-    /// Demand for each model by the pods that name it, relative to its supply.
+    /// Demand for each model by the pods that name it, relative to the supply of the model.
     models: BTreeMap<String, f64>,
     /// Penalty for nodes with much CPU. 0 if CPU is not scarce.
     spare_cpu: f64,
@@ -100,11 +101,11 @@ impl Value {
         }
     }
 
-    /// Takes pending pods into account: holes that no pending pod needs are filled before a whole
-    /// GPU that pending pods wait for.
+    /// Adapts the value to pending pods. Pods then prefer holes that no pending pod needs to whole
+    /// GPUs that pending pods wait for.
     ///
-    /// This makes a difference only if pods terminate: pods that share GPUs would otherwise prevent
-    /// GPUs from becoming whole again.
+    /// The adaptation makes a difference only if pods terminate. Otherwise, pods that share GPUs
+    /// would prevent GPUs from becoming whole again.
     #[must_use]
     pub fn awaited<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
@@ -122,7 +123,7 @@ impl Value {
             + if free >= GPU { self.whole } else { 0.0 }
     }
 
-    /// Value of a node's free CPU and GPU capacity together, without the values of its single GPUs.
+    /// Value of a node's free CPU and GPU capacity together, without the values of single GPUs.
     fn beside(&self, model: f64, cpu: f64, free: f64) -> f64 {
         let stranded = if self.cpu_per_gpu > 0.0 { (free - cpu / self.cpu_per_gpu).max(0.0) } else { 0.0 };
         (MODEL_SCARCITY_WEIGHT * model * free - STRANDED_GPU_COST * stranded) / f64::from(GPU)
@@ -161,7 +162,7 @@ impl Score for Value {
                 let now = node.gpus.get(device).copied().unwrap_or(0);
                 self.gpu(now) - self.gpu(now.saturating_sub(demand.per_gpu))
             }
-            // A pod with several GPUs takes whole ones.
+            // A pod with several GPUs uses whole GPUs.
             None => f64::from(demand.gpus) * (self.gpu(demand.per_gpu)),
         };
         let compact = cpu / 128_000.0 + free / 8_000.0;
@@ -183,12 +184,11 @@ fn shared(typical: &[Typical]) -> Vec<(usize, f64)> {
         .collect()
 }
 
-/// The value of a GPU with x hundredths free, for each x: the highest sum of prices of the sizes
-/// that fit into x. Prices are dual prices of the cutting-stock problem "the fewest GPUs that hold
-/// all shared pods".
-///
-/// A hole that no typical pod fits has no value. A size that tiles a GPU is worth its part of the
-/// GPU. Multiplicative weights solve the linear program. Their result is as good here as exact
+/// The value of a GPU with x hundredths free, for each x. This is the highest sum of prices of
+/// sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest GPUs on
+/// which all shared pods fit.
+/// A hole that fits no typical pod has no value. A size that tiles a GPU is worth its part of the
+/// GPU. Multiplicative weights solve the linear program. Here, their result is as good as exact
 /// duals, and needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
@@ -257,7 +257,7 @@ fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
             *pattern.get_mut(item)? += 1.0;
             items.get(item).map(|&(size, _)| size)
         });
-        // A step without gain is a hundredth left empty.
+        // A step without gain is an unused hundredth.
         room = room.saturating_sub(step.unwrap_or(1).max(1));
     }
     (worth, pattern)

@@ -1,4 +1,4 @@
-//! Examples from the Kubernetes documentation, and edge cases of each rule.
+//! Tests examples from the Kubernetes documentation, and edge cases of each rule.
 use std::cell::Cell;
 
 use cleave_plan::constraints::{Conflict, Judge, Labels, MOST_REQUIREMENTS, Neighbour, Rules, Subject};
@@ -6,8 +6,8 @@ use cleave_plan::snapshot::{Node, Pod};
 
 use super::{Cluster, TestPod, cluster, labels, node, pod, taint};
 
-/// A required term as JSON: pods with a value of the label `app`, the topology key, and further
-/// fields.
+/// A required term as JSON: selects pods with a value of the label `app`, in domains of a topology
+/// key. `more` contains further fields.
 fn term(app: &str, key: &str, more: &str) -> String {
     let selector = format!(r#""labelSelector": {{"matchLabels": {{"app": "{app}"}}}}"#);
     format!(r#"{{{selector}, "topologyKey": "{key}"{more}}}"#)
@@ -21,7 +21,8 @@ fn apart(terms: &[String]) -> String {
     format!(r#"{{"antiAffinity": [{}]}}"#, terms.join(","))
 }
 
-/// A spread constraint as JSON: pods with `foo: bar`, a maximum skew of 1, and further fields.
+/// A spread constraint as JSON: selects pods with `foo: bar`, with a maximum skew of 1. `more`
+/// contains further fields.
 fn spread(key: &str, more: &str) -> String {
     let selector = r#""labelSelector": {"matchLabels": {"foo": "bar"}}"#;
     format!(r#"{{"maxSkew": 1, "topologyKey": "{key}", "whenUnsatisfiable": "DoNotSchedule", {selector}{more}}}"#)
@@ -389,13 +390,13 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
     for subject in [&large, &wide] {
         assert!(subject.rules.are_too_many());
         assert!(cluster.verdicts(subject).iter().all(|verdict| *verdict == Err(Conflict::TooManyRules)));
-        // Too many rules are refused before any pod or node is read.
+        // The judge refuses too many rules before it reads any pod or node.
         let all = || std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("pods are read") });
         let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
         let _ = Judge::new(subject.as_subject(), nodes, all(), all(), |_| None);
     }
     assert!(!pod(FOO, &spreads(&keys[..80])).rules.are_too_many());
-    // A running pod can have too many rules too. Only those up to the limit count.
+    // A running pod can also have too many rules. Only rules up to the limit count.
     let asked = Cell::new(0);
     let (rules, labels) = (Rules::default(), labels(&[("app", "x")]));
     let subject = Subject { namespace: "default", labels: &labels, rules: &rules, pod: &Pod::default(), volumes: &[] };

@@ -1,5 +1,5 @@
-//! The rules between pods: examples from the Kubernetes documentation, edge cases, and random
-//! clusters compared with a second implementation.
+//! Tests the rules between pods: examples from the Kubernetes documentation, edge cases, and random
+//! clusters that are compared with a second implementation.
 mod examples;
 mod naive;
 mod random;
@@ -18,7 +18,7 @@ pub(crate) struct TestPod {
     pub(crate) pod: Pod,
     pub(crate) volumes: Vec<Vec<NodeSelectorTerm>>,
     pub(crate) terminating: bool,
-    /// Name of its node.
+    /// Name of the pod's node.
     pub(crate) node: String,
 }
 
@@ -27,7 +27,7 @@ pub(crate) struct TestPod {
 pub(crate) struct Cluster {
     pub(crate) nodes: Vec<Node>,
     pub(crate) pods: Vec<TestPod>,
-    /// Known labels of namespaces.
+    /// Labels of the known namespaces.
     pub(crate) namespaces: BTreeMap<String, Labels>,
 }
 
@@ -45,20 +45,20 @@ impl Cluster {
         Judge::new(subject.as_subject(), &self.nodes, all, repelling, |name| self.namespaces.get(name))
     }
 
-    /// For each node, whether the pod may go there.
+    /// For each node, whether the pod may run on it.
     fn verdicts(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
         let judge = self.judge(subject);
         self.nodes.iter().map(|node| judge.refuse(node)).collect()
     }
 
-    /// Names of nodes that the pod may go to.
+    /// Names of nodes that the pod may run on.
     fn allowed(&self, subject: &TestPod) -> Vec<&str> {
         let judge = self.judge(subject);
         let allowed = self.nodes.iter().filter(|node| judge.refuse(node).is_ok());
         allowed.map(|node| node.name.as_str()).collect()
     }
 
-    /// Places the pod on the first node that it may go to.
+    /// Places the pod on the first node that it may run on. Returns the name of the node.
     fn place(&mut self, pod: &TestPod) -> Option<String> {
         let node = (*self.allowed(pod).first()?).to_owned();
         self.pods.push(pod.clone().on(&node));

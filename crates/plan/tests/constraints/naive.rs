@@ -113,7 +113,7 @@ fn chosen(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
     true
 }
 
-/// Whether a term of one pod selects another. `None` if labels of a namespace are not known.
+/// Whether a term of one pod selects another pod. `None` if labels of a namespace are unknown.
 fn selects(cluster: &Cluster, term: &PodAffinityTerm, owner: &TestPod, target: &TestPod) -> Option<bool> {
     if !chosen(term.label_selector.as_ref(), &target.labels) {
         return Some(false);

@@ -1,4 +1,4 @@
-//! Random small clusters, checked by both implementations.
+//! Checks random small clusters with both implementations.
 use cleave_plan::constraints::{
     HostPort, LabelSelector, Labels, NodePolicy, PodAffinityTerm, Rules, SpreadConstraint, WhenUnsatisfiable,
 };
@@ -148,7 +148,7 @@ fn cluster() -> impl Strategy<Value = Cluster> {
             unschedulable,
             ..Node::default()
         });
-        // The labels of namespace "three" are not known.
+        // The labels of namespace "three" are unknown.
         let namespaces = [("one".to_owned(), one), ("two".to_owned(), labels(&[("app", "a")]))];
         Cluster { nodes: nodes.collect(), pods, namespaces: namespaces.into() }
     })

@@ -1,4 +1,4 @@
-//! The commands on tutorial and how-to pages, and how each block of them is tested.
+//! Parses blocks of commands on tutorial and how-to pages, and how each block is tested.
 //!
 //! A comment directly above a fenced `sh`, `bash` or `console` block specifies how it is tested:
 //!
@@ -14,7 +14,7 @@
 
 /// Words that a reader replaces. A block that a test runs must replace them too.
 const PLACEHOLDERS: [&str; 7] = ["NODE", "GPU", "NAMESPACE", "NAME", "POD", "POLICY", "REGISTRY"];
-/// Minimum number of words of a reason. Fewer explain nothing.
+/// Minimum number of words of a reason. Shorter reasons explain nothing.
 const MIN_REASON_WORDS: usize = 3;
 
 /// A block of commands on a page.
@@ -33,14 +33,14 @@ pub struct Block {
 /// How a block is tested.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Test {
-    /// A cluster test runs it.
+    /// A cluster test runs the block.
     Run {
         /// Words to replace, with their values.
         values: Vec<(String, String)>,
-        /// Whether it is repeated until it succeeds and the output is as shown.
+        /// Whether the test repeats the block until it succeeds and the output is as shown.
         retry: bool,
     },
-    /// No test runs it.
+    /// No test runs the block.
     NotRun {
         /// The reason why no test runs the block.
         reason: String,

@@ -123,7 +123,7 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
     Ok(())
 }
 
-/// Measures the effect of an event wait that always fails at once.
+/// Measures the effect of NVML event waits that all fail at once.
 pub(super) async fn event_wait(launcher: &Launcher, over: Duration, report: &mut Report) -> Result<()> {
     let plugin = launcher.start().await?;
     let fault = |id| Fault {

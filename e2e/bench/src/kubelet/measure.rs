@@ -167,8 +167,7 @@ fn only_answer(response: wire::PreferredAllocationResponse) -> Result<Vec<String
 /// Heading of the figures of [`calls`].
 const CALLS_CASE: &str = "calls, one after the other on one connection";
 
-/// Measures the latency of the calls that the kubelet makes for each pod, and of a call that does
-/// nothing.
+/// Measures the latency of the calls that the kubelet sends for each pod, and of an empty call.
 pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut Report) -> Result<()> {
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy();
@@ -189,7 +188,7 @@ pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut
     preferred_calls(&client, &all, times, &mut rng, report).await
 }
 
-/// Measures `Allocate`.
+/// Measures the latency of `Allocate`.
 async fn allocate_calls(
     client: &DevicePluginClient<Channel>,
     all: &[&str],
@@ -227,7 +226,8 @@ async fn allocate_calls(
     Ok(())
 }
 
-/// Measures `GetPreferredAllocation`, and counts answers that differ or split a request.
+/// Measures `GetPreferredAllocation`. Counts answers that depend on the order of the available
+/// devices, and answers that split a request over GPUs.
 async fn preferred_calls(
     client: &DevicePluginClient<Channel>,
     all: &[&str],
@@ -265,7 +265,8 @@ async fn preferred_calls(
         latency(CALLS_CASE, &what, &sorted, published, (goal, None), report);
         let different = count(answers.len().saturating_sub(1));
         report.add(Figure::new(CALLS_CASE, format!("{what}, answers that differ"), different, "").at_most(0.0));
-        // Published for the policy `packed`; `distributed` splits each request.
+        // The published figure is for the policy `packed`; the policy `distributed` splits each
+        // request.
         report.add(Figure::new(CALLS_CASE, format!("{what}, split"), count(split), "").published(0.0).at_most(0.0));
     }
     Ok(())
@@ -277,7 +278,7 @@ fn shape(all: &[&str]) -> (usize, String) {
     (gpus, format!("{gpus} GPUs × {}", all.len() / gpus.max(1)))
 }
 
-/// The published figure for this number of GPUs, if there is one.
+/// The published figure for this number of GPUs, if one exists.
 fn for_gpus(gpus: usize, four: f64, eight: f64) -> Option<f64> {
     match gpus {
         4 => Some(four),
@@ -323,8 +324,8 @@ pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, 
     Ok(())
 }
 
-/// Measures splits while pods arrive and leave. As in the published measurement, a pod gets the
-/// preferred devices even if no single GPU can serve it.
+/// Measures splits while pods arrive and leave. As in the published measurement, a pod is allocated
+/// the preferred devices even if no single GPU can serve it.
 pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
     const CASE: &str = "splits";
     let endpoint = plugin.endpoint();
@@ -410,7 +411,7 @@ pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Rep
     let label = format!("kubelet.sock replaced {times} times → Register");
     report.add(Figure::new(CASE, format!("{label}, p50"), sorted.quantile(0.5), "ms").published(4.0));
     report.add(Figure::new(CASE, format!("{label}, max"), sorted.quantile(1.0), "ms").published(1000.0).at_most(50.0));
-    // Published: 6 of 20 on an idle machine and 16 of 20 on a busy one, so 22 of 40.
+    // Published figures: 6 of 20 on an idle machine and 16 of 20 on a busy one, so 22 of 40.
     report.add(Figure::new(CASE, format!("{label}, not within 50 ms"), count(slow), "").published(22.0).at_most(0.0));
     Ok(())
 }
@@ -454,7 +455,7 @@ pub(super) async fn deleted_socket(plugin: &Plugin, report: &mut Report) -> Resu
     };
     let took =
         tokio::time::timeout(DEADLINE, answered).await.context("the plugin did not notice the deleted socket")?;
-    // Published: not within 20 s.
+    // Published figure: not within 20 s.
     report.add(
         Figure::new(CASE, "own socket deleted → answers again", milliseconds(took), "ms").published(f64::INFINITY),
     );

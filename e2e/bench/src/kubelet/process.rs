@@ -139,7 +139,7 @@ impl Launcher {
 }
 
 impl Plugin {
-    /// Pid of the plugin.
+    /// PID of the plugin.
     pub(super) fn pid(&self) -> Result<u32> {
         self.child.id().context("the plugin has exited")
     }
@@ -208,7 +208,7 @@ async fn terminate(child: &mut Child) -> Result<Duration> {
     Ok(sent.elapsed())
 }
 
-/// The last lines of a log.
+/// Returns the last lines of a log.
 fn tail(log: &Path) -> String {
     let text = std::fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();

@@ -14,16 +14,16 @@ pub(super) struct Report {
     figures: Vec<Figure>,
 }
 
-/// One figure.
+/// One measured figure.
 #[derive(Debug, Serialize)]
 pub(super) struct Figure {
     case: &'static str,
     what: String,
     unit: &'static str,
     measured: f64,
-    /// The figure of [`SOURCE`], if it has one.
+    /// The figure that [`SOURCE`] publishes, if any.
     published: Option<f64>,
-    /// Upper limit.
+    /// Maximum of the measured figure.
     goal: Option<f64>,
     met: Option<bool>,
 }
@@ -55,7 +55,7 @@ impl Report {
     }
 }
 
-/// Formats a figure with a reasonable number of digits.
+/// Formats a figure. Larger values have fewer decimal places.
 fn number(value: f64) -> String {
     if value.is_infinite() {
         "never".to_owned()

@@ -11,7 +11,7 @@ pub(super) enum Policy {
     Cleave,
     /// Fragmentation gradient descent.
     Fgd,
-    /// The node and GPU with the least left.
+    /// The node and GPU with the least free capacity.
     BestFit,
     /// Any GPUs that fit.
     Random,

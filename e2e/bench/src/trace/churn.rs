@@ -1,5 +1,5 @@
-//! A cluster with departures and drift. Policies learn typical demands from arrivals and get no
-//! list in advance.
+//! Simulates a cluster with departures and drift. Policies learn typical demands from arrivals,
+//! without a list in advance.
 use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::{Result, ensure};

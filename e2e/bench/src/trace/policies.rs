@@ -1,4 +1,4 @@
-//! The placement policies that Cleave's is compared with.
+//! The placement policies with which Cleave's policy is compared.
 use cleave_plan::placement::demand::Typical;
 use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, left};
 
@@ -10,7 +10,7 @@ fn spread(node: &Node, demand: &Demand) -> f64 {
     0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
 }
 
-/// Chooses the node with the least capacity left, and on it the GPU with the least capacity left.
+/// Chooses the node with the least free capacity, and on it the GPU with the least free capacity.
 pub(super) struct BestFit;
 
 impl Score for BestFit {

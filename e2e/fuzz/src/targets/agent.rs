@@ -35,7 +35,7 @@ pub(super) fn sample_spec() -> GpuNodeSpec {
     changes.unwrap_or_default().into_iter().next().map(|change| change.spec).unwrap_or_default()
 }
 
-/// The agent's actions for that spec, with two allocations.
+/// The agent's actions for [`sample_spec`], with two allocations.
 pub(super) fn sample_turn() -> Actions {
     let allocation = |resource: &str, gpu: u32| Allocation {
         resource: resource.to_owned(),
@@ -345,7 +345,7 @@ pub(super) const PROC: Target = Target {
             assert!(owner.container.as_ref().is_none_or(|id| text.contains(id)), "{owner:?}");
             assert_eq!(pods(&text).first(), Some(&owner.pod), "{text:?}");
             if text.lines().count() == 1 && owner.container.is_some() {
-                // A tenant can create a cgroup of any name below its container's.
+                // A tenant can create a cgroup of any name below its container's cgroup.
                 let lie =
                     format!("{}/kubepods/pod00000000-1111-4222-8333-444444444444/ffffffffffffffff", text.trim_end());
                 assert_eq!(super::agent::owner(&lie).as_ref().map(|other| &other.pod), Some(&owner.pod), "{lie:?}");

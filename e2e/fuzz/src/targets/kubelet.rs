@@ -180,7 +180,8 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
             Seen::Refused
         }
         Ok(devices) => {
-            // A JSON tree has a depth limit; fields that the reader skips have none.
+            // `serde_json` limits the depth of a parsed tree, but not of fields that the reader
+            // skips.
             let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) else { return Seen::Read };
             let entries = file["Data"]["PodDeviceEntries"].as_array().cloned().unwrap_or_default();
             let of = |entry: &serde_json::Value| {

@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line of the simulated CUDA program.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -116,7 +116,7 @@ impl std::str::FromStr for Seconds {
 /// A duration.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Span {
-    /// This long.
+    /// For this duration.
     For(Duration),
     /// Until a signal arrives.
     Forever,

@@ -56,7 +56,7 @@ impl Cuda {
     /// Creates a context on the first device.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub(crate) fn context(&self) -> Result<Context, i32> {
         if let Some(mps) = &self.mps {
             return mps.context(&Environment::own(), &self.devices, 0).map(Context::Mps);
@@ -76,7 +76,7 @@ impl Context {
         matches!(self, Self::Mps(_))
     }
 
-    /// The context's device.
+    /// The device on which the context was created.
     pub(crate) fn device(&self) -> &Device {
         match self {
             Self::Mps(context) => context.device(),
@@ -111,7 +111,7 @@ impl Context {
         }
     }
 
-    /// Allocates memory.
+    /// Allocates `bytes` bytes of device memory.
     pub(crate) fn allocate(&self, bytes: u64) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.allocate(bytes),
@@ -122,7 +122,7 @@ impl Context {
         }
     }
 
-    /// Starts kernels of this many milliseconds each.
+    /// Starts kernels of `kernel_ms` milliseconds each.
     pub(crate) fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.launch(kernel_ms),
@@ -130,7 +130,7 @@ impl Context {
         }
     }
 
-    /// Waits for all kernels.
+    /// Waits until all kernels have finished.
     pub(crate) fn synchronize(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.synchronize(),

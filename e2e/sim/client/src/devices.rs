@@ -30,7 +30,7 @@ enum Container<'a> {
 }
 
 impl Given {
-    /// Reads this process's environment.
+    /// Reads the device selection of this process.
     pub(crate) fn own() -> Self {
         let text = |name| std::env::var(name).ok();
         let dev = text(DEV_ENV).unwrap_or_else(|| "/dev".to_owned());
@@ -79,7 +79,8 @@ impl Given {
     }
 
     /// The devices of an MPS server that the program sees. `machine` is `None` in a container
-    /// without access to it. Then only the environment restricts the devices.
+    /// without access to the machine's state. In that case, only the environment restricts the
+    /// devices.
     pub(crate) fn visible_of(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
         let state = machine.and_then(|machine| machine.snapshot().ok());
         match (state, self.container()) {

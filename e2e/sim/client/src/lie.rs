@@ -266,7 +266,7 @@ fn violate(connection: &Connection, lie: Lie) -> io::Result<()> {
         }
         Lie::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
         Lie::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
-        // These violations concern the server only, so the daemon gets a valid introduction.
+        // These violations concern the server only, so the daemon receives a valid introduction.
         Lie::Unread
         | Lie::Vanish(_)
         | Lie::Mute(_)
@@ -287,8 +287,8 @@ fn violate(connection: &Connection, lie: Lie) -> io::Result<()> {
     }
 }
 
-/// Reads until the peer closes or until `deadline`. Returns whether it closed, and the number of
-/// packets.
+/// Reads until the peer closes or until `deadline`. Returns whether the peer closed, and the number
+/// of packets.
 fn drain(connection: &Connection, deadline: Instant) -> io::Result<(bool, usize)> {
     let mut packets = 0;
     loop {

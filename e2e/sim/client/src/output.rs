@@ -1,8 +1,8 @@
-//! Output of the program.
+//! Prints the program's output.
 
 use std::io::{self, Write};
 
-/// Prints a line. Errors are ignored, because the reader may have exited.
+/// Prints a value as one line of JSON. Errors are ignored, because the reader may have exited.
 pub(crate) fn print(value: &serde_json::Value) {
     let mut out = io::stdout().lock();
     let _ = writeln!(out, "{value}").and_then(|()| out.flush());

@@ -20,9 +20,9 @@ const FAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a program stopped.
 enum Stop {
-    /// A `CUresult`.
+    /// A CUDA call failed with this `CUresult`.
     Error(i32),
-    /// A signal that it handles.
+    /// The program received a signal that it handles.
     Signal,
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
             exit_status(code)
         }
     };
-    // Dropping the contexts closes them in order.
+    // Dropping the contexts closes them cleanly.
     drop(contexts);
     status
 }
@@ -115,7 +115,7 @@ impl Program<'_> {
         if let Err(Stop::Error(code)) = waited {
             return Err(Stop::Error(code));
         }
-        // The kernel in flight completes.
+        // Wait until the kernel in flight has finished.
         let kernel = Duration::try_from_secs_f64(kernel_ms / 1000.0).unwrap_or_default();
         let begun = since.elapsed().as_secs_f64() / kernel.as_secs_f64();
         let left = if begun.is_finite() { kernel.mul_f64(begun.ceil() - begun) } else { Duration::ZERO };

@@ -186,7 +186,8 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
         let liar = node.client(&["--lie", lie, "--hold", "forever"]);
         until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
-            // A killed client blocks the server, too.
+            // Wait until the server accepts the client: a client that is killed earlier blocks the
+            // server.
             let connected = format!("Client {{PID: {}, Context ID: 0}} connected", liar.pid());
             until("the client is accepted", || node.log().contains(&connected));
         }

@@ -20,7 +20,7 @@ pub enum ContextKind {
     Graphics,
 }
 
-/// Memory of a device.
+/// Memory of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryInfo {
     /// Unused bytes.
@@ -29,7 +29,7 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
-/// A context on a device. It is closed when dropped, and when its process ends for any reason.
+/// A context on a device. It closes when it is dropped, or when its process ends for any reason.
 #[derive(Debug)]
 pub struct Context {
     machine: Machine,
@@ -49,8 +49,8 @@ impl Machine {
     /// none. A GPU in MIG mode cannot be used directly.
     ///
     /// # Errors
-    /// The device does not exist, is lost, does not allow a context in its compute mode, or lacks
-    /// the memory.
+    /// The device does not exist, is lost, does not allow a context in its compute mode, or has too
+    /// little free memory.
     pub fn open_context(&self, device: &str, kind: ContextKind, overhead: u64) -> Result<Context, ContextError> {
         let kind = match kind {
             ContextKind::Compute => ProcessKind::Compute,
@@ -61,11 +61,11 @@ impl Machine {
     }
 
     /// Registers a client of this process, which must be an MPS server. `pid` is the client's PID
-    /// in this process's namespace, as `SCM_CREDENTIALS` gives it. The compute mode does not apply,
-    /// because the client uses the server's context.
+    /// in this process's namespace, as `SCM_CREDENTIALS` reports it. The compute mode does not
+    /// apply, because the client uses the server's context.
     ///
     /// # Errors
-    /// The device does not exist, is lost, or lacks the memory.
+    /// The device does not exist, is lost, or has too little free memory.
     pub fn register_client(&self, device: &str, pid: u32, used: u64) -> Result<Context, ContextError> {
         self.register(device, ProcessKind::MpsClient, PidRef::of(pid), process::name_of(pid), used)
     }
@@ -102,10 +102,10 @@ impl Context {
         &self.device
     }
 
-    /// Allocates memory.
+    /// Allocates `bytes` bytes of device memory.
     ///
     /// # Errors
-    /// Less memory is free, or the device or the context no longer exists.
+    /// Too little memory is free, or the device or the context no longer exists.
     pub fn allocate(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             fits(state, &usable(state, &state.processes[entry].device)?, bytes)?;
@@ -114,7 +114,7 @@ impl Context {
         })
     }
 
-    /// Frees memory, at most what was allocated.
+    /// Frees memory, at most the amount that this context uses.
     ///
     /// # Errors
     /// The device or the context no longer exists.
@@ -126,7 +126,7 @@ impl Context {
         })
     }
 
-    /// The bytes that this context uses, its overhead included.
+    /// The bytes that this context uses, including its overhead.
     ///
     /// # Errors
     /// The device or the context no longer exists.
@@ -221,7 +221,7 @@ fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRe
     }
 }
 
-/// Checks that this much memory is free. `state` must contain only live processes.
+/// Checks that `wanted` bytes are free on the device. `state` must contain only live processes.
 fn fits(state: &State, device: &DeviceRef<'_>, wanted: u64) -> Result<(), ContextError> {
     let free = device.cuda_memory().saturating_sub(state.used(&state.processes, device.uuid()));
     if wanted > free { Err(ContextError::OutOfMemory { wanted, free }) } else { Ok(()) }

@@ -8,9 +8,9 @@ pub enum Error {
     /// A file of the state directory could not be read, written or locked.
     #[error("cannot {action} {}", .path.display())]
     Io {
-        /// What failed ("read", "lock", …).
+        /// The action that failed ("read", "lock", …).
         action: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The error of the operating system.
         #[source]
@@ -19,9 +19,9 @@ pub enum Error {
     /// A file of the state directory has an unknown format.
     #[error("{} is not a machine's state", .path.display())]
     Malformed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Where the file is malformed.
+        /// Position and reason of the parse error.
         #[source]
         source: serde_json::Error,
     },
@@ -31,7 +31,7 @@ pub enum Error {
     Invalid(String),
 }
 
-/// The error that a CUDA program receives when it cannot get a context or memory.
+/// The error that a CUDA program receives when it cannot create a context or allocate memory.
 #[derive(Debug, thiserror::Error)]
 pub enum ContextError {
     /// CUDA sees no device: there is no driver, no GPU, or the GPU is in MIG mode without an

@@ -57,7 +57,7 @@ pub use store::{DEFAULT_DIR, Machine, STATE_ENV};
 
 /// The number of SMs that an MPS client sees for a thread percentage of a device with `total` SMs.
 /// The result is rounded down to an even number, and is at least 8 and at most `total`. From 100 %
-/// on it is the whole device.
+/// on, the result is `total`.
 #[must_use]
 pub fn mps_sms(total: u32, percent: f64) -> u32 {
     if percent >= 100.0 || !percent.is_finite() {

@@ -1,5 +1,5 @@
-//! NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass in what is
-//! in use.
+//! NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass in whether
+//! devices are in use.
 
 use crate::description::derive_uuid;
 use crate::model::{GpuProfile, Model, Placement};
@@ -23,7 +23,7 @@ pub enum MigError {
     /// The instance does not exist.
     #[error("not found")]
     NotFound,
-    /// MIG mode changes at the next reset.
+    /// MIG mode can change only at the next reset.
     #[error("reset required")]
     ResetRequired,
 }
@@ -42,7 +42,7 @@ impl Gpu {
     }
 
     /// Switches MIG mode. `busy` is true if a process uses the GPU or one of its instances. If the
-    /// mode cannot change now, it remains pending until the next reset, and the error gives the
+    /// mode cannot change now, it remains pending until the next reset, and the error contains the
     /// reason.
     ///
     /// # Errors
@@ -88,8 +88,8 @@ impl Gpu {
         if self.lacks_engines(model, profile) { Vec::new() } else { placements.filter(|p| !taken(*p)).collect() }
     }
 
-    /// Engines have no placement and are only counted. For example, there is one optical flow
-    /// accelerator.
+    /// Whether an instance of `wanted` needs more media engines than are unused. Engines have no
+    /// placement and are only counted. For example, a GPU has one optical flow accelerator.
     fn lacks_engines(&self, model: &Model, wanted: &GpuProfile) -> bool {
         let Some(whole) = model.gpu_profiles.iter().max_by_key(|p| p.slices) else { return true };
         let used = || self.instances.iter().filter_map(|i| model.gpu_profile(i.profile)).chain([wanted]);
@@ -98,7 +98,7 @@ impl Gpu {
             || used().map(|p| p.decoders).sum::<u32>() > whole.decoders
     }
 
-    /// Number of further instances of a profile that fit. With MIG off, counts as on an empty GPU.
+    /// Number of further instances of a profile that fit. With MIG off, assumes an empty GPU.
     #[must_use]
     pub fn remaining_capacity(&self, model: &Model, profile: &GpuProfile) -> u32 {
         let mut trial = Self { mig: true, ..self.clone() };

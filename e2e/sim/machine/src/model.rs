@@ -42,8 +42,8 @@ pub struct Model {
     /// Number of memory slices, in which MIG placements are counted. 0 means no MIG support.
     #[serde(default)]
     pub mig_memory_slices: u32,
-    /// Whether the board stores MIG mode: a reset changes it and a reboot keeps it (Ampere).
-    /// Otherwise it changes immediately and a reboot loses it (Hopper).
+    /// Whether the board stores MIG mode: a reset changes the mode and a reboot keeps it (Ampere).
+    /// Otherwise the mode changes immediately and a reboot turns it off (Hopper).
     #[serde(default)]
     pub mig_mode_stored: bool,
     /// SMs of one compute slice, for GPU instances with several compute instances.
@@ -58,7 +58,7 @@ pub struct Model {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuProfile {
-    /// The value of `NVML_GPU_INSTANCE_PROFILE_…` that queries take.
+    /// The value of `NVML_GPU_INSTANCE_PROFILE_…` that identifies the profile in queries.
     pub index: u32,
     /// The id that creates an instance (19 for 1g.10gb on an H100).
     pub id: u32,
@@ -86,7 +86,7 @@ pub struct GpuProfile {
     /// `NVML_GPU_INSTANCE_PROFILE_CAPS_…`.
     #[serde(default)]
     pub capabilities: u32,
-    /// Number of memory slices that an instance takes.
+    /// Number of memory slices that an instance occupies.
     pub size: u32,
     /// The memory slices at which an instance may start.
     pub starts: Vec<u32>,
@@ -95,7 +95,7 @@ pub struct GpuProfile {
 /// A compute instance profile within a GPU instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ComputeProfile {
-    /// The value of `NVML_COMPUTE_INSTANCE_PROFILE_…` that queries take.
+    /// The value of `NVML_COMPUTE_INSTANCE_PROFILE_…` that identifies the profile in queries.
     pub index: u32,
     /// The id that creates an instance.
     pub id: u32,
@@ -144,7 +144,7 @@ impl Model {
     #[must_use]
     pub fn compute_profiles(&self, gpu_profile: u32) -> Vec<ComputeProfile> {
         let Some(gi) = self.gpu_profile(gpu_profile) else { return Vec::new() };
-        // (index, id, slices)
+        // Each entry is (index, id, slices).
         let all = [(0, 0, 1), (1, 1, 2), (2, 2, 3), (3, 3, 4), (4, 4, 7)];
         let profile = |(index, id, slices)| ComputeProfile {
             index,

@@ -28,7 +28,7 @@ pub enum ProcessKind {
 pub struct Process {
     /// The context's number in the state.
     pub id: u64,
-    /// How it uses the GPU.
+    /// How the process uses the GPU.
     pub kind: ProcessKind,
     /// UUID of the GPU or MIG device.
     pub device: String,
@@ -38,8 +38,8 @@ pub struct Process {
     pub pid: PidRef,
     /// The process's name.
     pub name: String,
-    /// The file under `leases/` that the owner keeps locked. Without one, the context exists while
-    /// the process does.
+    /// The file under `leases/` that the owner keeps locked. Without a lease, the context exists as
+    /// long as the process.
     #[serde(default)]
     pub lease: Option<String>,
 }
@@ -58,20 +58,20 @@ pub struct PidRef {
 }
 
 impl PidRef {
-    /// Identifies this process.
+    /// Returns the identity of this process.
     #[must_use]
     pub fn current() -> Self {
         Self::of(std::process::id())
     }
 
-    /// Identifies a process by its PID in this process's namespace.
+    /// Returns the identity of a process with this PID in this process's namespace.
     #[must_use]
     pub fn of(pid: u32) -> Self {
         Self { pid, namespace: own_namespace(), start: start_time(pid).unwrap_or(0) }
     }
 
-    /// Whether the process is known to be dead. The state of a process in another namespace is
-    /// unknown.
+    /// Whether the process is known to be dead. Returns false for a process in another namespace,
+    /// because its state is unknown.
     pub(crate) fn gone(&self) -> bool {
         self.namespace == own_namespace() && start_time(self.pid).is_none_or(|s| self.start != 0 && s != self.start)
     }

@@ -23,7 +23,8 @@ pub struct State {
     /// Models of the machine's description. They take precedence over the built-in ones.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<Model>,
-    /// Contexts on GPUs, dead ones included. [`crate::Machine::processes`] returns those alive.
+    /// Contexts on GPUs, including those of dead processes. [`crate::Machine::processes`] returns
+    /// those of living processes.
     #[serde(default)]
     pub processes: Vec<Process>,
     /// The most recent events, oldest first.
@@ -40,7 +41,7 @@ pub struct State {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Driver {
-    /// Whether the driver is loaded. If not, NVML's init reports that.
+    /// Whether the driver is loaded. If not, `nvmlInit` fails.
     pub present: bool,
     /// The kernel driver's version, such as `580.159.04`.
     pub version: String,
@@ -79,11 +80,11 @@ pub struct Gpu {
     pub cpus: String,
     /// Which processes may open contexts.
     pub compute_mode: ComputeMode,
-    /// Persistence mode.
+    /// Whether persistence mode is on.
     pub persistence: bool,
-    /// MIG mode now.
+    /// Whether MIG mode is on now.
     pub mig: bool,
-    /// MIG mode after the next reset.
+    /// Whether MIG mode is on after the next reset.
     pub mig_pending: bool,
     /// Whether MIG mode changes only at a reset, as on an Ampere GPU in a VM.
     #[serde(default)]
@@ -91,7 +92,7 @@ pub struct Gpu {
     /// MIG's GPU instances, by id.
     #[serde(default)]
     pub instances: Vec<GpuInstance>,
-    /// Whether the GPU fell off the bus. Every call about it then reports that.
+    /// Whether the GPU fell off the bus. Every call about a lost GPU fails.
     #[serde(default)]
     pub lost: bool,
     /// Uncorrected and corrected ECC errors since boot.
@@ -107,10 +108,10 @@ pub struct Gpu {
     /// 4 drain and reset.
     #[serde(default)]
     pub recovery: u32,
-    /// Degrees Celsius, if not the model's idle value.
+    /// Degrees Celsius. `None` means the model's idle value.
     #[serde(default)]
     pub temperature: Option<u32>,
-    /// The percentage of time in which a kernel ran, if not derived from the processes.
+    /// The percentage of time in which a kernel ran. `None` derives it from the processes.
     #[serde(default)]
     pub utilization: Option<u32>,
 }
@@ -118,11 +119,11 @@ pub struct Gpu {
 /// A PCI address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pci {
-    /// Domain.
+    /// PCI domain.
     pub domain: u32,
-    /// Bus.
+    /// PCI bus.
     pub bus: u32,
-    /// Device.
+    /// PCI device.
     pub device: u32,
 }
 
@@ -160,9 +161,9 @@ pub struct GpuInstance {
     pub id: u32,
     /// The profile's id (19 for 1g.10gb on an H100).
     pub profile: u32,
-    /// The memory slices that the instance takes.
+    /// The memory slices that the instance occupies.
     pub placement: Placement,
-    /// Its compute instances, by id.
+    /// The compute instances of this GPU instance, by id.
     pub compute: Vec<ComputeInstance>,
 }
 
@@ -174,7 +175,7 @@ pub struct ComputeInstance {
     pub id: u32,
     /// The profile's id.
     pub profile: u32,
-    /// The compute slices that the instance takes within its GPU instance.
+    /// The compute slices that the instance occupies within its GPU instance.
     pub placement: Placement,
     /// `MIG-<uuid>`.
     pub uuid: String,
@@ -184,11 +185,11 @@ pub struct ComputeInstance {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Event {
-    /// Increases with each event.
+    /// The event's number, which increases with each event.
     pub seq: u64,
     /// The GPU's UUID.
     pub gpu: String,
-    /// What happened.
+    /// The type of the event.
     pub kind: EventKind,
     /// The XID, or 0.
     pub data: u64,
@@ -217,7 +218,7 @@ pub enum EventKind {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Fault {
-    /// The number that `simgpu clear` takes.
+    /// The fault's number, an argument of `simgpu clear`.
     pub id: u64,
     /// The call: the name of an NVML function, or a name that another simulated program looks up.
     pub call: String,
@@ -231,7 +232,7 @@ pub struct Fault {
     pub remaining: Option<u32>,
 }
 
-/// What an injected fault does to a call.
+/// Effect of an injected fault on a call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Effect {
@@ -247,7 +248,7 @@ pub enum Effect {
 pub struct DeviceRef<'a> {
     /// The GPU.
     pub gpu: &'a Gpu,
-    /// Its model.
+    /// The GPU's model.
     pub model: &'a Model,
     /// The GPU instance and the compute instance of a MIG device.
     pub mig: Option<(&'a GpuInstance, &'a ComputeInstance)>,
@@ -401,7 +402,7 @@ impl State {
         self.last_id
     }
 
-    /// Records an event. Only the latest 256 are kept.
+    /// Records an event. Removes all but the latest 256 events.
     pub fn push_event(&mut self, gpu: &str, kind: EventKind, data: u64, instance: Option<(u32, u32)>) {
         let seq = self.next_id();
         self.events.push(Event {

@@ -99,7 +99,7 @@ impl Machine {
     /// The directory no longer exists, or its state is malformed.
     pub fn snapshot(&self) -> Result<Arc<State>, Error> {
         // A writer increases the number before it replaces the file. A reader in between reads the
-        // old file once more, and never keeps an old state under a new number.
+        // old file again, and never caches the old state under the new number.
         let generation = self.generation()?;
         let mut cache = self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(state) = cache.as_ref().filter(|s| s.generation == generation) {
@@ -121,7 +121,7 @@ impl Machine {
     /// Changes the state atomically under the lock. If `change` fails, the state does not change.
     ///
     /// # Errors
-    /// The error of `change`, or an error of the directory.
+    /// The error of `change`, or the directory cannot be read or written.
     pub fn update<T, E: From<Error>>(&self, change: impl FnOnce(&mut State) -> Result<T, E>) -> Result<T, E> {
         let _lock = self.lock()?;
         let mut state = State::clone(&*self.snapshot()?);
@@ -133,7 +133,7 @@ impl Machine {
     /// Changes the state atomically under the lock, with a change that cannot fail.
     ///
     /// # Errors
-    /// The errors of the directory.
+    /// The directory cannot be read or written.
     pub fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> Result<T, Error> {
         self.update(|state| Ok(change(state)))
     }
@@ -215,8 +215,8 @@ impl Machine {
         });
     }
 
-    /// Applies the faults for a call about a device (`None`: about no device). It waits if the call
-    /// must hang. It returns a code if the call must fail with that code. A fault for a GPU also
+    /// Applies the faults for a call about a device (`None`: about no device). Waits if the call
+    /// must hang. Returns a code if the call must fail with that code. A fault for a GPU also
     /// applies to its MIG devices.
     ///
     /// # Errors
@@ -238,8 +238,8 @@ impl Machine {
         }
     }
 
-    /// Consumes one call of a fault. Returns false if another process consumed the last one. A
-    /// consumed fault that hangs remains in the list with 0 calls, so that clearing it releases the
+    /// Consumes one call of a fault. Returns false if another process consumed the last call. A
+    /// consumed fault that hangs remains in the list with 0 calls. Clearing the fault releases the
     /// calls that hang.
     fn take(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
@@ -287,7 +287,7 @@ impl Machine {
         serde_json::from_slice(&bytes).map_err(|source| Error::Malformed { path, source })
     }
 
-    /// Writes a state under the next number. The caller must hold the lock.
+    /// Writes a state under the next generation number. The caller must hold the lock.
     fn store(&self, mut state: State) -> Result<(), Error> {
         state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
         let (path, fresh, number) = (self.path(STATE_FILE), self.path("state.json.new"), self.path(GENERATION_FILE));

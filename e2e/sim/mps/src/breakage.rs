@@ -17,7 +17,7 @@ const DEATHS_PER_BREAKAGE: u64 = 12;
 pub enum Rule {
     /// Kernels of 100 ms or more always, kernels below 1 ms never. In between, every twelfth death.
     Measured {
-        /// Number of deaths with kernels in between. The initial value is the seed.
+        /// Number of deaths with kernels of 1 to 100 ms, plus the seed.
         counted: u64,
     },
     /// Every death with a kernel in flight.

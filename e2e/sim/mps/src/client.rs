@@ -35,15 +35,15 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Reads this process's environment.
+    /// Reads the variables of this process.
     pub fn own() -> Self {
         let text = |name| std::env::var(name).ok();
         Self { threads: text("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), memory: text("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") }
     }
 }
 
-/// Number of retries of a client whose server died during the handshake. The daemon starts another
-/// server.
+/// Number of retries of a client whose server died during the handshake. The daemon starts a new
+/// server for each retry.
 const MAX_RETRIES: u32 = 20;
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -66,7 +66,7 @@ impl Mps {
     /// later in the handshake is assumed to have the same effect, which is the worst case.
     ///
     /// # Errors
-    /// A `CUresult` from the server, or because no server stayed alive.
+    /// A `CUresult` from the server, or one that reports that no server stayed alive.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
         if handshake::probe(control).is_err() {
             return Ok(None);
@@ -88,7 +88,7 @@ impl Mps {
     /// Creates a context on device `ordinal` of `visible`, the devices that the program sees.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn context(&self, environment: &Environment, visible: &[Device], ordinal: usize) -> Result<MpsContext, i32> {
         let device = visible.get(ordinal).ok_or(NO_DEVICE)?.clone();
         let create = ToContext::Create {
@@ -156,8 +156,8 @@ fn enter(
     Err(Closed::ByServer)
 }
 
-/// A context that an MPS server serves. Dropping it closes it in order. If the process dies, the
-/// server detects that.
+/// A context that an MPS server serves. Dropping it closes it cleanly. If the process dies, the
+/// server detects the death.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,
@@ -190,16 +190,16 @@ impl MpsContext {
     /// The free memory in bytes, as `cudaMemGetInfo` returns it.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn free_memory(&self) -> Result<u64, i32> {
         let free = self.request(&ToContext::Query)?;
         Ok(self.limit_left().map_or(free, |left| left.min(free)))
     }
 
-    /// Allocates memory.
+    /// Allocates `bytes` bytes of device memory.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
         // The library enforces the limit. The server only checks the device's memory.
         if self.limit_left().is_some_and(|left| bytes > left) {
@@ -214,15 +214,15 @@ impl MpsContext {
     /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
         self.notify(&ToContext::Busy(kernel_ms))
     }
 
-    /// Waits for all kernels.
+    /// Waits until all kernels have finished.
     ///
     /// # Errors
-    /// A `CUresult`.
+    /// The `CUresult` of the failure.
     pub fn synchronize(&self) -> Result<(), i32> {
         self.notify(&ToContext::Idle)
     }

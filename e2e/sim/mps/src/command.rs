@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::limits;
 
-/// One command.
+/// An administrator's command.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Command {
     /// Prints the PIDs of the servers, one per line.
@@ -100,7 +100,7 @@ quit [-t TIMEOUT]
 ";
 
 impl Command {
-    /// Parses a line.
+    /// Parses a line that an administrator sent.
     pub fn parse(line: &str) -> Result<Self, CommandError> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let (name, arguments) = words.split_first().ok_or_else(|| CommandError::Unknown(String::new()))?;

@@ -41,7 +41,7 @@ impl Faults {
 
     fn machine(&self) -> Option<&Machine> {
         if self.machine.get().is_none() {
-            // Another thread may have set it first, to the same machine.
+            // Another thread may have stored a handle of this machine first.
             let _ = self.machine.set(Machine::open_default().ok()?);
         }
         self.machine.get()

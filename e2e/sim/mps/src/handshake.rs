@@ -33,24 +33,24 @@ pub const HELLO: &[u8; 9] = b"OUTBHELL\0";
 /// The greeting of another driver's daemon. That driver's tool and CUDA library understand it. A
 /// door for driver 580 does not.
 pub const OTHER_HELLO: &[u8; 9] = b"OUTBHEL2\0";
-/// Sent with the client's credentials.
+/// The packet that carries the client's credentials.
 pub const CREDENTIALS: &[u8; 9] = b"OUTBCRED\0";
-/// Sent with a descriptor.
+/// The packet that carries a descriptor.
 pub const DESCRIPTOR: &[u8; 9] = b"OUTBCUFD\0";
 /// The kind of a CUDA client.
 pub const KIND_CLIENT: u32 = 2;
 /// The kind of an administrator.
 pub const KIND_ADMINISTRATOR: u32 = 4;
-/// Ends an administrator's commands.
+/// The packet that ends an administrator's commands.
 pub const END_OF_COMMANDS: [u8; 8] = [0; 8];
-/// Ends the daemon's replies.
+/// The packet that ends the daemon's replies.
 pub const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 
 /// The number of descriptors that the server sends to a client.
 const DESCRIPTORS: usize = 4;
 /// The maximum length of an administrator's command.
 pub const LONGEST_COMMAND: usize = 4096;
-/// The maximum length of a reply's line.
+/// The maximum length of a reply's line, in bytes.
 const LONGEST_LINE: usize = 64 * 1024;
 
 /// The peer of a connection, after its introduction.
@@ -62,17 +62,17 @@ pub enum Peer {
     Administrator(Credentials),
 }
 
-/// What a client introduces to the server.
+/// The subject of an introduction to the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subject {
-    /// The process. It comes first, and sets the limits of the process.
+    /// The process. Its introduction comes first and fixes the limits of the process.
     Process,
     /// A context of the process.
     Context,
 }
 
 impl Subject {
-    /// The two words of the protocol.
+    /// The two words that introduce the subject to the server.
     pub fn words(self) -> [[u8; 4]; 2] {
         match self {
             Self::Process => [0_u32.to_le_bytes(), 0xff_u32.to_le_bytes()],
@@ -115,7 +115,7 @@ pub fn greet(connection: &Connection, hello: &[u8]) -> Result<Peer, Refusal> {
     }
 }
 
-/// The daemon's side: reads an administrator's next command. `None` means that there are no more.
+/// The daemon's side: reads an administrator's next command. `None` means that no command follows.
 pub fn next_command(connection: &Connection) -> Result<Option<String>, Refusal> {
     let length = connection.recv(64)?.ok_or(Refusal::Closed)?;
     let length = <[u8; 8]>::try_from(length.data.as_slice())
@@ -197,8 +197,8 @@ pub struct Entrance {
 /// Why a client could not connect.
 #[derive(Debug)]
 pub enum Closed {
-    /// There is no daemon, or it rejected the client. The CUDA library does not treat this as an
-    /// error.
+    /// No daemon exists, or it rejected the client. The CUDA library does not treat either case as
+    /// an error.
     ByDaemon,
     /// The server died during the handshake.
     ByServer,
@@ -217,7 +217,7 @@ pub fn knock(control: &Path) -> Result<Entrance, Closed> {
 impl Entrance {
     /// Receives the server's descriptors. The first one is the channel between client and server.
     pub fn channel(&self) -> Result<Connection, Closed> {
-        // Turns off attestation: credentials would take the space of the descriptors.
+        // Turns off attestation: credentials would use the space of the descriptors.
         rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| Closed::ByServer)?;
         let mut channel = None;
         for _ in 0..DESCRIPTORS {

@@ -3,12 +3,12 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The maximum number of client contexts of a server on this driver. Error 808 rejects the next
-/// one.
+/// The maximum number of client contexts of a server on this driver. The server rejects further
+/// contexts with error 808.
 pub const MAX_CONTEXTS: usize = 48;
-/// The server's own memory in NVML, in bytes.
+/// The memory that NVML reports for the server process, in bytes.
 pub const SERVER_MEMORY: u64 = 66 << 20;
-/// The memory of a client without allocations in NVML, in bytes.
+/// The memory that NVML reports for a client without allocations, in bytes.
 pub const CLIENT_MEMORY: u64 = 274 << 20;
 
 /// The names of a device in limits.
@@ -95,7 +95,7 @@ pub fn percentage(text: &str) -> Option<f64> {
     text.trim().parse::<f64>().ok().filter(|percent| *percent > 0.0 && percent.is_finite()).map(|p| p.min(100.0))
 }
 
-/// Parses a limit to bytes. Only whole numbers have a unit: `8.5G` gives 8 bytes.
+/// Parses a limit to bytes. A unit applies only to whole numbers: `8.5G` means 8 bytes.
 pub fn bytes(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let number: u64 = text[..digits].parse().ok()?;
@@ -113,7 +113,8 @@ pub enum ClientMemory {
     Unset,
     /// Lowers the limit to this many bytes. It cannot raise it.
     Lowered(u64),
-    /// Removes all limits, the server's included. One entry that names no visible device is enough.
+    /// Removes all limits, including the server's. One entry that names no visible device has this
+    /// effect.
     Escaped,
 }
 
@@ -141,7 +142,7 @@ pub fn effective_memory(server: Option<u64>, client: ClientMemory) -> Option<u64
     }
 }
 
-/// The thread percentage of a client. Its own value can only lower the server's.
+/// The thread percentage of a client. The client's own value can only lower the server's.
 pub fn effective_threads(server: f64, client: Option<f64>) -> f64 {
     client.map_or(server, |own| own.min(server))
 }

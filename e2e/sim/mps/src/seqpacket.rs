@@ -68,7 +68,7 @@ impl Connection {
         Ok((Self(a), Self(b)))
     }
 
-    /// Wraps a descriptor that must be such a socket.
+    /// Wraps a descriptor, which must be a SEQPACKET socket.
     pub fn from_fd(fd: OwnedFd) -> Self {
         Self(fd)
     }
@@ -102,7 +102,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends one packet with credentials. Only `CAP_SYS_ADMIN` allows those of another process.
+    /// Sends one packet with credentials. Credentials of another process require `CAP_SYS_ADMIN`.
     pub fn send_credentials(&self, data: &[u8], credentials: Credentials) -> io::Result<()> {
         let ucred = UnixCredentials::from(nix::libc::ucred {
             pid: credentials.pid,
@@ -150,13 +150,14 @@ impl Connection {
         }
     }
 
-    /// Waits for one packet with the sender's credentials. A packet with descriptors has none.
+    /// Waits for one packet with the sender's credentials. A packet with descriptors has no
+    /// credentials.
     pub fn recv_credentials(&self, most: usize) -> io::Result<Option<Packet>> {
         self.recv_with(most, &Ancillary::Credentials)
     }
 
-    /// Waits for one packet with a descriptor. A connection that [attests](Self::attest) cannot use
-    /// it, because there is no space for both.
+    /// Waits for one packet with a descriptor. Do not call this on a connection that
+    /// [attests](Self::attest): the buffer has no space for both.
     pub fn recv_fd(&self, most: usize) -> io::Result<Option<Packet>> {
         self.recv_with(most, &Ancillary::Descriptor)
     }
@@ -247,7 +248,7 @@ impl Connection {
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
-    /// Whether the peer has closed. It neither waits nor reads.
+    /// Whether the peer has closed. Never waits and reads nothing.
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };

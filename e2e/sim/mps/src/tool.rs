@@ -38,7 +38,7 @@ Tests inject faults through the simulated machine: `simgpu fail` and `simgpu han
 mps:client, mps:server or mps:command:<name>.
 ";
 
-/// What the arguments request.
+/// The action that the arguments request.
 #[derive(Debug, PartialEq, Eq)]
 enum Request {
     Daemon { background: bool, multi_user: bool },

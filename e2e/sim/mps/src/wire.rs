@@ -10,17 +10,18 @@ use serde::{Deserialize, Serialize};
 use crate::limits::Settings;
 use crate::seqpacket::Connection;
 
-/// The maximum length of a packet.
+/// The maximum length of a packet, in bytes.
 pub const LONGEST: usize = 64 * 1024;
 
 /// A server's state, as `get_server_status` prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Status {
-    /// Not yet serving.
+    /// The server is starting.
     Initializing,
-    /// Serving.
+    /// The server serves clients.
     Active,
-    /// Waiting until all clients that a fatal error broke have exited. New clients are rejected.
+    /// The server waits until all clients that a fatal error broke have exited, and rejects new
+    /// clients.
     Fault,
 }
 
@@ -38,7 +39,7 @@ impl Status {
 /// Messages from the daemon to a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ToServer {
-    /// The first message: how to serve.
+    /// The first message, with the server's configuration.
     Start {
         /// `CUDA_VISIBLE_DEVICES` of the daemon.
         visible: Option<String>,
@@ -58,14 +59,14 @@ pub enum ToServer {
     },
     /// The limits of the next clients. The server only logs them.
     Settings(Settings),
-    /// Requests an answer after all earlier messages.
+    /// Requests an answer once all earlier messages are handled.
     Ping {
-        /// The number for the answer.
+        /// The request's number, which the answer repeats.
         request: u64,
     },
-    /// `terminate_client`.
+    /// Terminates a client's contexts (`terminate_client`).
     Terminate {
-        /// The number for the answer.
+        /// The request's number, which the answer repeats.
         request: u64,
         /// The client's PID.
         pid: u32,
@@ -79,7 +80,7 @@ pub enum ToServer {
 pub enum FromServer {
     /// The server's new state.
     Status(Status),
-    /// A process was accepted.
+    /// The server accepted a process.
     Process {
         /// The daemon's number for the connection.
         connection: u64,
@@ -96,10 +97,10 @@ pub enum FromServer {
         device: String,
         /// The inode of the client's PID namespace, as reported by the client.
         namespace: u64,
-        /// The program's name.
+        /// Name of the client's program.
         command: String,
     },
-    /// A connection was closed or rejected.
+    /// The connection was closed or rejected.
     Left {
         /// The daemon's number for the connection.
         connection: u64,
@@ -143,7 +144,7 @@ pub enum ToContext {
     IllegalAccess,
     /// The context has ended, as [`FromContext::Terminate`] requested.
     Terminated,
-    /// The context was closed in order. Not answered.
+    /// The client closed the context cleanly. Not answered.
     Goodbye,
 }
 
@@ -174,7 +175,7 @@ pub enum FromContext {
     },
     /// Success, with the device's free memory.
     Memory {
-        /// Bytes.
+        /// The device's free memory in bytes.
         free: u64,
     },
     /// Failure, with a `CUresult`.

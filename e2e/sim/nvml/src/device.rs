@@ -53,7 +53,7 @@ pub(crate) fn compute_mode(mode: ComputeMode) -> sys::nvmlComputeMode_t {
     }
 }
 
-/// The mode of NVML's constant. No current driver supports `EXCLUSIVE_THREAD`.
+/// Converts NVML's constant to a compute mode. No current driver supports `EXCLUSIVE_THREAD`.
 pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<ComputeMode> {
     match mode {
         sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_DEFAULT => Ok(ComputeMode::Default),

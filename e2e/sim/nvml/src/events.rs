@@ -16,7 +16,7 @@ pub(crate) const SUPPORTED: u64 = sys::nvmlEventTypeAll as u64;
 struct Set {
     /// By GPU: the registered event types, and the last event before the registration.
     registered: HashMap<String, (u64, u64)>,
-    /// The number of the last event delivered.
+    /// The number of the event that was delivered last.
     seen: u64,
 }
 

@@ -83,7 +83,7 @@ fn library() -> MutexGuard<'static, Library> {
 /// `nvmlInit`. Each call requires an `nvmlShutdown`.
 pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
     guarded(|| {
-        // The first call opens the machine again, because it may have been replaced.
+        // The first call reopens the machine, because `simgpu init` may have replaced it.
         let known = library().machine.clone();
         let machine = match known {
             Some(machine) => machine,
@@ -171,8 +171,8 @@ fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
 
 /// Runs the body of a call. A panic must not unwind into C.
 pub(crate) fn guarded(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
-    // Tables remain consistent after a panic, because every entry is written at once. Their locks
-    // are therefore taken even if poisoned.
+    // Tables remain consistent after a panic, because every entry is written at once. The library
+    // therefore ignores poisoned locks.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => sys::nvmlReturn_enum_NVML_SUCCESS,
         Ok(Err(code)) => code.0,

@@ -53,7 +53,7 @@ pub(crate) fn compute_profile_by_id(model: &Model, gi: &GpuInstance, id: u32) ->
     model.compute_profile(gi.profile, id).ok_or(Code::INVALID_ARGUMENT)
 }
 
-/// Returns the GPU and the id of a GPU instance's handle.
+/// Returns the GPU's UUID and the instance's id for the handle of a GPU instance.
 pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
     match object(instance)? {
         Object::GpuInstance(gpu, id) => Ok((gpu, id)),
@@ -61,7 +61,8 @@ pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
     }
 }
 
-/// Returns the GPU, the GPU instance and the id of a compute instance's handle.
+/// Returns the GPU's UUID, the GPU instance's id and the instance's id for the handle of a compute
+/// instance.
 pub(crate) fn compute_instance(instance: Handle) -> Result<(String, u32, u32)> {
     match object(instance)? {
         Object::ComputeInstance(gpu, gi, id) => Ok((gpu, gi, id)),
@@ -76,8 +77,8 @@ pub(crate) fn find<'v>(view: &'v View, gpu: &str, id: u32) -> Result<(&'v Gpu, &
     Ok((gpu, model, found))
 }
 
-/// Switches MIG mode. The first return code reports whether the request was accepted, the second
-/// whether the mode is already active.
+/// Switches MIG mode. An error means that the request was rejected. The return code reports whether
+/// the mode is already active.
 pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {
         let busy = !device::on_gpu(&view.machine, state, uuid)?.is_empty();

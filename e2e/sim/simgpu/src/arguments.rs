@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line of `simgpu`.
 
 use std::path::PathBuf;
 

@@ -200,7 +200,7 @@ pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
     })
 }
 
-/// Uses a GPU until killed.
+/// Uses a GPU until this process is killed.
 pub(crate) fn hold(machine: &Machine, gpu: &str, memory: u64, graphics: bool) -> Result<()> {
     let uuid = device(&*machine.snapshot()?, gpu)?;
     let kind = if graphics { ContextKind::Graphics } else { ContextKind::Compute };

@@ -8,8 +8,8 @@ use crate::{NODE, SHARES};
 
 /// API path of the policies and their bindings.
 const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
-/// Impersonates the operator, by the name that the policies check. The group of administrators
-/// gives it all rights, because these tests do not test its role.
+/// Options of `kubectl` that impersonate the operator's service account. The administrators' group
+/// grants all rights, because these tests do not cover the operator's role.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// Returns a pod with these limits, after `change` has modified its spec.
@@ -218,8 +218,8 @@ fn pods_without_shares_are_not_affected() -> Result<()> {
     for limits in [json!({}), json!({"nvidia.com/gpu": 2}), json!({SHARES: 0}), json!({"example.com/gpu-mps": 60})] {
         admitted(&scope, &anything(limits))?;
     }
-    // Images of CUDA programs request all GPUs by default, so a container without shares may
-    // request none.
+    // CUDA images request all GPUs by default, so a container without shares may explicitly request
+    // none.
     for value in ["", "void", "none"] {
         let env = json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": value});
         let pod = changed(&json!({SHARES: 1}), |spec| {

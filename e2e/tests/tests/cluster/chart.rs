@@ -1,4 +1,4 @@
-//! Chart values that a test changes while Cleave runs.
+//! Changes chart values while Cleave runs.
 use std::io::Write as _;
 
 use anyhow::Result;
@@ -12,8 +12,8 @@ pub(crate) struct Setting {
 }
 
 impl Setting {
-    /// Changes a value. `path` is a path of `helm --set`, without lists. Returns when all objects
-    /// that change are ready.
+    /// Changes a value. `path` is a path of `helm --set`, without lists. Returns when all changed
+    /// objects are ready.
     pub(crate) fn of(path: &'static str, value: impl Into<Value>) -> Result<Self> {
         let values = run("helm", &["get", "values", "cleave", "-n", SYSTEM, "--all", "-o", "json"])?;
         let values: Value = serde_json::from_str(&values)?;
@@ -24,7 +24,7 @@ impl Setting {
         Ok(setting)
     }
 
-    /// Upgrades the release with this value, and waits until it is ready.
+    /// Upgrades the release with this value, and waits until the release is ready.
     fn set(&self, value: &Value) -> Result<()> {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         let set = format!("{}={value}", self.path);

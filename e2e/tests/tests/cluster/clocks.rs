@@ -1,9 +1,9 @@
-//! Tests jumps of the clock. The time of day that Cleave's programs read is set an hour ahead, then
-//! an hour back, and then to the right time. The machine's clock does not change.
+//! Tests jumps of the clock. The tests set the time that Cleave's programs read an hour ahead, then
+//! an hour back, and then to the correct time. The machine's clock does not change.
 //!
 //! The programs read the time through `libsim_clock.so` (e2e/sim/clock), which is in the image of
-//! the local cluster. An hour back is the limit: the API server's certificate is valid from an hour
-//! before the creation of the cluster.
+//! the local cluster. The clock can go back one hour at most: the API server's certificate becomes
+//! valid one hour before the creation of the cluster.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -25,8 +25,7 @@ const HOUR: i64 = 3600;
 /// Script of a client that ignores SIGTERM, so that it uses its whole grace period.
 const IGNORE_SIGTERM: &str = "trap '' TERM; exec cleave-client --hold forever";
 
-/// Makes Cleave's programs read a clock that the test sets. Dropping the value makes them read the
-/// machine's clock again.
+/// Sets the clock that Cleave's programs read. Dropping the value restores the machine's clock.
 struct Clocks<'a> {
     cluster: &'a Cluster,
 }
@@ -60,7 +59,7 @@ impl<'a> Clocks<'a> {
         })
     }
 
-    /// Node and pid of each program.
+    /// Node and PID of each program.
     fn processes(&self) -> Result<Vec<(String, String)>> {
         let mut all = Vec::new();
         for node in self.cluster.nodes()? {
@@ -73,11 +72,10 @@ impl<'a> Clocks<'a> {
         Ok(all)
     }
 
-    /// Sets the clock of all programs this many seconds ahead of the right time.
+    /// Sets the clock of all programs this many seconds ahead of the correct time.
     fn set(&self, seconds: i64) -> Result<()> {
         for (node, pid) in self.processes()? {
-            // The write is atomic, because a program that reads half a number would get a wrong
-            // time.
+            // Write atomically: a program that reads half a number would use a wrong time.
             let write = "printf '%s' \"$1\" >\"$0.new\" && mv \"$0.new\" \"$0\"";
             let file = format!("/proc/{pid}/root/dev/shm/sim-clock");
             on_node(&node, &["sh", "-c", write, &file, &seconds.to_string()])?;

@@ -1,4 +1,4 @@
-//! Tests the death of MPS daemons. Clients and pods wait for the restarted daemon, no client runs
+//! Tests failures of MPS daemons. Clients and pods wait for the restarted daemon, no client runs
 //! without limits, no pod is refused, and the node reports the failure.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
@@ -18,7 +18,7 @@ fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Resul
     wait_until("the node reports the allocation", || Ok(!allocations(&cluster, &scope, "two")?.is_empty()))?;
     let device = text(&allocations(&cluster, &scope, "two")?[0]["device"]);
     let (_, daemon) = daemon_pids(&cluster)?.into_iter().find(|(of, _)| *of == device).context("no daemon for it")?;
-    // The daemon cannot start until this fault is cleared, so new clients have to wait.
+    // The daemon cannot start until this fault is cleared, so new clients wait.
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
     on_node(NODE, &["kill", "-9", &daemon.to_string()])?;
@@ -55,7 +55,7 @@ fn host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
-/// One field of all daemons of [`NODE`], by device.
+/// Reads one field of each daemon of [`NODE`], by device.
 fn of_daemons(field: &str) -> Result<Vec<(String, Value)>> {
     let daemons = host_status()?["daemons"].as_object().cloned().unwrap_or_default();
     Ok(daemons.into_iter().map(|(device, daemon)| (device, daemon[field].clone())).collect())
@@ -68,7 +68,7 @@ fn create_pods(scope: &Scope) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Describes a pod that has failed, if there is one.
+/// Describes a failed pod; `None` if no pod has failed.
 fn failed(scope: &Scope) -> Result<Option<String>> {
     let pods = scope.pods()?;
     let failed = pods.iter().find(|pod| pod["status"]["phase"] == "Failed");
@@ -90,7 +90,7 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "away")?;
     for (field, late) in [("pid", "mps:start"), ("serverPid", "mps:server")] {
-        // An earlier pod may have caused a replacement of its server that is not finished yet.
+        // The replacement of an earlier pod's server may still be in progress.
         let before = wait_for(&format!("each daemon has a {field}"), WAIT_TIMEOUT, || {
             let pids = of_daemons(field)?;
             Ok((pids.len() as u64 == GPUS && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))

@@ -1,4 +1,5 @@
-//! GPUs are repartitioned as pods request slices, and allocated slices do not change.
+//! Tests that GPUs are repartitioned as pods request slices, and that allocated slices do not
+//! change.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -16,8 +17,8 @@ const WHOLE_GPU: &str = "nvidia.com/gpu";
 const SLICE_10GB: &str = "nvidia.com/gpu-10gb";
 const SLICE_20GB: &str = "nvidia.com/gpu-20gb";
 
-/// Creates a namespace, and a policy that lets these GPUs of [`NODE`] be partitioned as pods
-/// request slices. `rest` has the other fields of the policy.
+/// Creates a namespace, and a policy that repartitions these GPUs of [`NODE`] as pods request
+/// slices. `rest` contains the policy's other fields.
 fn dynamic<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &Value) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let mut spec = json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": indices}});
@@ -57,7 +58,7 @@ fn allocated_devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec
     devices(cluster, scope, name)
 }
 
-/// Container id, restarts and devices, by pod.
+/// Container ID, restarts and devices, by pod.
 type PodStates = BTreeMap<String, (String, u64, Vec<String>)>;
 
 fn pod_states(cluster: &Cluster, scope: &Scope, names: &[&str]) -> Result<PodStates> {
@@ -114,7 +115,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
         held.extend(devices);
     }
     ensure!(held.iter().collect::<BTreeSet<_>>().len() == wanted.len(), "two pods are on the same instance: {held:?}");
-    // Another instance is created beside those in use.
+    // The agent creates another instance beside the allocated ones.
     let before = pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?;
     request(&scope, "f", "nvidia.com/mig-1g.5gb", 1)?;
     scope.wait_until_running("f")?;
@@ -229,7 +230,7 @@ struct StoppedAgent;
 
 impl Drop for StoppedAgent {
     fn drop(&mut self) {
-        // Harmless if the kubelet has restarted the agent in the meantime.
+        // Harmless if the kubelet has already restarted the agent.
         if let Err(error) = signal(NODE, "cleave-agent", "CONT") {
             eprintln!("failed to continue the agent: {error:#}");
         }
@@ -245,8 +246,8 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     let taken_back = event_notes(&cluster, "Node", NODE, "GpuNodeTakenBack")?;
     let stopped = StoppedAgent;
     signal(NODE, "cleave-agent", "STOP")?;
-    // Both nodes could serve these pods. They must run on the node whose agent runs, even if a plan
-    // first places them on the other one.
+    // Both nodes could serve these pods. The pods must run on the node with the running agent, even
+    // if a plan first places them on the other node.
     for index in 0..2 {
         scope.pod(&format!("any-{index}"), &json!({SLICE_20GB: 1}), HOLD)?;
     }
@@ -254,8 +255,8 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
         let running = scope.wait_until_running(&format!("any-{index}"))?;
         ensure!(running["spec"]["nodeName"] != NODE, "a node without a running agent got a pod");
     }
-    // Only the stopped node can serve this pod. The operator plans for the node, gets no response,
-    // and excludes it.
+    // Only the stopped node can serve this pod. The operator plans for the node, receives no
+    // response, and excludes the node.
     request(&scope, "there", SLICE_10GB, 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeLeftOut"), &left_out, "exclude")?;
     drop(stopped);
@@ -270,14 +271,14 @@ enum Victim {
     Operator,
 }
 
-/// The step of a repartition at which to kill it.
+/// The step of a repartition at which to kill the component.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Step {
     /// The pod exists.
     Requested,
     /// The plan is in the `GpuNode`'s spec.
     Planned,
-    /// The node has carried out a first step.
+    /// The node has applied a part of the plan.
     Started,
     /// The node has applied the plan.
     Applied,
@@ -306,8 +307,8 @@ fn kill(cluster: &Cluster, victim: Victim) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the repartition of [`NODE`] that follows the plan in `before` reaches a step or is
-/// finished.
+/// Waits until the repartition of [`NODE`] that follows the plan in `before` reaches a step or
+/// finishes.
 fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
     let plan = |node: &Value| text(&node["spec"]["planId"]);
     wait_until(&format!("the repartition is {step:?}"), || {
@@ -405,8 +406,8 @@ fn time_from_creation_to_running_where_a_cut_is_needed() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "times", &[0])?;
     let mut all = Vec::new();
-    // Each request differs from the one before, so that the only GPU must be repartitioned each
-    // time.
+    // Each request differs from the previous one, so that every request requires a repartition of
+    // the only GPU.
     for (round, resource) in
         ["nvidia.com/mig-3g.20gb", SLICE_20GB, "nvidia.com/mig-2g.10gb", SLICE_10GB, "nvidia.com/mig-1g.5gb"]
             .iter()

@@ -1,7 +1,7 @@
-//! The commands on the tutorial and how-to pages run on this cluster, and print what the pages
-//! show.
+//! Tests that the commands on the tutorial and how-to pages run on this cluster and print the
+//! output on the pages.
 //!
-//! The pages mark the blocks that run; `cleave_docs_commands` reads these marks.
+//! Comments on the pages mark the blocks to run; `cleave_docs_commands` parses these comments.
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use crate::{GPUS, HOLD, NODE, SHARES, offers};
 
 /// Timeout of one block, in seconds. The longest block waits a minute for a pod.
 const BLOCK_SECONDS: u64 = 90;
-/// Maximum time until a block marked `retry` prints what the page shows.
+/// Maximum time until a block marked `retry` prints the output on the page.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 /// The namespace of the demo's pods, which the tutorial uses.
 const DEMO_NAMESPACE: &str = "demo";
@@ -88,9 +88,9 @@ fn each_guide_runs() -> Result<()> {
     Ok(())
 }
 
-/// Removes objects that the pages' commands create: on construction those of an earlier, killed
-/// run, and on drop those of this run. Declare the value after the scope, so that it is dropped
-/// first: the scope waits until all GPUs are whole.
+/// Deletes objects that the pages' commands create. Construction deletes the objects of an earlier,
+/// killed run, and dropping the value deletes those of this run. Declare the value after the scope,
+/// so that it is dropped first: dropping the scope waits until all GPUs are whole.
 struct Cleanup<'a>(&'a Cluster);
 
 impl<'a> Cleanup<'a> {
@@ -145,7 +145,7 @@ fn delete_demo(cluster: &Cluster) -> Result<()> {
     wait_until("the namespace of the demo is gone", gone)
 }
 
-/// Runs the blocks of a page in order, each in a shell of its own.
+/// Runs the blocks of a page in order, each in a separate shell.
 fn run_page(page: &str) -> Result<()> {
     let path = root().join("docs").join(page);
     let text = std::fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;

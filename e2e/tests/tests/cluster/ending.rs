@@ -1,6 +1,6 @@
-//! Tests that the termination of one pod does not break its neighbours. Containers with shares get
-//! a `preStop` hook that sleeps before SIGTERM. During the sleep the agent terminates their GPU
-//! programs through MPS.
+//! Tests that the termination of one pod does not break its neighbours. Cleave adds to containers
+//! with shares a `preStop` hook that sleeps before SIGTERM. During the sleep the agent terminates
+//! their GPU programs through MPS.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -12,9 +12,9 @@ use crate::chart::Setting;
 use crate::gate_admission::{GATING, REGISTRATIONS, admitted, label};
 use crate::{NODE, SHARES, allocations, ten_shares};
 
-/// Number of pods deleted for each combination of grace and program.
+/// Number of pods deleted for each combination of grace period and program.
 const ROUNDS: usize = 4;
-/// Script that runs long kernels. A kill while such a kernel runs always breaks the neighbours.
+/// Script that runs long kernels. Killing the program during a kernel always breaks its neighbours.
 const BUSY: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
 /// Script that runs long kernels, and exits cleanly on SIGTERM.
 const BUSY_UNTIL_SIGTERM: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
@@ -53,7 +53,7 @@ fn check_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<
     Ok(())
 }
 
-/// Checks which containers get a hook. The rules do not depend on what injects it.
+/// Checks which containers get a hook. The rules are the same for the policy and the webhook.
 fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
     wait_for_sleeps(scope, &requesting(&json!({SHARES: 2})), &[Some(1)])?;
     for limits in [json!({SHARES: "1"}), json!({"nvidia.com/gpu-10gb": 1}), json!({"nvidia.com/mig-1g.10gb.shared": 1})]
@@ -88,7 +88,7 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
         container("own", json!({"lifecycle": {"preStop": command}})),
         container("sleeper", json!({"lifecycle": {"preStop": {"sleep": {"seconds": 7}}}})),
         container("starter", json!({"lifecycle": {"postStart": command}})),
-        // The API server accepts this with a warning.
+        // The API server accepts duplicate variables with a warning.
         container("twice", json!({"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]})),
     ]);
     pod["spec"]["initContainers"] =
@@ -120,7 +120,7 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
     let refused =
         admitted(scope, &forged).err().context("an unknown annotation was accepted")?.downcast::<Refused>()?;
     ensure!(refused.message.contains("cleave.dev/pre-stopped"), "{refused}");
-    // An invalid pod is refused by validation, not by the policy.
+    // Validation, not the policy, refuses an invalid pod.
     let mut empty = requesting(&json!({SHARES: 1}));
     empty["spec"]["containers"] = Value::Null;
     let refused =
@@ -305,7 +305,7 @@ fn without_the_agent_the_neighbours_break() -> Result<()> {
     for round in 0..2 {
         let _ = neighbour(&scope)?;
         let name = format!("busy-{round}");
-        // A process with pid 1 and no handler ignores SIGTERM, so the kubelet kills it after the
+        // A process with PID 1 and no handler ignores SIGTERM, so the kubelet kills it after the
         // grace period.
         let mut object = pod(&name, &json!({SHARES: 2}), BUSY);
         object["spec"]["terminationGracePeriodSeconds"] = json!(2);
@@ -351,9 +351,8 @@ fn clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }
 
-/// Writes the kubelet's file instead of shutting the node down, which would need the node's
-/// systemd. The kubelet therefore kills no pod: every terminated program was terminated by the
-/// agent.
+/// Writes the kubelet's file instead of shutting the node down, which would require systemd on the
+/// node. The kubelet therefore kills no pod, so only the agent terminates programs.
 #[test]
 fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> Result<()> {
     const PRIORITY_CLASSES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
@@ -390,7 +389,7 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
     })?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(7), "the program was terminated after {took:?} of 12 s");
-    // The next group starts when the period is over, or when no pod of the first group is left.
+    // The next group starts when the period ends, or when no pod of the first group remains.
     wait_until("the pod of the next group is terminated", || Ok(clients(&scope, "later")? == 0))?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(9), "the program was terminated after {took:?}");

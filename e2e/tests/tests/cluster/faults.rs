@@ -1,5 +1,5 @@
-//! Tests a fatal GPU error, which breaks every program on the GPU. Each pod gets an Event, programs
-//! that do not exit are killed, and the GPU serves again.
+//! Tests a fatal GPU error, which breaks every program on the GPU. Each pod has an Event, programs
+//! that do not exit are killed, and the GPU serves new pods.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ fn an_illegal_access_is_told_to_all_that_it_hit_and_who_stays_is_ended() -> Resu
     let far = cluster.get(&other.pod_path("far"))?;
     let exit = far["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"].as_u64();
     ensure!(exit == Some(137), "the container was not killed: {}", far["status"]);
-    // All shares are healthy, and the next pod has its own limits.
+    // All shares are healthy, and the next pod has the limits of its share.
     offers(&cluster, SHARES, 10)?;
     scope.pod("next", &json!({SHARES: 5}), HOLD)?;
     ensure!(scope.client_report("next")?["sms"] == 66);

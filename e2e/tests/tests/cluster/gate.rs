@@ -40,8 +40,8 @@ pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()
     })
 }
 
-/// Waits until a pod has an allocation. Checks that it consists of this many shares of one GPU, and
-/// returns that GPU.
+/// Waits until a pod has an allocation. Checks that the allocation consists of this many shares of
+/// one GPU, and returns that GPU.
 fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
     wait_for(&format!("{pod} has an allocation"), WAIT_TIMEOUT, || {
         let allocated = allocations(cluster, scope, pod)?;
@@ -272,7 +272,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         pod["spec"]["priorityClassName"] = json!(class);
         pod
     };
-    // A pod with the preemption policy `Never` waits, whatever its priority.
+    // A pod with the preemption policy `Never` waits, regardless of its priority.
     cluster.create(&pods, &with("patient", "e2e-patient"))?;
     wait_for_event(&scope, "patient", "the emptiest has 3")?;
     cluster.delete(&scope.pod_path("patient"), Some(0))?;
@@ -320,7 +320,7 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
     on_one_gpu(&cluster, &scope, "next", 10).map(drop)
 }
 
-/// What was observed during a storm of pods.
+/// Observations during a storm of pods.
 #[derive(Debug, Default)]
 struct Observed {
     created: u64,
@@ -338,8 +338,8 @@ fn observe(scope: &Scope, observed: &mut Observed) -> Result<Vec<Value>> {
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(observed.ran.insert(name)),
-            // A deleted pod whose container was killed is also `Failed` for a moment, but has no
-            // reason. A pod that the kubelet refused has a reason.
+            // A deleted pod with a killed container is also `Failed` briefly, but has no reason. A
+            // pod that the kubelet refused has a reason.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 observed.refused.insert(name, why);
@@ -376,7 +376,7 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
         let pods = observe(scope, &mut observed)?;
         for pod in &pods {
             let ended = text(&pod["status"]["phase"]) == "Failed";
-            // Deletes mostly running pods, and a few others.
+            // Delete mostly running pods, and a few pending ones.
             let is_chosen =
                 if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(20) == 0 };
             if ended || is_chosen {
@@ -385,7 +385,7 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
         }
         std::thread::sleep(Duration::from_millis(random.below(300)));
     }
-    // The remaining pods run as others are deleted.
+    // Delete every pod that has run, so that the remaining pods can run.
     wait_for("all remaining pods have run", WAIT_TIMEOUT * 4, || {
         let pods = observe(scope, &mut observed)?;
         for pod in pods.iter().filter(|pod| text(&pod["status"]["phase"]) != "Pending") {
@@ -399,8 +399,8 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
 }
 
 /// Kills the agent while no pod is in transit, and stops the scheduler until the agent serves
-/// again. While the agent restarts, the kubelet has no devices for a tenth of a second. It would
-/// permanently refuse a pod that arrives then.
+/// again. While the agent restarts, the kubelet has no devices for a tenth of a second, and would
+/// permanently refuse an arriving pod.
 fn kill_agent(scope: &Scope) -> Result<()> {
     let mut quiet_checks = 0;
     signal_component("scheduler", "STOP")?;
@@ -416,7 +416,7 @@ fn kill_agent(scope: &Scope) -> Result<()> {
 }
 
 /// The environment variable `STORM` sets the number of pods. A run with 1,000 pods finds more
-/// errors, but takes too long for every run of the tests.
+/// errors, but is too slow for every run of the tests.
 #[test]
 fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Result<()> {
     let count = std::env::var("STORM").map_or(Ok(120), |count| count.parse().context("STORM"))?;

@@ -1,8 +1,8 @@
-//! The API server gates pods that request shares when they are created. The admission policy and
-//! the webhook do the same, and neither affects other pods.
+//! Tests that pods that request shares are gated when they are created, in the same way by the
+//! admission policy and by the webhook, and that other pods are not affected.
 //!
-//! Most tests create pods in dry runs, so they check each pod as admitted, before the operator
-//! could release it.
+//! Most tests create pods in dry runs, so they check each pod as admitted, before the operator can
+//! release it.
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, kubectl, pod, text, wait_until, wait_without_violation};
@@ -16,8 +16,8 @@ pub(crate) const GATE: &str = "cleave.dev/placement";
 /// A scheduling gate of another controller.
 pub(crate) const OTHER: &str = "example.com/hold";
 pub(crate) const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
-/// Impersonates the operator, by the name that the policies check. The group of administrators
-/// gives it all rights, because these tests do not test its role.
+/// Options of `kubectl` that impersonate the operator's service account. The administrators' group
+/// grants all rights, because these tests do not cover the operator's role.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// Chart value that selects the mechanism that gates pods.
@@ -118,7 +118,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let mut pinned = requesting(&json!({}));
     pinned["spec"]["nodeName"] = json!(NODE);
     check_gates(scope, &pinned, &[])?;
-    // An invalid pod is refused by the later validation, not by the policy.
+    // Validation, not the policy, refuses an invalid pod.
     let mut empty = requesting(&two);
     empty["spec"]["containers"] = Value::Null;
     let refused =
@@ -236,8 +236,8 @@ fn with_gating_off_no_pod_is_gated() -> Result<()> {
     set_gates(&mut pod, &[OTHER, GATE]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)?;
     let change = json!({"spec": {"schedulingGates": [{"name": OTHER}]}});
-    // The API server observes the deletion of each policy separately, and may observe this one
-    // after that of the gating policy.
+    // The API server observes the deletion of each policy separately. The policy that protects the
+    // gate may therefore outlast the policy that adds the gate.
     wait_until("a user removes the gate", || {
         scope.cluster.patch(&scope.pod_path("t"), &change)?;
         Ok(true)
@@ -272,7 +272,7 @@ fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let certificate = || Ok::<_, anyhow::Error>(text(&cluster.get(&secret)?["data"]["tls.crt"]));
     let before = certificate()?;
     ensure!(!before.is_empty(), "the Secret is empty");
-    // An invalid certificate is replaced like one that expires soon.
+    // The operator replaces an invalid certificate like one that expires soon.
     cluster.patch(&secret, &json!({"data": {"tls.crt": "bm9uZQ=="}}))?;
     wait_without_violation(
         "the Secret has another certificate",
@@ -285,7 +285,7 @@ fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
             Err(error) => Ok(Some(format!("refused: {error:#}"))),
         },
     )?;
-    // A removed CA is restored.
+    // The operator restores a removed CA bundle.
     let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
     let change = json!([{"op": "remove", "path": "/webhooks/0/clientConfig/caBundle"}]).to_string();
     kubectl(&["patch", "mutatingwebhookconfiguration", "cleave-webhook", "--type=json", "-p", &change])?;

@@ -1,5 +1,5 @@
 //! Tests GPUs that fail and GPUs that an administrator cordons: which shares are withdrawn, which
-//! pods continue, and what makes the GPU schedulable again.
+//! pods continue, and which event makes the GPU schedulable again.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -165,7 +165,7 @@ fn one_lost_gpu_fails_no_pod_on_another_and_comes_back_by_itself() -> Result<()>
     Ok(())
 }
 
-/// Time for which the test watches the other GPUs while one hangs. It covers the deadline of NVML
+/// Time for which one GPU hangs while the test watches the others. Longer than the deadline of NVML
 /// calls and several later health checks.
 const HANG_DURATION: Duration = Duration::from_secs(40);
 
@@ -246,7 +246,8 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
     let status = run(&cleave(), &["status"])?;
     ensure!(status.contains("Healthy,Cordoned") && status.contains("is cordoned: new fan"), "{status}");
-    // More shares than the other GPUs have: one pod waits, and `explain` reports the reason.
+    // The pods request more shares than the other GPUs have: one pod waits, and `explain` reports
+    // the reason.
     for name in ["a", "b", "c"] {
         scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
         scope.wait_until_running(name)?;
@@ -279,7 +280,8 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
     found.with_context(|| format!("{NODE} reports no GPU {uuid}"))
 }
 
-/// Makes the operator taint nodes whose GPUs are all unhealthy. Dropping the value disables that.
+/// Makes the operator taint nodes on which all GPUs are unhealthy. Dropping the value disables the
+/// taint.
 struct Tainting(#[expect(dead_code, reason = "dropped with this value")] Setting);
 
 impl Tainting {

@@ -1,8 +1,9 @@
 //! Attempts by hostile tenants, by hostile programs in their pods and by a compromised agent.
 //! `docs/explanation/attempts.md` has the same list.
 //!
-//! An attempt that is expected to have no effect must report what it did not change. No attempt may
-//! affect Cleave's pods and programs, an MPS daemon, or a neighbour that computes on the same GPU.
+//! An attempt with the expected outcome `NoEffect` must describe what it did not change. No attempt
+//! may affect Cleave's pods and programs, an MPS daemon, or a neighbour that computes on the same
+//! GPU.
 mod floods;
 mod programs;
 mod requests;
@@ -19,24 +20,24 @@ use crate::{NODE, container_and_restarts, daemon_pids};
 /// The expected outcome of an attempt.
 #[derive(Debug, Clone, Copy)]
 enum Expected {
-    /// It is refused. Each refusal contains all of these texts.
+    /// The attempt is refused. Each refusal contains all of these texts.
     Refused(&'static [&'static str]),
-    /// It is permitted, and changes nothing.
+    /// The attempt is permitted, and changes nothing.
     NoEffect,
-    /// It succeeds, and the agent reports this finding on the pod.
+    /// The attempt succeeds, and the agent reports this finding on the pod.
     Found(&'static str),
 }
 
 /// The outcome of an attempt.
 #[derive(Debug)]
 enum Outcome {
-    /// It was refused: the message of each refusal.
+    /// The attempt was refused: the message of each refusal.
     Refused(Vec<String>),
-    /// It had no effect: a description of what did not change.
+    /// The attempt had no effect: a description of what did not change.
     NoEffect(String),
     /// The agent reported this finding on the pod.
     Found(&'static str),
-    /// It succeeded: a description of what it achieved.
+    /// The attempt succeeded: a description of what it achieved.
     Succeeded(String),
 }
 
@@ -60,7 +61,8 @@ impl Expected {
 }
 
 impl Attempt {
-    /// Runs the attempt. Returns a description of its outcome if it is the expected one.
+    /// Runs the attempt. Returns a description of the outcome, or an error if the outcome is
+    /// unexpected.
     fn result(&self, bed: &TestBed<'_>) -> Result<String> {
         match (self.expected, (self.run)(bed)?) {
             (Expected::Refused(words), Outcome::Refused(answers)) => {
@@ -93,7 +95,7 @@ const TENANT: &str = "tenant";
 
 impl<'a> TestBed<'a> {
     fn new(scope: Scope<'a>) -> Result<Self> {
-        // More rights than any built-in role gives, so that Cleave and not RBAC refuses the
+        // Grant more rights than any built-in role has, so that Cleave, not RBAC, refuses the
         // attempts.
         let pods = ["pods", "pods/status", "pods/ephemeralcontainers", "pods/resize", "pods/binding", "bindings"];
         let rules = json!([{"apiGroups": [""], "resources": pods, "verbs": ["*"]}]);
@@ -124,7 +126,7 @@ impl<'a> TestBed<'a> {
     /// Runs all attempts and prints their outcomes. Fails if one is not the expected one.
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
-        // The state does not show a restart of the agent by its supervisor, so compare pids too.
+        // The state does not show a restart of the agent by its supervisor, so compare PIDs too.
         let programs = || ["cleave-agent", "cleave-mps-host"].map(|program| process(NODE, program));
         let own = programs().into_iter().collect::<Result<Vec<_>>>()?;
         let mut before = self.state()?;
@@ -174,8 +176,8 @@ fn owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server applies roles with a short delay. Until then it would refuse an attempt for
-    // another reason.
+    // The API server applies roles with a short delay. Before that, it would refuse an attempt for
+    // lack of rights.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
         let attributes = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
         let review = json!({
@@ -207,7 +209,7 @@ fn lines(said: &str) -> Vec<Value> {
     said.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect()
 }
 
-/// The first 160 characters, in one line.
+/// Shortens a text to 160 characters in one line.
 fn start(said: &str) -> String {
     said.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(160).collect()
 }

@@ -1,7 +1,7 @@
 //! Tests of Cleave's promises on a real Kubernetes with simulated GPUs: node1 has 4 H100-80, node2
 //! has 2 A100-40.
 //!
-//! Run one test at a time (`--test-threads=1`): the tests share the cluster, and each one restores
+//! Run one test at a time (`--test-threads=1`): the tests share the cluster, and each test restores
 //! it.
 mod admission;
 mod chart;
@@ -35,7 +35,7 @@ const GPUS: u64 = 4;
 const SMS: u32 = 132;
 /// Resource of MPS shares, unless a policy sets another name.
 const SHARES: &str = "nvidia.com/gpu-mps";
-/// Runs an MPS client that reports what it sees of its GPU, and keeps running.
+/// Script of an MPS client that reports its view of the GPU, and keeps running.
 const HOLD: &str = "exec cleave-client --hold forever";
 
 /// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten strict shares.
@@ -80,7 +80,7 @@ fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>
     Ok(all.filter(|allocation| text(&allocation["pod"]) == name).collect())
 }
 
-/// Device and pid of the MPS daemons of [`NODE`].
+/// Device and PID of the MPS daemons of [`NODE`].
 fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -91,7 +91,7 @@ fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     Ok(pids)
 }
 
-/// Container id and restart count of a running pod. They change if the pod is disturbed.
+/// Container ID and restart count of a running pod. They change if the pod is disturbed.
 fn container_and_restarts(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<(String, u64)> {
     let pod = cluster.get(&scope.pod_path(pod))?;
     let status = &pod["status"]["containerStatuses"][0];

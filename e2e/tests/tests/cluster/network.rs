@@ -10,7 +10,7 @@ use crate::{GPUS, HOLD, NODE, SHARES, offers, ten_shares};
 
 /// Port of `/metrics`.
 const METRICS_PORT: &str = "8080";
-/// Accepts every connection and closes it.
+/// Script of a server on port 8081 that accepts every connection and closes it.
 const LISTEN_ON_8081: &str = "exec busybox nc -ll -p 8081 -e true";
 
 fn address(pod: &Value) -> Result<String> {
@@ -21,7 +21,7 @@ fn address(pod: &Value) -> Result<String> {
 
 /// A shell command that prints `yes` if it can connect to an address, else `no`.
 fn connects(address: &str, port: &str) -> String {
-    // Sends a request, so that a server of any protocol answers and closes the connection.
+    // Send a request, so that a server of any protocol answers and closes the connection.
     format!(
         "printf 'GET / HTTP/1.0\\r\\n\\r\\n' | busybox nc -w 2 {address} {port} >/dev/null 2>&1 && echo yes || echo no"
     )
@@ -40,8 +40,8 @@ fn cleave_reaches(program: &str, address: &str, port: &str) -> Result<bool> {
     Ok(printed.trim() == "yes")
 }
 
-/// Creates a namespace with a pod `caller`, in which tests run commands. `labelled` gives the
-/// namespace the label that admits it to metrics.
+/// Creates a namespace with a pod `caller`, in which tests run commands. If `labelled` is true, the
+/// namespace has the label that admits it to metrics.
 fn caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     if labelled {
@@ -95,7 +95,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     ensure!(open.is_empty(), "the MPS host listens on ports: {open:?}");
     wait_all_ready(&cluster)?;
     drop((stranger, reader));
-    // Pods still get their shares.
+    // Pods are still allocated shares.
     let scope = ten_shares(&cluster, "network")?;
     scope.pod("two", &json!({SHARES: 2}), HOLD)?;
     ensure!(scope.client_report("two")?["sms"] == 26, "the client reports {}", scope.client_report("two")?);

@@ -1,5 +1,5 @@
-//! Sharing policies: an invalid one is refused with an explanation, a valid one is applied without
-//! a restart.
+//! Tests that an invalid sharing policy is refused with an explanation, and that a valid one is
+//! applied without a restart.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES, Refused, Scope, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
@@ -51,7 +51,7 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Res
     scope.wait_until_running("holder")?;
     let before = container_and_restarts(&cluster, &scope, "holder")?;
     cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
-    // The three idle GPUs change. The one in use keeps its ten shares.
+    // The three idle GPUs change. The GPU in use keeps its ten shares.
     offers(&cluster, SHARES, 5 * (GPUS - 1) + 10)?;
     wait_until("the policy names the pod that it waits for", || {
         let Some((status, reason, message)) = condition(&cluster, "ten-shares", "Ready")? else { return Ok(false) };

@@ -1,9 +1,9 @@
-//! Tests a node that reboots. Its power is cut, so everything that a boot clears is lost, and the
-//! files on its disk remain.
+//! Tests a node that reboots after a power cut. State that a boot clears is lost, and the files on
+//! the node's disk remain.
 //!
-//! The test cannot change the machine's boot id. The agent compares it with the boot id in its
+//! The test cannot change the machine's boot ID. The agent compares it with the boot ID in its
 //! checkpoint, so the test changes the checkpoint while the node is down. The kubelet also reads
-//! the boot id, but these tests do not depend on that.
+//! the boot ID, but these tests do not depend on that.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write as _;
@@ -130,12 +130,12 @@ fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<S
     })
 }
 
-/// Ids of the containers of the namespace's pods.
+/// IDs of the containers of the namespace's pods.
 fn containers(scope: &Scope) -> Result<BTreeSet<String>> {
     Ok(scope.pods()?.iter().map(|pod| text(&pod["status"]["containerStatuses"][0]["containerID"])).collect())
 }
 
-/// What happened to a pod whose node rebooted.
+/// Effect of a reboot on a pod of the node.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
     /// The kubelet started a new container for it.
@@ -263,7 +263,7 @@ fn create_bare_pods(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Ids of a pod's shares, for each of its containers.
+/// IDs of a pod's shares, for each of its containers.
 fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
     let allocated = allocations(scope.cluster, scope, name)?;
     Ok(allocated.into_iter().map(|allocation| allocation["ids"].clone()).collect())
@@ -308,7 +308,8 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         REPLICAS - restarted,
         BARE_PODS.len() - bare,
     )?;
-    // The gate keeps replacement pods from the node until its agent serves, so refusals are few.
+    // The gate keeps replacement pods off the node until the node's agent serves, so refusals are
+    // few.
     ensure!(refused <= 3 * REPLICAS, "the kubelet refused {refused} pods for {REPLICAS} replicas");
     Ok(())
 }
@@ -374,8 +375,8 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     starting.kill()?;
     starting.wait()?;
     started?;
-    // The kubelet gets its pods, including the agent's, from the API server. Without the API server
-    // no plugin registers and no pod is refused.
+    // The kubelet reads its pods, including the agent's, from the API server. Without the API
+    // server no plugin registers and no pod is refused.
     let tasks = on_node(NODE, &["ctr", "tasks", "list", "--quiet"])?;
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(api_server_down);

@@ -1,4 +1,4 @@
-//! A restart, an upgrade or a kill of any component of Cleave, or of the kubelet, disturbs no
+//! Tests that a restart, upgrade or kill of a component of Cleave, or of the kubelet, disturbs no
 //! running pod.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
     Ok(RunningState { pods: pods(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
-/// Container id and restarts of each pod.
+/// Container ID and restarts of each pod.
 fn pods(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
     PODS.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }
@@ -62,7 +62,7 @@ fn fewer_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>
     }
 }
 
-/// The pod of a component of Cleave: the operator's, or the one on [`NODE`].
+/// Finds the pod of a component of Cleave: the operator's pod, or the component's pod on [`NODE`].
 pub(crate) fn component_pod(cluster: &Cluster, component: &str) -> Result<Value> {
     let pods = cluster
         .list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
@@ -101,10 +101,10 @@ fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
 }
 
 /// Returns a check that reports a violation if the node offers only a part of the shares in use.
-/// Offering none of them is a violation only if it lasts longer than a moment.
+/// Offering none of them is a violation only if it lasts more than three seconds.
 ///
-/// While the agent is down, the kubelet has no devices and may report that. It corrects this with
-/// its next report, a second later.
+/// While the agent is down, the kubelet has no devices and may report zero. The next report, a
+/// second later, corrects this.
 fn partial_or_long_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     const MAX_OUTAGE: Duration = Duration::from_secs(3);
     let mut none_since = None;
@@ -145,8 +145,8 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     Ok(())
 }
 
-/// A second agent on [`NODE`]. An upgrade runs two agents for a moment, a wrong configuration for
-/// longer. Dropping the value deletes the second agent.
+/// A second agent on [`NODE`]. During an upgrade two agents overlap briefly; with a wrong
+/// configuration they overlap for longer. Dropping the value deletes the second agent.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -213,8 +213,8 @@ fn a_second_agent_on_a_node_waits_until_the_first_exits() -> Result<()> {
 fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "container")?;
-    // Create a new pod first: the kubelet delays each further restart of a container longer, and
-    // other tests have restarted this one.
+    // Replace the pod first: the kubelet's back-off grows with each restart of a container, and
+    // other tests have restarted this container.
     let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
     let old = component_pod(&cluster, "agent")?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&old["metadata"]["name"])), None)?;

@@ -1,5 +1,5 @@
-//! `nvidia.com/gpu-mps: N` gives N shares of one GPU, with the limits of N shares. A tenant cannot
-//! raise the limits or administer MPS.
+//! Tests that `nvidia.com/gpu-mps: N` allocates N shares of one GPU, with the limits of N shares,
+//! and that a tenant cannot raise the limits or administer MPS.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, pod, text, wait_until};
 use cleave_plan::mps::{self, Threads};

@@ -12,7 +12,7 @@ use crate::gate::{is_gated, wait_for_event};
 use crate::{NODE, SHARES, ten_shares};
 
 const SLEEP_FOREVER: &str = "exec sleep 1000000";
-/// Maximum time until a pod is released or runs once a node accepts it.
+/// Maximum time from a node's acceptance of a pod until the pod is released or runs.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Cordons a node until the value is dropped.
@@ -142,7 +142,7 @@ fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
     Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES)? > 0)
 }
 
-/// A Deployment whose replicas must run on different nodes.
+/// A Deployment with replicas that must run on different nodes.
 fn apart(name: &str, replicas: u32) -> Value {
     let labels = json!({"app": name});
     let mut template = pod(name, &json!({SHARES: 2}), SLEEP_FOREVER);
@@ -230,7 +230,7 @@ fn a_released_pod_whose_node_is_cordoned_before_it_is_bound_gets_another_chance(
     let cordon = Cordon::new(&cluster, node)?;
     let other = if node == NODE { None } else { Some(Cordon::new(&cluster, NODE)?) };
     drop(stopped);
-    // The replacement pod goes to the other node, unless both are cordoned.
+    // The scheduler binds the replacement pod to the other node, unless both are cordoned.
     if let Some(other) = other {
         wait_for_event(&scope, "bare", "The nodes to which this pod was released no longer accept it")?;
         other.set(false)?;

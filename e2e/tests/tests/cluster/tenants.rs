@@ -1,6 +1,6 @@
-//! Tests tenants that use more memory than their shares, or compute outside MPS. They get a
-//! condition and an Event, and are evicted if the policy requires it. Neighbours are not affected.
-//! Programs can evade the simulated MPS in the same ways as the real one.
+//! Tests tenants that use more memory than their shares, or compute outside MPS. Cleave sets a
+//! condition, writes an Event, and evicts the pod if the policy requires it. Neighbours are not
+//! affected. Programs can evade the simulated MPS in the same ways as the real one.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::restarts::query_agent;
 use crate::{GPUS, HOLD, NODE, SHARES, offers};
 
-/// Sets a memory limit that MPS cannot parse, which gives the program all of the memory.
+/// Sets a memory limit that MPS cannot parse, so that the program can use all of the memory.
 const ESCAPE_MEMORY_LIMIT: &str =
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
 /// A program that does not find its door runs without MPS.

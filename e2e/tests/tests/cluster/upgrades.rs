@@ -1,5 +1,5 @@
-//! With `mpsHost.upgrade: WhenIdle`, the operator replaces an outdated MPS host once no pod uses
-//! MPS on its node.
+//! Tests that with `mpsHost.upgrade: WhenIdle` the operator replaces an outdated MPS host once no
+//! pod uses MPS on its node.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 

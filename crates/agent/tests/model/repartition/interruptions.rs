@@ -1,5 +1,5 @@
-//! Changes that are interrupted: a kubelet that does not answer, a daemon that has not ended, a
-//! driver that hangs, an agent that is killed.
+//! Interrupted changes: the kubelet does not answer, a daemon has not ended, the driver hangs, or
+//! the agent is killed.
 use std::time::Duration;
 
 use cleave_agent::gpu::mig::{Change, ChangeOutcome, MigOrder, OrderResult};

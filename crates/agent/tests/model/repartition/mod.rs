@@ -1,5 +1,5 @@
-//! Repartitions a GPU: the agent's decisions and the changes that it orders, against a GPU in
-//! memory, a model of the kubelet and a model of the MPS host.
+//! Repartitions a GPU. The agent decides and orders changes against a GPU in memory, a model of the
+//! kubelet and a model of the MPS host.
 mod interruptions;
 mod random;
 mod simulated_gpu;
@@ -105,8 +105,8 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     node.run();
     assert!(node.applied());
     let instance = node.mig_devices().values().next().unwrap().0;
-    // The process starts after the slice was withdrawn. The agent finds it right before it would
-    // destroy the instance.
+    // The process starts after the slice was withdrawn. The agent finds the process just before it
+    // would destroy the instance.
     node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
     node.reconcile();
     node.now += WITHDRAWAL_TIME;
@@ -206,7 +206,8 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
     assert!(node.messages().contains("next reset") && node.messages().contains("reboot the node"));
     assert!(node.steps().contains(&("turn MIG mode on", "Waiting")), "{:?}", node.steps());
     assert_eq!(node.last.status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
-    // Without the spec, the request for a change is withdrawn, even while the GPU is in use.
+    // Without the spec, the agent cancels the pending change of the mode, even while the GPU is in
+    // use.
     node.set_spec(vec![]);
     node.gpu.lock().processes.insert(5, None);
     node.run();

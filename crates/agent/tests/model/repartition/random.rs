@@ -42,7 +42,7 @@ enum Event {
 /// (0 for a whole instance).
 type Place = (&'static str, u32, u32, u32);
 
-/// Some placements on an H100. A spec contains placements that do not overlap.
+/// Placements on an H100. A spec contains placements that do not overlap.
 const PLACES: [Place; 12] = [
     ("1g.10gb", 0, 1, 0),
     ("1g.10gb", 1, 1, 4),
@@ -58,7 +58,7 @@ const PLACES: [Place; 12] = [
     ("7g.80gb", 0, 8, 0),
 ];
 
-/// The picked placements, without those that overlap an earlier one.
+/// The placements at these indices. Omits placements that overlap an earlier one.
 fn without_overlaps(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
     let mut chosen: Vec<Place> = Vec::new();
     for place in picks.iter().map(|pick| PLACES[pick % PLACES.len()]) {
@@ -127,7 +127,7 @@ impl TestNode {
                     }
                 }
                 self.orders.clear();
-                // An allocation is in the checkpoint and in the kubelet's list a moment later.
+                // Shortly after an allocation, the checkpoint and the kubelet's list contain it.
                 self.last.checkpoint.allocations =
                     self.table.allocations.iter().map(|(_, allocation)| allocation.clone()).collect();
                 self.restart_agent(*with_checkpoint);
@@ -153,8 +153,8 @@ impl TestNode {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// Every change checks that it removes nothing in use. Once nothing is in use, the spec is
-    /// applied, and further rounds change nothing.
+    /// Performing a change checks that it removes nothing in use. Once nothing is in use, the agent
+    /// applies the spec, and further rounds change nothing.
     #[test]
     fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(
         sequence in prop::collection::vec(events(), 1..120),

@@ -1,4 +1,4 @@
-//! One GPU in memory. It refuses what NVML refuses, and its calls can be made to fail.
+//! One GPU in memory. It refuses the same calls as NVML, and can fail any call.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -20,13 +20,13 @@ pub(super) struct SimulatedGpu {
     created: u32,
     /// Processes by pid, each with its GPU instance; `None` outside MIG mode.
     pub(super) processes: BTreeMap<u32, Option<u32>>,
-    /// Number of times that each call still fails.
+    /// Number of remaining failures of each call.
     pub(super) failures: BTreeMap<&'static str, u32>,
     /// All calls that change the GPU, in order.
     pub(super) calls: Vec<&'static str>,
 }
 
-/// A handle to the GPU. Clones share it.
+/// A handle to the GPU. All clones refer to the same GPU.
 #[derive(Clone)]
 pub(super) struct SharedGpu(Arc<Mutex<SimulatedGpu>>);
 
@@ -39,7 +39,7 @@ impl SimulatedGpu {
         Self { state: state.gpus.remove(0), model, created: 0, processes, failures, calls: Vec::new() }
     }
 
-    /// Records a call. Fails while `failures` has a count left for it.
+    /// Records a call. Fails while `failures` contains a count for the call.
     fn call(&mut self, name: &'static str) -> Result<(), NvmlError> {
         self.calls.push(name);
         match self.failures.get_mut(name) {
@@ -97,7 +97,7 @@ impl SimulatedGpu {
         let gi = self.state.instances.iter().find(|gi| gi.id == gpu_instance).unwrap();
         let whole = self.model.compute_profiles(gi.profile).into_iter().find(|ci| ci.slices == slices(gi.profile));
         self.state.create_compute_instance(self.model, gpu_instance, whole.unwrap().id, None).unwrap();
-        // Every instance gets a new UUID, even at the placement of an earlier one.
+        // Every instance has a new UUID, even at the placement of an earlier instance.
         self.created += 1;
         let instance = self.state.instances.iter_mut().find(|gi| gi.id == gpu_instance).unwrap();
         instance.compute[0].uuid = format!("MIG-{}", self.created);
@@ -133,7 +133,7 @@ impl SharedGpu {
         self.0.lock().unwrap()
     }
 
-    /// What NVML answers about the driver and the GPU.
+    /// NVML's answers about the driver and the GPU.
     #[expect(clippy::unnecessary_wraps, reason = "NVML calls return a Result")]
     pub(super) fn inventory(&self) -> Result<Inventory, NvmlError> {
         let gpu = self.lock();

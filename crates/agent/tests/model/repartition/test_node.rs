@@ -23,7 +23,7 @@ use crate::fixtures::answer;
 /// Time that a new agent waits for the kubelet's list before it removes allocations.
 pub(super) const GRACE: Duration = Duration::from_secs(30);
 
-/// Number of rounds in which every expected change happens.
+/// Number of rounds, enough for every expected change.
 const MAX_ROUNDS: usize = 80;
 
 pub(super) struct TestNode {
@@ -35,7 +35,7 @@ pub(super) struct TestNode {
     pub(super) now: Instant,
     /// Result of the last call of `reconcile`.
     pub(super) last: Actions,
-    /// Ordered changes that are not performed yet.
+    /// Ordered changes that were not performed yet.
     pub(super) orders: Vec<MigOrder>,
     /// The kubelet's allocations.
     pub(super) allocated: Vec<HeldDevices>,
@@ -72,7 +72,7 @@ impl TestNode {
         node
     }
 
-    /// Replaces a killed agent.
+    /// Replaces the agent with a new one.
     pub(super) fn restart_agent(&mut self, with_checkpoint: bool) {
         let object = std::mem::replace(&mut self.object, Object::Unknown);
         let checkpoint = with_checkpoint.then(|| self.last.checkpoint.clone());

@@ -25,7 +25,7 @@ impl Device {
         if control.applied == Some((server, limits)) {
             return Ok(());
         }
-        // The limits are unknown until they are read back, even if this call is cancelled before.
+        // The limits are unknown until they are read back. This call may be cancelled earlier.
         control.applied = None;
         let Limits { threads: percent, memory_mib } = limits;
         let actual = self.ask(&Command::SetThreads { server, percent }).await?;
@@ -44,7 +44,7 @@ impl Device {
         Ok(())
     }
 
-    /// The server for a user's clients. `None` if they have to wait.
+    /// Returns the server for a user's clients; `None` if the clients have to wait.
     pub(crate) async fn server_for(&self, uid: u32) -> Result<Option<u32>, DaemonError> {
         let phase = *self.phase.borrow();
         if phase.multi_user {
@@ -54,7 +54,7 @@ impl Device {
         match servers.first() {
             None => self.start_server(uid).await.map(Some),
             Some(&server) if procfs::owner(server) == Some(uid) => Ok(Some(server)),
-            // Another user's server: it is shut down once it has no clients.
+            // The server belongs to another user. Shut it down once it has no clients.
             Some(&server) => {
                 if protocol::pids(&self.ask(&Command::Clients(server)).await?)?.is_empty() {
                     self.ask(&Command::ShutdownServer { server, force: false }).await?;
@@ -79,8 +79,8 @@ impl Device {
         clients.others_of(allocation, client) >= usize::try_from(max_clients).unwrap_or(usize::MAX)
     }
 
-    /// Waits until MPS has logged the exit of each exited client, or the time limit for that has
-    /// passed. Before that, the server may break the next client.
+    /// Waits until MPS has logged the exit of each exited client, or the time limit for these log
+    /// lines has passed. The server may break a client that connects earlier.
     pub(crate) async fn exits_logged(&self) {
         loop {
             self.clients.borrow_mut().forget_exited(Instant::now());
@@ -92,7 +92,7 @@ impl Device {
     }
 
     /// Handles an unknown reply to a client's handshake. If no handshake has succeeded before, the
-    /// driver uses another protocol, and limits are advisory.
+    /// driver uses an unknown protocol, and limits are advisory.
     pub(crate) fn unknown_handshake(&self) {
         if self.handshake_known.get() {
             tracing::error!(device = self.name, "unexpected reply to a client's handshake");

@@ -1,18 +1,18 @@
-//! Decides when a failed daemon is restarted. Pure.
+//! Decides when to restart a failed daemon. Pure.
 use std::time::Duration;
 
 use crate::mps::wire::DaemonState;
 
-/// Minimum run time of a daemon that resets the counter.
+/// Minimum run time of a daemon that resets the count of failures.
 const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// Delay after the second failure in a row.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
-/// Maximum delay. It is short because the GPU may be repaired during the delay.
+/// Maximum delay before a restart. It is short because the GPU may be repaired during the delay.
 const MAX_DELAY: Duration = Duration::from_secs(30);
 /// Number of failures in a row from which the state is [`DaemonState::BackOff`].
 const BACK_OFF_FAILURES: u32 = 4;
 
-/// Counts failures in a row.
+/// Counts a daemon's failures in a row and sets the delay before each restart.
 #[derive(Debug, Default)]
 pub(super) struct Backoff {
     failures: u32,
@@ -20,7 +20,7 @@ pub(super) struct Backoff {
 
 impl Backoff {
     /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart. The
-    /// first failure has no delay, because tenants wait.
+    /// first failure has no delay, because tenants are waiting.
     pub(super) fn failed(&mut self, ran: Duration) -> Duration {
         if ran >= STABLE_AFTER {
             self.failures = 0;

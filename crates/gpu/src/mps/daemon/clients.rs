@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use crate::mps::process::PidFd;
 use crate::mps::wire::Client;
 
-/// Maximum time from a client's exit until MPS logs it. Later, MPS no longer logs the exit.
+/// Maximum time from a client's exit until MPS logs the exit. MPS never logs an exit later.
 const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
 
 /// A client that a door admitted.
@@ -16,14 +16,14 @@ struct Admitted {
     allocation: String,
     pidfd: Option<PidFd>,
     identity: Identity,
-    /// When its exit was detected. The client is kept until MPS has logged the exit too.
+    /// When the client's exit was detected. The entry remains until MPS has logged the exit too.
     exited_at: Option<Instant>,
 }
 
-/// Whether the pidfd is proven to refer to the client. The pid may have been reused after the
-/// client's first packet at the door and before the pidfd was opened. The kernel attests the pid to
-/// the server only later. So if MPS first lists the pid after the pidfd was opened, the pidfd
-/// refers to the client.
+/// Whether the pidfd is proven to refer to the client. The pid may be reused between the client's
+/// first packet at the door and the opening of the pidfd. The kernel attests the pid to the server
+/// only later. So if MPS first lists the pid after the pidfd was opened, the pidfd refers to the
+/// client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Identity {
     /// MPS listed the pid before the pidfd was opened, so the list proves nothing.
@@ -43,10 +43,10 @@ impl Admitted {
 /// A server's clients.
 #[derive(Debug, Default)]
 pub(super) struct Clients {
-    /// Pids in MPS's latest list, and pids of clients admitted since.
+    /// Pids in MPS's latest list, and pids of clients admitted since that list.
     listed: BTreeSet<u32>,
     admitted: BTreeMap<u32, Admitted>,
-    /// Clients whose contexts MPS has terminated. Their exit breaks no other client.
+    /// Clients with contexts that MPS has terminated. Exits of these clients break no other client.
     terminated: BTreeSet<u32>,
 }
 
@@ -77,7 +77,7 @@ impl Clients {
         changed
     }
 
-    /// Removes a client whose exit MPS has logged.
+    /// Removes a client after MPS has logged its exit.
     pub(super) fn disconnected(&mut self, pid: u32) {
         self.admitted.remove(&pid);
         self.terminated.remove(&pid);
@@ -90,7 +90,7 @@ impl Clients {
         had_listed
     }
 
-    /// Marks a client whose contexts MPS terminates.
+    /// Marks a client as terminated by MPS.
     pub(super) fn set_terminated(&mut self, pid: u32) {
         self.terminated.insert(pid);
     }
@@ -110,7 +110,7 @@ impl Clients {
         self.admitted.get(&pid).map(|admitted| admitted.allocation.clone())
     }
 
-    /// A client with its allocation.
+    /// Returns a client with its allocation.
     pub(super) fn client(&self, pid: u32) -> Client {
         Client { pid, allocation: self.allocation_of(pid) }
     }
@@ -153,7 +153,7 @@ impl Clients {
         self.admitted.iter().filter(is_other).count()
     }
 
-    /// Forgets each client whose exit is older than [`MAX_LOG_DELAY`].
+    /// Removes each client that exited more than [`MAX_LOG_DELAY`] ago.
     pub(super) fn forget_exited(&mut self, now: Instant) {
         self.admitted.retain(|_, admitted| {
             !admitted.has_exited()

@@ -1,7 +1,7 @@
 //! The steps that end a FAULT, from waiting to replacing the daemon. Pure.
 use std::time::Duration;
 
-/// The steps against a server in FAULT. Each step is taken once, in this order.
+/// The steps against a server in FAULT. [`Escalation`] returns each step once, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Step {
     /// Do nothing. Programs that check for errors exit by themselves. The server is ACTIVE again
@@ -15,7 +15,7 @@ pub(super) enum Step {
     ShutDownServer,
     /// Send `quit`.
     QuitDaemon,
-    /// Send SIGKILL to the daemon. A new daemon starts and gets its limits.
+    /// Send SIGKILL to the daemon. The MPS host then starts a new daemon and sets its limits.
     KillDaemon,
 }
 
@@ -25,8 +25,8 @@ impl Step {
         let seconds = match self {
             // Measured: programs that exit by themselves do so within 0.3 s.
             Self::Wait => 1,
-            // Most programs exit within this time after SIGTERM. Until then, all other clients
-            // wait.
+            // Most programs exit within this time after SIGTERM. All other clients wait during this
+            // time.
             Self::SignalTerm | Self::SignalKill => 2,
             Self::ShutDownServer => 3,
             Self::QuitDaemon => 5,
@@ -54,7 +54,7 @@ const RECOVERY_TIME: Duration = Duration::from_secs(3);
 #[derive(Debug)]
 pub(super) struct Escalation {
     step: Step,
-    /// When the step was taken.
+    /// When [`Escalation::advance`] returned the current step.
     since: Duration,
     /// When the server lost its last client. `None` while it has clients.
     without_clients_since: Option<Duration>,
@@ -73,7 +73,7 @@ impl Escalation {
     }
 
     /// Records that the server is still in FAULT with this number of clients. Returns the step to
-    /// take now, if any.
+    /// perform now, if one is due.
     pub(super) fn advance(&mut self, at: Duration, clients: usize) -> Option<Step> {
         if clients > 0 {
             self.without_clients_since = None;
@@ -144,13 +144,13 @@ mod tests {
                 let least = if last.0 < Step::ShutDownServer { last.0.deadline().min(RECOVERY_TIME) } else { last.0.deadline() };
                 let given = now.saturating_sub(last.1);
                 prop_assert!(given >= least, "{:?} lasted {:?}", last.0, given);
-                // Only clients are signalled, and a server with clients is shut down only after
-                // they were signalled.
+                // A signal requires a client. A server with clients is shut down only after its
+                // clients were signalled.
                 prop_assert!(clients > 0 || step >= Step::ShutDownServer);
                 prop_assert!(clients == 0 || step == last.0.next());
                 last = (step, now);
             }
-            // The limit applies at any probe times, with clients that connect and exit at any time.
+            // The limit holds for any probe times, even if clients connect and exit at any time.
             let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY_TIME).iter().sum::<Duration>();
             let most = most + Step::ShutDownServer.deadline() + Step::QuitDaemon.deadline() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == Step::KillDaemon || now < most, "{:?} at {:?}", last, now);

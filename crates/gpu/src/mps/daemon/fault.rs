@@ -2,11 +2,11 @@
 //! the time is an argument.
 //!
 //! In FAULT, all clients have lost their contexts, and the server admits no client until the last
-//! of them has exited. A client that does not exit blocks the GPU for all other pods, so it is
-//! signalled regardless of policies.
+//! of these clients has exited. A client that does not exit blocks the GPU for all other pods. The
+//! MPS host therefore signals it regardless of policies.
 //!
-//! A server in which a busy client was killed may report ACTIVE and yet break a later client. Such
-//! a server is replaced as soon as it has no clients.
+//! A server in which a busy client was killed may report ACTIVE and yet break a later client. The
+//! MPS host replaces such a server as soon as the server has no clients.
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -37,7 +37,7 @@ struct Current {
     escalation: Escalation,
     /// Whether the server itself reported FAULT, not only its log.
     confirmed: bool,
-    /// Pids that the log names.
+    /// Pids that the server's log names for this fault.
     named: Vec<u32>,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct FaultTracker {
     current: Option<Current>,
     ended_at: Option<Instant>,
     lost: Vec<Lost>,
-    /// A client exited with an open context: the server may break a later one.
+    /// Whether a client exited with an open context. If so, the server may break a later client.
     unclean: bool,
 }
 
@@ -73,7 +73,7 @@ impl FaultTracker {
         self.unclean
     }
 
-    /// Records that a new server serves, or that the old one has recreated its contexts.
+    /// Records that a new server serves, or that the old server has recreated its contexts.
     pub(super) fn fresh_server(&mut self) {
         self.unclean = false;
     }
@@ -112,8 +112,8 @@ impl FaultTracker {
         }
     }
 
-    /// Records that the log names a client. If the log names several, it is unknown which error
-    /// came first. If a client was killed while its kernels ran, the log is ignored: on an H200
+    /// Records that the log names a client. If the log names several clients, the first error is
+    /// unknown. If a client was killed while its kernels ran, the log is ignored: on an H200
     /// (driver 580) it named a surviving neighbour in 47 of 47 such faults.
     pub(super) fn name(&mut self, pid: u32, allocation: Option<String>) {
         let (Some(fault), Some(current)) = (&mut self.last, &mut self.current) else { return };
@@ -137,7 +137,7 @@ impl FaultTracker {
             && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < LATE_LOG_WINDOW)
     }
 
-    /// Whether an ACTIVE server with this number of clients has recovered. It has not if the log
+    /// Whether an ACTIVE server with this number of clients has recovered. Returns false if the log
     /// has just reported a fault that the server has not confirmed yet.
     pub(super) fn has_recovered(&self, clients: usize, now: Instant) -> bool {
         let is_pending = |current: &Current| {
@@ -158,14 +158,16 @@ impl FaultTracker {
         Some(now.saturating_duration_since(current.began))
     }
 
-    /// Records a client that exited with an open context. In a fault, all clients exit like this.
+    /// Records a client that exited with an open context. Do not call it during a fault, in which
+    /// all clients exit with open contexts.
     pub(super) fn client_lost(&mut self, client: Client, now: Instant) {
         self.unclean = true;
         self.lost.retain(|lost| lost.client.pid != client.pid && now.saturating_duration_since(lost.at) < CAUSE_WINDOW);
         self.lost.push(Lost { client, at: now });
     }
 
-    /// The step to take now against the current fault, and the time since it began.
+    /// Returns the step to perform now against the current fault, and the time since the fault
+    /// began.
     pub(super) fn escalate(&mut self, clients: usize, now: Instant) -> Option<(Step, Duration)> {
         let current = self.current.as_mut()?;
         let at = now.saturating_duration_since(current.began);

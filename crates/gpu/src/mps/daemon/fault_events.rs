@@ -53,8 +53,8 @@ impl Device {
         self.context.status_changed();
     }
 
-    /// Handles a server that reports ACTIVE. Returns whether the server has recovered from any
-    /// fault, and ends the fault if so.
+    /// Handles a server that reports ACTIVE. Ends the current fault, if any, unless the log has
+    /// just reported it. Returns false if the fault continues.
     pub(super) fn server_recovered(&self) -> bool {
         let clients = self.clients.borrow().count();
         if !self.faults.borrow().has_recovered(clients, Instant::now()) {
@@ -75,7 +75,7 @@ impl Device {
 
     /// Handles a client that exited with an open context.
     pub(super) fn client_lost(&self, pid: u32) {
-        // In a fault, all clients exit like this.
+        // In a fault, all clients exit with open contexts.
         if self.faults.borrow().is_current() {
             return;
         }

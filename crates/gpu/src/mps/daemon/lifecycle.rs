@@ -24,13 +24,13 @@ use crate::mps::wire::{Daemon, DaemonState, Enforcement};
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval of probes while the daemon does not serve. It is short because clients are waiting.
 const FAST_PROBE_INTERVAL: Duration = Duration::from_millis(25);
-/// Number of fast probes without a fault after which their interval increases tenfold.
+/// Number of fast probes without a fault after which the interval increases tenfold.
 const FAST_PROBES: u32 = 400;
 /// Interval of attempts to reach a starting daemon.
 const START_POLL: Duration = Duration::from_millis(5);
-/// Time limit for the last lines of an exited daemon to arrive.
+/// Time limit for reading the last log lines of an exited daemon.
 const LAST_LINES_DEADLINE: Duration = Duration::from_millis(200);
-/// Time limit for a killed daemon to exit. The driver may delay it.
+/// Time limit for a killed daemon to exit. The driver may delay the exit.
 const KILL_DEADLINE: Duration = Duration::from_secs(10);
 
 impl Device {
@@ -123,8 +123,8 @@ impl Device {
         }
     }
 
-    /// Starts the daemon and its server, and confirms the server's limits. No client is admitted
-    /// before this returns.
+    /// Starts the daemon and its server, and confirms the server's limits. Doors admit no client
+    /// before this function returns.
     async fn start(self: &Rc<Self>, settings: &Daemon, started: &mut Option<Child>) -> Result<(), DaemonError> {
         let is_first = self.report.borrow().restarts == 0;
         let state = if is_first { DaemonState::Starting } else { self.phase.borrow().state };
@@ -155,11 +155,12 @@ impl Device {
         }
     }
 
-    /// Prepares the pipe directory and stops the processes that an earlier MPS host left in it.
+    /// Prepares the pipe directory and stops the MPS processes that an earlier MPS host started
+    /// for this device.
     async fn prepare(&self, settings: &Daemon) -> Result<(), DaemonError> {
         let failed = |source| DaemonError::Prepare { path: self.pipe.clone(), source };
         std::fs::create_dir_all(&self.pipe).map_err(failed)?;
-        // Servers of users other than root need to enter it.
+        // Servers of users other than root must be able to enter the pipe directory.
         let mode = if settings.multi_user { 0o700 } else { 0o711 };
         std::fs::set_permissions(&self.pipe, std::fs::Permissions::from_mode(mode)).map_err(failed)?;
         if !settings.multi_user {
@@ -276,7 +277,8 @@ impl Device {
                     DaemonError::Exited { exit, last_line: String::new() }
                 }),
                 () = self.context.stopping.cancelled() => return End::NotDesired,
-                // Cancel-safe: a cancelled probe only leaves commands whose answers are not read.
+                // Cancel-safe: if a probe is cancelled, the daemon's answers to its commands are
+                // not read.
                 result = async {
                     tokio::select! {
                         () = sleep(pause) => {}

@@ -1,4 +1,4 @@
-//! Reads a daemon's output and reacts to its events before the next probe does.
+//! Reads a daemon's output and reacts to logged events before the next probe.
 use std::cell::RefCell;
 use std::io;
 use std::rc::Rc;
@@ -10,11 +10,11 @@ use super::Device;
 use crate::mps::log::{LogEvent, LogLine, log_line};
 use crate::mps::wire::DaemonState;
 
-/// Longer lines are split.
+/// Maximum length of a line in bytes. Longer lines are split.
 const MAX_LINE: usize = 4096;
 
 impl Device {
-    /// Reads until the output ends. Keeps the last line that may explain an exit in `last_line`.
+    /// Reads until the output ends. Stores the last line that may explain an exit in `last_line`.
     pub(super) async fn read_log(self: Rc<Self>, output: pipe::Receiver, last_line: Rc<RefCell<String>>) {
         let mut output = BufReader::new(output);
         let mut line = Vec::new();

@@ -23,8 +23,8 @@ pub(super) enum End {
 }
 
 impl Device {
-    /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns why
-    /// this life of the daemon ends, if it does.
+    /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns the
+    /// reason if this life of the daemon ends.
     pub(super) async fn probe(
         &self,
         settings: &Daemon,
@@ -41,7 +41,7 @@ impl Device {
                 self.escalate(child).await;
                 return Ok(None);
             }
-            // One retry: an answer may be late on a busy node.
+            // Retry once: on a busy node, an answer may be late.
             Err(DaemonError::Control(ControlError::Timeout { .. })) if !self.unanswered.get() => {
                 self.examine(settings).await
             }
@@ -60,7 +60,8 @@ impl Device {
         Ok(end)
     }
 
-    /// Whether this life ends because the settings changed or the daemon is no longer desired.
+    /// Returns the reason to end this life of the daemon: new settings, or a daemon that is no
+    /// longer desired.
     fn compare_settings(&self, settings: &Daemon, desired: Option<&Daemon>) -> Option<End> {
         let clients = self.clients.borrow().count();
         match desired {
@@ -73,7 +74,7 @@ impl Device {
             }
             None if clients == 0 => Some(End::NotDesired),
             None => {
-                // Its doors are closed, so clients can no longer connect. Running clients may
+                // The doors are closed, so clients can no longer connect. Running clients may
                 // finish.
                 let message = format!("the daemon is no longer desired; waiting for clients to exit: {clients}");
                 self.set_state(DaemonState::Stopping, Some(&message));
@@ -137,7 +138,7 @@ impl Device {
             self.fault_confirmed();
         }
         match state {
-            // The daemon is stopping, so its state does not depend on the server's.
+            // The daemon is stopping, so its state does not depend on the server's state.
             _ if self.phase.borrow().state == DaemonState::Stopping => {
                 if state == ServerState::Active {
                     self.server_recovered();
@@ -149,7 +150,7 @@ impl Device {
             ServerState::Active => {}
             ServerState::Fault => self.set_state(DaemonState::Fault, None),
             ServerState::Initializing => self.set_state(DaemonState::Restarting, None),
-            // The server exited after it was listed. The next probe starts another.
+            // The server exited after it was listed. The next probe starts another server.
             ServerState::Gone => self.probe_soon(),
         }
     }

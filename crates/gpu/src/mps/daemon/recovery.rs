@@ -1,4 +1,4 @@
-//! Recovers a device: takes the steps against a FAULT, and replaces a server that may break a
+//! Recovers a device: performs the steps against a FAULT, and replaces a server that may break a
 //! client.
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ use crate::mps::wire::Client;
 
 /// Time limit for a server without clients to shut down.
 const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
-/// Poll interval of a server that shuts down.
+/// Poll interval while a server shuts down.
 const SHUTDOWN_POLL: Duration = Duration::from_millis(10);
 
 impl Device {
-    /// Takes the next step against a fault if it is due. The caller holds the
+    /// Performs the next step against a fault if the step is due. The caller holds the
     /// [`super::ControlLock`]. Returns within the step's deadline.
     pub(super) async fn escalate(&self, daemon: &Child) {
         let clients = self.clients.borrow().count();

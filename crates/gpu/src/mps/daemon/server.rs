@@ -31,7 +31,7 @@ impl Device {
         Err(DaemonError::ServerNotReady { after: SERVER_START_DEADLINE, last })
     }
 
-    /// Forgets the server and its clients.
+    /// Clears the server's pid and its clients.
     pub(super) fn server_gone(&self) {
         let had_listed = self.clients.borrow_mut().clear();
         self.end_fault("server is gone");

@@ -9,15 +9,15 @@ use crate::mps::error::TerminateError;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, Terminated};
 
-/// Time limit to get the control lock, and then for the answer.
+/// Time limit for acquiring the control lock, and then for the daemon's answer.
 const TERMINATE_DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
 
 impl Device {
     /// Terminates a client's contexts through MPS.
     pub(crate) async fn terminate(&self, client: u32) -> Result<Terminated, TerminateError> {
         if procfs::is_stopped(client) {
-            // A stopped client would block the daemon, and so all other clients, until it
-            // continues.
+            // A stopped client would block the daemon, and therefore all other clients, until the
+            // stopped client continues.
             return Err(TerminateError::ClientStopped(client));
         }
         let control = timeout(TERMINATE_DEADLINE, self.control.lock()).await.map_err(|_| TerminateError::Busy)?;

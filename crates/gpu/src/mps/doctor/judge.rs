@@ -57,7 +57,7 @@ impl Check {
         Finding { check: self.name, expected: self.expected, observed, verdict, impact: self.impact }
     }
 
-    /// A behaviour that was measured on driver 580 and is not tested here.
+    /// Creates the finding of a check that the doctor does not run. `why` is the reason.
     fn not_tested(self, why: &str) -> Finding {
         self.judge(&Outcome::<()>::NotTested(why.to_owned()), |()| (true, String::new()))
     }
@@ -172,12 +172,12 @@ fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
     mps::sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
 }
 
-/// Whether the limits apply to a program, and no tighter limits do.
+/// Whether exactly these limits apply to the program, and no tighter limits.
 fn holds(bound: &Bound, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_limited(bound.view, bound.limit_mib)
 }
 
-/// Whether free memory matches a limit. The context takes a part of the limit: on known GPUs, less
+/// Whether free memory matches a limit. The context uses a part of the limit: on known GPUs, less
 /// than half of the smallest limit tested.
 fn is_limited(view: GpuView, limit_mib: u64) -> bool {
     (limit_mib / 2..=limit_mib).contains(&view.free_mib)

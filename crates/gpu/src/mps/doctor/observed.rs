@@ -7,9 +7,9 @@ use crate::nvml::ComputeMode;
 pub(super) enum Outcome<T> {
     /// The test was skipped, for this reason.
     NotTested(String),
-    /// The test failed because of the driver, for this reason.
+    /// The driver failed the test, for this reason.
     Failed(String),
-    /// The test observed this.
+    /// The test's observation.
     Observed(T),
 }
 
@@ -40,7 +40,7 @@ pub(super) struct GpuView {
 pub(super) struct Log {
     pub(super) version: Option<u32>,
     pub(super) server_ready: bool,
-    /// `None` if there was no client.
+    /// Whether the daemon logged a client's connection. `None` if no client connected.
     pub(super) client_connected: Option<bool>,
     pub(super) client_disconnected: Option<bool>,
 }
@@ -50,7 +50,7 @@ pub(super) struct Log {
 pub(super) struct Exchange {
     pub(super) command: Command,
     pub(super) answer: String,
-    /// For a command that reads a setting: the percentage or MiB set before.
+    /// For a command that reads a setting: the percentage or MiB that was set before.
     pub(super) set: Option<u64>,
 }
 
@@ -62,13 +62,13 @@ pub(super) struct Bound {
     pub(super) view: GpuView,
 }
 
-/// The view of programs whose environment sets limits other than the server's.
+/// The views of two programs with environments that set limits other than the server's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Lowered {
     pub(super) set: Bound,
-    /// With higher limits in its environment.
+    /// The view of a program with higher limits in its environment.
     pub(super) requested_more: GpuView,
-    /// With these lower limits in its environment.
+    /// Lower limits in a program's environment, and the view of that program.
     pub(super) requested_less: Bound,
 }
 
@@ -87,9 +87,9 @@ pub(super) struct Memory {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Termination {
     pub(super) answer: String,
-    /// Result of the client's next call.
+    /// Result of the client's next CUDA call.
     pub(super) client: Allocated,
-    /// Result of a neighbour's next call.
+    /// Result of a neighbour's next CUDA call.
     pub(super) neighbour: Allocated,
 }
 
@@ -115,11 +115,11 @@ pub(super) struct Observations {
     pub(super) rounding: Outcome<Vec<(u8, u32)>>,
     pub(super) lowered: Outcome<Lowered>,
     pub(super) memory: Outcome<Memory>,
-    /// The view of a program whose environment contains an invalid memory limit.
+    /// The view of a program with an invalid memory limit in its environment.
     pub(super) escape: Outcome<Bound>,
     /// The view of another user's program while root's program was running.
     pub(super) users: Outcome<Bound>,
-    /// The view of a program whose pipe directory contains only a link to `control`.
+    /// The view of a program with a pipe directory that contains only a link to `control`.
     pub(super) link: Outcome<Bound>,
     pub(super) terminated: Outcome<Termination>,
     /// The view of the first program of a new server, under the daemon's defaults.

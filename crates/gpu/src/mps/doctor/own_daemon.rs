@@ -26,11 +26,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 #[derive(Debug, Default)]
 pub(super) struct DaemonLog {
     pub(super) version: Option<u32>,
-    /// Servers that became ready.
+    /// Pids of servers that became ready.
     pub(super) ready: BTreeSet<u32>,
-    /// Clients that connected.
+    /// Pids of clients that connected.
     pub(super) connected: BTreeSet<u32>,
-    /// Clients that exited.
+    /// Pids of clients that exited.
     pub(super) disconnected: BTreeSet<u32>,
     last_line: String,
 }
@@ -48,9 +48,9 @@ pub(super) enum OwnDaemonError {
 
 /// The daemon's first answer.
 pub(super) struct FirstAnswer {
-    /// Milliseconds after the start.
+    /// Milliseconds from the daemon's start to the answer.
     pub(super) after_ms: u128,
-    /// Whether its greeting is the known one.
+    /// Whether the daemon sent the known greeting.
     pub(super) is_known: bool,
 }
 
@@ -126,7 +126,7 @@ impl OwnDaemon {
         }
     }
 
-    /// Stops the daemon and removes everything it left.
+    /// Stops the daemon and removes its processes and its directory.
     pub(super) async fn stop(mut self) {
         if control::ask(&self.pipe(), &QUIT, QUIT_DEADLINE).await.is_err()
             || timeout(ANSWER_DEADLINE, self.child.wait()).await.is_err()

@@ -32,7 +32,7 @@ pub(super) struct Preconditions {
 pub(super) enum Others {
     Visible,
     Hidden,
-    /// Such processes are hidden, but `--idle` asserts that none exist.
+    /// Processes of other pid namespaces are hidden, but `--idle` asserts that none exist.
     AssumedNone,
 }
 
@@ -89,7 +89,7 @@ pub(super) async fn check(
     }
 }
 
-/// Why the GPU may belong to Cleave, if it may.
+/// Why the GPU may belong to Cleave. `None` if it does not.
 fn reserved_by_cleave(run: &Path, uuid: &str) -> Option<String> {
     let path = Paths::new(run).desired();
     let desired = match std::fs::read(&path) {

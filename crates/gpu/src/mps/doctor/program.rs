@@ -1,4 +1,4 @@
-//! Runs the CUDA program that shows how the driver behaves. The user of the doctor provides it.
+//! Runs the CUDA program that shows how the driver behaves. The doctor's user provides the program.
 //!
 //! Once the program has a context, it prints a line of JSON: `{"sms": 26, "freeMiB": 8069}`, or
 //! `{"error": 2}` with the code of the driver API. With `--allocate MIB` it then allocates that
@@ -40,14 +40,14 @@ pub(super) struct Start {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub(super) pipe: PathBuf,
     pub(super) environment: BTreeMap<&'static str, String>,
-    /// Run as this user instead of this process's.
+    /// User id to run the program as. Default: this process's user.
     pub(super) uid: Option<u32>,
-    /// Wait for a line before the allocation.
+    /// Whether the program waits for a line before it allocates.
     pub(super) waits: bool,
     pub(super) allocate_mib: Option<u64>,
 }
 
-/// Why a program gave no usable result.
+/// Why a program returned no usable result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ProgramError {
     /// The program does not work. The driver is not the cause.
@@ -168,7 +168,7 @@ impl Running {
         }
     }
 
-    /// Makes a waiting program allocate. Returns the result.
+    /// Sends a waiting program its line, so that the program allocates. Returns the result.
     pub(super) async fn resume(&mut self) -> Result<Allocated, ProgramError> {
         if let Some(mut input) = self.input.take() {
             // The write fails if the program has exited. The missing line then shows the exit.

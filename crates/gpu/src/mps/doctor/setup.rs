@@ -1,4 +1,4 @@
-//! The configuration of the tests.
+//! Settings of the tests.
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::program::Program;
 use crate::nvml::Worker;
 
-/// Time limit of NVML calls. They take milliseconds, or seconds if NVML initializes a GPU.
+/// Time limit of NVML calls. A call takes milliseconds, or seconds if NVML initializes a GPU.
 pub(super) const NVML_DEADLINE: Duration = Duration::from_secs(20);
 
 /// The GPU to test, the MPS control program and the CUDA program.

@@ -28,14 +28,14 @@ const LOW_PERCENT: u8 = 20;
 const NOBODY_UID: u32 = 65_534;
 /// Time limit for MPS, its log or NVML to report that a client connected or exited.
 const REPORT_DEADLINE: Duration = Duration::from_secs(3);
-/// Interval at which these reports are polled.
+/// Poll interval for reports that a client connected or exited.
 const REPORT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time limit of `terminate_client`, which usually answers in milliseconds.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
-/// Why tests with programs do not run.
+/// Why the doctor skips tests that need a CUDA program.
 const NO_PROGRAM: &str = "needs a CUDA program (--client)";
 
-/// Why a test gave no observation.
+/// Why a test has no observation.
 enum NoResult {
     NotTested(String),
     Failed(String),
@@ -83,7 +83,7 @@ struct Tests<'a> {
     server: Cell<Option<u32>>,
     /// Pid of the first client.
     client: Cell<Option<u32>>,
-    /// Why no further test runs.
+    /// Why the remaining tests are skipped.
     stopped: RefCell<Option<String>>,
 }
 
@@ -93,7 +93,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
         setup,
         directory: &daemon.directory,
         log: &daemon.log,
-        // The context takes a negligible part of this limit, and every GPU has this much memory.
+        // The context uses a negligible part of this limit, and every GPU has this much memory.
         limit_mib: (setup.memory_mib / 8).clamp(2048, 8192),
         server: Cell::new(None),
         client: Cell::new(None),
@@ -204,7 +204,7 @@ impl Tests<'_> {
 
     /// Sets the limits of the next program that connects.
     async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), NoResult> {
-        // Check this first: without a program, the test is not possible.
+        // Check for a program first: the test is not possible without a program.
         self.program()?;
         let server = self.server()?;
         let actual = self.ask(Command::SetThreads { server, percent }).await?;

@@ -19,11 +19,12 @@ use crate::mps::protocol::{self, Command, ServerState};
 use crate::mps::seqpacket::{Credentials, Socket};
 use crate::mps::wire::Enforcement;
 
-/// Time limit for a client to introduce itself to the door. It delays no other client.
+/// Time limit for a client to introduce itself to the door. A slow introduction delays no other
+/// client.
 const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(5);
-/// Time limit for a client to introduce itself to the server. Until then, no other client can
-/// connect to this GPU. A client needs 1 ms, or 50 ms while the server recreates its contexts. In a
-/// CPU-throttled container it needs several periods of 100 ms.
+/// Time limit for a client to introduce itself to the server. No other client can connect to this
+/// GPU during the introduction. A client needs 1 ms, or 50 ms while the server recreates its
+/// contexts. In a CPU-throttled container it needs several periods of 100 ms.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(2);
 /// Minimum handshake deadline. Each client of the allocation that stalls halves the deadline.
 const MIN_HANDSHAKE_DEADLINE: Duration = Duration::from_millis(250);
@@ -73,14 +74,15 @@ impl ServerLink {
         }
     }
 
-    /// Stops the relay, so that nothing the client still sends reaches the server.
+    /// Stops the relay, so that packets from the client no longer reach the server.
     fn stop_relay(&self) {
         if let Some(relay) = &self.relay {
             relay.abort();
         }
     }
 
-    /// Introduces the client on its behalf. Afterwards, the client can no longer reach the server.
+    /// Introduces the client to the server on the client's behalf. Afterwards, the client can no
+    /// longer reach the server.
     fn introduce_for(&self, who: Credentials) {
         self.stop_relay();
         introduce_for(&self.server, who);
@@ -91,8 +93,8 @@ impl ServerLink {
         let _ = rustix::net::shutdown(&self.server, rustix::net::Shutdown::Both);
     }
 
-    /// Hands the client its end. Returns the result that the client reports, if it reports one in
-    /// time.
+    /// Sends the client its end of the connection. Returns the result that the client reports;
+    /// `None` if the client reports no result in time.
     async fn pass_connection(
         &mut self,
         client: &Socket,
@@ -102,8 +104,8 @@ impl ServerLink {
         let result = async {
             let (clients_end, relay) = (clients_end?, self.relay.as_mut()?);
             client.send_descriptor(protocol::DESCRIPTOR, clients_end.as_fd()).await.ok()?;
-            // From here on, only the client holds its end: when the client exits, the connection
-            // closes.
+            // Close this process's copy of the client's end: the connection must close when the
+            // client exits.
             drop(clients_end);
             tokio::select! {
                 biased;
@@ -118,7 +120,7 @@ impl ServerLink {
 }
 
 impl Door {
-    /// Serves one connection.
+    /// Serves one connection from its introduction to its admission or refusal.
     pub(super) async fn serve(self: Rc<Self>, client: Socket) {
         let Ok(peer) = client.peer() else { return };
         if self.device.phase().borrow().enforcement == Enforcement::Advisory {
@@ -281,8 +283,8 @@ impl Door {
             link.introduce_for(who);
         }
         daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED)).await;
-        // The daemon answers only once its server has accepted the client, whatever the client
-        // reported. So the limits set next do not bind this client.
+        // The daemon answers only once its server has accepted the client, regardless of the
+        // client's report. So the limits that are set next do not apply to this client.
         let mut answer = self.device.ask(&Command::ServerStatus(server)).await;
         let has_lied = result.is_some() && matches!(answer, Err(ControlError::Timeout { .. }));
         if has_lied {
@@ -300,7 +302,8 @@ impl Door {
                 Admission::Admitted
             }
             Some(code) => {
-                // A client that falsely claims to be refused would be connected but not counted.
+                // Disconnect: a client that falsely reports a refusal would be connected but not
+                // counted.
                 link.disconnect();
                 Admission::Failed(code)
             }

@@ -36,7 +36,7 @@ pub(super) enum Refusal {
 /// The kind of peer that connected.
 pub(super) enum Introduction {
     Client(Credentials),
-    /// The peer closed the connection. Each client does so once, to learn whether a daemon exists.
+    /// The peer closed the connection. Each client does so once, to check whether a daemon exists.
     Closed,
     Refused(Refusal),
 }
@@ -52,8 +52,8 @@ pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> 
     }
     let who = match packet.credentials {
         Some(who) if who.pid == 0 => return Introduction::Refused(Refusal::ForeignNamespace),
-        // A process that is allowed to send another's credentials would be counted, and
-        // signalled, as that other process.
+        // A privileged process can send the credentials of another process. The MPS host would then
+        // count and signal that other process instead.
         Some(who) if who.pid != peer.pid => return Introduction::Refused(Refusal::Impostor(who.pid)),
         Some(who) => who,
         None => return Introduction::Refused(Refusal::NoCredentials),
@@ -70,8 +70,8 @@ pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> 
 pub(super) fn introduce_for(server: &OwnedFd, who: Credentials) {
     let send = |packet: &[u8], who| send_now(server, packet, who, MsgFlags::MSG_DONTWAIT);
     let [first, rest @ ..] = protocol::INTRODUCTION;
-    // The client's credentials fail if it has exited: the kernel accepts only those of a living
-    // process.
+    // Sending the client's credentials fails if the client has exited: the kernel accepts only
+    // credentials of living processes.
     let sent = send(first, Some(who)).or_else(|_| send(first, Some(Credentials::own())));
     if sent.is_ok() {
         for packet in rest {

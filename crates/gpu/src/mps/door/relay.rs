@@ -12,17 +12,17 @@ use crate::mps::seqpacket::{Packet, Socket};
 /// closed.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Relays between a client and its server until one of them closes. With each packet, the server
-/// receives the credentials that the kernel attests for it, not those of the handshake. A packet
-/// without attested credentials ends the relay. Otherwise, the server would receive those of this
-/// process.
+/// Relays between a client and its server until one of them closes. Each packet reaches the server
+/// with the credentials that the kernel attests for that packet, not with the handshake's
+/// credentials. A packet without attested credentials ends the relay: the server would otherwise
+/// receive this process's credentials.
 pub(super) async fn relay(client: &Socket, server: &Socket) {
     let from_client = async {
         while let Ok(Some(Packet { data, credentials: Some(who), .. })) = client.recv_any_length_credentials().await {
             tokio::select! {
                 biased;
                 sent = server.send_credentials(&data, who) => if sent.is_err() { return },
-                // Watch for the close too: a server that never reads would block the send forever.
+                // Also wait for the close: a server that never reads would block the send forever.
                 () = client.closed() => return,
             }
         }

@@ -1,4 +1,4 @@
-//! Decisions of the gatekeeper in simulated clusters.
+//! Tests the gatekeeper's decisions in simulated clusters.
 mod constraints;
 mod lag;
 mod mps_hosts;

@@ -30,7 +30,7 @@ fn revision(set: &str, hash: &str, number: i64) -> Revision {
     of(json!({"metadata": {"labels": {HASH: hash}, "ownerReferences": [owner]}, "revision": number}))
 }
 
-/// A pod of the set `s`.
+/// A pod of the `DaemonSet` `s`.
 fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "s", "controller": true});
     let mut pod = json!({"metadata": {"name": name, "namespace": "system", "uid": format!("{name}-uid"), "labels": {HASH: hash}, "ownerReferences": [owner]},
@@ -120,7 +120,7 @@ fn renamed_time_sliced_replicas_are_no_mps_shares() {
         Mps::of(&gpu_node(json!({}), &time_sliced), true).user.is_some(),
         "a resource that the spec does not mention counts as shares"
     );
-    // The GPU still serves shares of that name, because pods use them.
+    // The GPU still serves shares with this resource name, because pods use them.
     let slices = json!([{"device": "G", "resource": "nvidia.com/gpu-gold", "total": 4, "inUse": 1, "unhealthy": 0}]);
     let still = json!({"allocations": allocations("nvidia.com/gpu-gold"), "slices": slices});
     assert!(Mps::of(&gpu_node(sliced, &still), true).user.is_some());
@@ -139,7 +139,7 @@ fn a_daemon_that_does_not_serve_is_reported_unless_the_gpu_is_the_cause() {
     assert_eq!(trouble(lost), None);
 }
 
-/// A small cluster whose hosts are outdated.
+/// A small cluster in which all hosts are outdated.
 #[derive(Debug, Default)]
 struct TestCluster {
     nodes: BTreeMap<String, View>,
@@ -165,13 +165,13 @@ impl TestCluster {
         self.rollout.update(&self.nodes, self.up)
     }
 
-    /// Advances the time and returns the nodes whose hosts are to be deleted.
+    /// Advances the time and returns the nodes whose hosts the operator deletes.
     fn after(&mut self, time: Duration) -> Vec<String> {
         self.up += time;
         self.update().replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Deletes the hosts that are to be deleted. The watch reports the deletions.
+    /// Deletes the hosts that the operator selects. The watch reports the deletions.
     fn delete(&mut self) -> Vec<String> {
         let step = self.update();
         for one in &step.replace {
@@ -182,7 +182,7 @@ impl TestCluster {
     }
 
     /// Waits until the serving hosts count as steady and a node is closed and settled, and deletes
-    /// its host.
+    /// the host of that node.
     fn replace(&mut self) -> Vec<String> {
         self.update();
         self.up += STEADY_TIME;
@@ -264,7 +264,7 @@ fn no_host_is_deleted_twice_and_its_successor_stays() {
     assert!(world.after(secs(10)).is_empty() && world.rollout.withholds("n00"));
     world.at("n00").host = Some(host("n00", "2", false, true));
     assert!(world.after(secs(10)).is_empty() && !world.rollout.withholds("n00"));
-    // Another host takes its place while the node is closed.
+    // Another host replaces the first host while the node is closed.
     let mut world = TestCluster::of(1);
     world.update();
     world.at("n00").host = Some(host("n00", "2", true, true));
@@ -290,11 +290,11 @@ fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_s
     let again = world.update();
     assert!(again.stopped && again.news.is_none() && again.replace.is_empty(), "it is reported once");
     assert!(world.after(secs(3600)).is_empty() && !world.rollout.withholds("n01"));
-    // The host serves in the end.
+    // The host eventually serves.
     let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
     served.at("n00").host.as_mut().unwrap().ready = true;
     assert_eq!(served.replace(), ["n01"]);
-    // Or another release follows the bad one. Hosts that serve are replaced first.
+    // Alternatively, another release follows the bad one. Hosts that serve are replaced first.
     world.at("n00").host = Some(host("n00", "2", true, false));
     assert_eq!(world.replace(), ["n01"]);
     world.at("n01").host = Some(host("n01", "3", false, true));
@@ -317,7 +317,7 @@ fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
         assert!(world.update().replace.is_empty() && !world.rollout.withholds("n01"), "{second}");
         assert!(world.up < began + START_TIMEOUT + secs(20));
     }
-    // In a larger cluster, another node may be closed already. It is opened again.
+    // In a larger cluster, another node may already be closed. The operator reopens it.
     let mut world = TestCluster::of(20);
     world.at("n00").host = Some(host("n00", "2", false, true));
     world.update();
@@ -382,7 +382,7 @@ fn several_of_many_hosts_are_replaced_at_once_after_one_has_served() {
     assert_eq!(world.replace(), ["n01", "n02"]);
     world.at("n01").host = Some(host("n01", "2", false, true));
     assert_eq!(world.replace(), ["n03"]);
-    // Of two replaced hosts, one serves and the other does not.
+    // One of two replaced hosts serves, and the other does not.
     world.at("n02").host = Some(host("n02", "2", false, false));
     world.at("n03").host = Some(host("n03", "2", false, true));
     world.up += START_TIMEOUT;
@@ -404,8 +404,9 @@ fn a_refused_deletion_withholds_nothing_and_is_retried_later() {
 }
 
 proptest! {
-    /// Pods come and go, hosts start slowly, and the operator restarts. No host is deleted while
-    /// MPS is used on its node, at most one host is down, and all are replaced in the end.
+    /// Pods are created and deleted, hosts start slowly, and the operator restarts. No host is
+    /// deleted while MPS is used on its node. At most one host is down, and all hosts are
+    /// eventually replaced.
     #[test]
     fn all_hosts_are_replaced_without_disturbing_pods(count in 1_usize..5, moves in proptest::collection::vec((0_usize..5, 0_u8..8), 0..200)) {
         let mut world = TestCluster::of(count);
@@ -448,7 +449,7 @@ proptest! {
     }
 }
 
-/// Replaces a host while the API server gives these answers. Returns the requests and the result.
+/// Replaces a host while the API server returns these answers. Returns the requests and the result.
 async fn requests(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
     let (service, mut server) = tower_test::mock::pair::<Request<Body>, Response<Body>>();
     let client = Client::new(service, "default");

@@ -1,5 +1,5 @@
-//! A simulated machine with one H200, its MPS daemon and its programs. Dropping it removes all of
-//! them.
+//! A simulated machine with one H200, its MPS daemon and its programs. Dropping the [`Node`] kills
+//! the daemon and removes the machine.
 #![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
@@ -152,7 +152,7 @@ impl Node {
         pid
     }
 
-    /// Starts a program with kernels of this many milliseconds in flight.
+    /// Starts a program that keeps kernels of `kernel_ms` milliseconds in flight.
     pub(crate) fn busy(&self, kernel_ms: &str) -> Client {
         self.busy_with(kernel_ms, &[])
     }
@@ -193,7 +193,7 @@ impl Node {
         Client::spawn(command).line()
     }
 
-    /// Runs other programs to completion, which gives an unwanted event time to happen.
+    /// Runs other programs to completion, so that an unwanted event has time to happen.
     pub(crate) fn give_time(&self) {
         for _ in 0..5 {
             assert_eq!(self.first_line(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
@@ -214,7 +214,8 @@ impl Node {
         self.machine.update(set).unwrap();
     }
 
-    /// Injects a fault, with `remaining` only for that number of calls.
+    /// Injects a fault into a call. `remaining` limits the number of calls to which the fault
+    /// applies.
     pub(crate) fn inject(&self, call: &str, effect: Effect, remaining: Option<u32>) {
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();
@@ -224,7 +225,7 @@ impl Node {
         self.machine.update(add).unwrap();
     }
 
-    /// Whether every injected fault has applied to its number of calls.
+    /// Whether every injected fault has applied to its maximum number of calls.
     pub(crate) fn is_used_up(&self) -> bool {
         self.machine.snapshot().unwrap().faults.iter().all(|fault| fault.remaining == Some(0))
     }
@@ -269,8 +270,7 @@ impl Drop for Node {
             let _ = daemon.kill();
             let _ = daemon.wait();
         }
-        // A failed test may leave a background daemon. The PID may belong to another process by
-        // now.
+        // A failed test may leave a background daemon. Another process may have reused the PID.
         let pid = fs::read_to_string(self.socket("nvidia-cuda-mps-control.pid")).unwrap_or_default();
         let is_ours = fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.starts_with(self.dir.path()));
         if let (true, Some(pid)) = (is_ours, pid.parse().ok().and_then(Pid::from_raw)) {
@@ -348,7 +348,7 @@ impl Client {
         self.wait();
     }
 
-    /// Lets the program continue after `--read-line`.
+    /// Sends the line for which a program with `--read-line` waits.
     pub(crate) fn send_line(&mut self) {
         self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
     }
@@ -378,7 +378,7 @@ pub(crate) fn answer(reply: &Receiver<String>) -> String {
     reply.recv_timeout(DEADLINE).expect("the daemon answers")
 }
 
-/// Waits for a condition.
+/// Waits for a condition. `what` describes the condition in the failure message.
 pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !condition() {
@@ -396,7 +396,7 @@ pub(crate) fn is_root() -> bool {
     root
 }
 
-/// Makes a program run as another user.
+/// Configures a command to run as another user.
 pub(crate) fn as_user(command: &mut Command, uid: u32) {
     command.uid(uid).gid(uid);
 }

@@ -207,8 +207,8 @@ impl Daemon {
         Ok(Vec::new())
     }
 
-    /// Stops the daemon: waits for the clients, at most `timeout`, and then stops the servers. It
-    /// does not return.
+    /// Stops the daemon: waits for the clients, at most `timeout`, and then stops the servers. This
+    /// function does not return.
     fn quit(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
@@ -241,7 +241,7 @@ impl Daemon {
     }
 }
 
-/// The first word of a command line.
+/// The command's name: the first word of a line.
 fn name(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or_default()
 }

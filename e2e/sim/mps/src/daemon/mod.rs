@@ -29,11 +29,11 @@ use crate::log::Log;
 use crate::seqpacket::{Connection, Listener};
 use state::{Pending, State};
 
-/// Set for the background process of `-d`.
+/// The environment variable that marks the background process of `-d`.
 const DETACHED_ENV: &str = "SIM_MPS_DETACHED";
 const READY_MESSAGE: &str = "ready";
 
-/// How the daemon runs.
+/// The daemon's configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
@@ -103,7 +103,7 @@ fn detached(config: Config) -> anyhow::Result<ExitCode> {
     outcome
 }
 
-/// The destinations of the two logs.
+/// The destinations of the daemon's log and the servers' log.
 enum Sinks {
     Stdout,
     Files(PathBuf),
@@ -173,7 +173,7 @@ impl Daemon {
             }
             let ready: Vec<bool> = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect();
             if ready.last() == Some(&true) {
-                // The value is irrelevant.
+                // The value is irrelevant: reading resets `wake`.
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);
             }
             for ((listener, privileged), _) in listeners.iter().zip(&ready).filter(|(_, ready)| **ready) {

@@ -38,9 +38,10 @@ pub(super) struct Server {
 /// A connection that was passed on to a server.
 #[derive(Debug, Default)]
 pub(super) struct Client {
-    /// `None` before the introduction.
+    /// The client's PID; `None` before the introduction.
     pub(super) pid: Option<u32>,
-    /// `None` before the context is created, and for the connection of a process.
+    /// The client's context; `None` before the context is created, and for the connection of a
+    /// process.
     pub(super) context: Option<ClientContext>,
 }
 
@@ -93,13 +94,13 @@ impl State {
         self.last_number
     }
 
-    /// Decides about a client of `uid`. With `multi_user` all users share one server.
+    /// Decides how to handle a client of `uid`. With `multi_user` all users share one server.
     pub(super) fn choose(&self, uid: u32, multi_user: bool) -> Choice {
         // Only one server runs at a time. A stopping server uses the GPU until it has exited.
         let Some((pid, server)) = self.servers.iter().next() else { return Choice::Start };
         match server.status {
             _ if server.leaving => Choice::Wait,
-            // In FAULT too: the server itself rejects the client with 807 (not ready).
+            // A server in FAULT receives clients too, and rejects them itself with 807 (not ready).
             Status::Active | Status::Fault if multi_user || server.uid == uid => Choice::Enter(*pid),
             Status::Active if server.clients.is_empty() => Choice::Replace(*pid),
             Status::Initializing | Status::Fault | Status::Active => Choice::Wait,

@@ -1,8 +1,8 @@
 //! A server's model of its clients. It performs no I/O.
 //!
 //! The rules are measured. An illegal access breaks every client, and the server rejects clients in
-//! FAULT until the last broken one has exited. A client that dies with a kernel in flight may break
-//! the others. A client that `terminate_client` ends breaks none.
+//! FAULT until the last broken client has exited. A client that dies with a kernel in flight may
+//! break the others. A client that `terminate_client` ends breaks no other client.
 //!
 //! A process has one connection for itself and one for each context.
 
@@ -30,7 +30,7 @@ struct Client {
     stage: Stage,
     /// The duration of the kernels in flight, in milliseconds.
     busy: Option<f64>,
-    /// Whether the client was requested to terminate and has not yet done so.
+    /// Whether a `terminate_client` waits for this client.
     terminating: bool,
 }
 
@@ -153,7 +153,7 @@ impl Clients {
         pids
     }
 
-    /// Starts kernels of a client.
+    /// Records that a client's kernels are in flight.
     pub fn busy(&mut self, connection: u64, kernel_ms: f64) -> Vec<Effect> {
         match self.connected.get_mut(&connection) {
             Some(client) if client.stage == Stage::Live => client.busy = Some(kernel_ms),
@@ -162,7 +162,7 @@ impl Clients {
         if std::mem::take(&mut self.poisoned) { self.fault() } else { Vec::new() }
     }
 
-    /// Finishes a client's kernels.
+    /// Records that a client's kernels have finished.
     pub fn idle(&mut self, connection: u64) {
         if let Some(client) = self.connected.get_mut(&connection) {
             client.busy = None;
@@ -222,7 +222,7 @@ impl Clients {
         effects
     }
 
-    /// Removes a closed connection. `orderly` means that the client said goodbye.
+    /// Removes a closed connection. `orderly` means that the client sent a goodbye.
     pub fn left(&mut self, connection: u64, orderly: bool) -> Vec<Effect> {
         let Some(client) = self.connected.remove(&connection) else { return Vec::new() };
         let mut effects = Vec::new();

@@ -270,7 +270,7 @@ impl Server {
         Ok(())
     }
 
-    /// Serves a client's requests until it disconnects. Returns whether it said goodbye.
+    /// Serves a client's requests until it disconnects. Returns whether the client sent a goodbye.
     fn serve_client(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
         // Messages from before the close still count, up to a limit.
         let mut last_messages = 64;
@@ -389,8 +389,8 @@ impl Server {
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
             let client = format!("{{PID: {pid}, Context ID: {}}}", entry.id);
-            // Observed for the connection of a process. For contexts it is an assumption: a context
-            // closed in order logs nothing, and others log the same line.
+            // Observed for the connection of a process. For contexts this is an assumption: a
+            // context that was closed cleanly logs nothing, and other contexts log this line.
             if entry.id == 0 || (!orderly && inner.clients.is_live(connection)) {
                 let text = "Server failed to recevie command with status 806, assuming client";
                 self.log(&format!("{text} {client} exit"));

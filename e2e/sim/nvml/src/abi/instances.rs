@@ -197,7 +197,7 @@ exports! {
     });
 }
 
-/// Runs a call about a GPU instance. `body` gets the GPU's UUID and the instance's id.
+/// Runs a call about a GPU instance. `body` receives the GPU's UUID and the instance's id.
 fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32) -> Result<()>) -> Return {
     guarded(|| {
         let (gpu, id) = mig::gpu_instance(instance)?;
@@ -205,8 +205,8 @@ fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32)
     })
 }
 
-/// Runs a call about a compute instance. `body` gets the GPU's UUID, the GPU instance's id and the
-/// compute instance's id.
+/// Runs a call about a compute instance. `body` receives the GPU's UUID, the GPU instance's id and
+/// the compute instance's id.
 fn on_compute(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32, u32) -> Result<()>) -> Return {
     guarded(|| {
         let (gpu, gi, id) = mig::compute_instance(instance)?;

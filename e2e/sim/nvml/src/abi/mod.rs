@@ -1,4 +1,4 @@
-//! Exported functions. They take C arguments and return NVML return codes.
+//! Exported functions. They accept C arguments and return NVML return codes.
 
 mod instances;
 pub(crate) mod raw;
@@ -16,7 +16,7 @@ use crate::{events, mig};
 
 type Return = sys::nvmlReturn_t;
 
-/// Defines exported functions. Each body gets the function's name, by which faults are injected.
+/// Defines exported functions. Each body receives the function's name, which injected faults match.
 macro_rules! exports {
     ($($name:ident($($argument:ident: $type:ty),* $(,)?) |$own:ident| $body:expr;)*) => {$(
         // SAFETY: the name is one of NVML's. A program loads either NVML or this library.
@@ -235,7 +235,7 @@ exports! {
         });
     nvmlDeviceGetFieldValues(device: Handle, count: c_int, values: Out<sys::nvmlFieldValue_t>) |own|
         on_gpu(own, device, |_, gpu, _| {
-            // A count above the number of fields is garbage.
+            // Reject an invalid count: NVML has fewer than 512 fields.
             let count = usize::try_from(count).ok().filter(|count| (1..=512).contains(count));
             (0..count.ok_or(Code::INVALID_ARGUMENT)?).try_for_each(|at| {
                 let mut value = values.get_at(at)?;
@@ -342,8 +342,8 @@ fn change(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Resu
     view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
 }
 
-/// Writes the needed count and checks the caller's buffer. A buffer that is too small gets only the
-/// count.
+/// Writes the needed count and checks the caller's buffer. If the buffer is too small, writes only
+/// the count.
 fn check_buffer<T: Copy>(count: Out<c_uint>, out: Out<T>, needed: usize) -> Result<()> {
     let size = count.get()? as usize;
     count.put(number(needed))?;

@@ -1,4 +1,5 @@
-//! Disrupts one component of the cluster at a time: kills it, stops it, or makes its calls fail.
+//! Disrupts one component of the cluster at a time: kills it, pauses it, or causes its calls to
+//! fail.
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -10,13 +11,13 @@ use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
 pub(crate) struct Disruption {
     /// Kind of disruption, from [`DISRUPTIONS`].
     pub(crate) what: &'static str,
-    /// The node on which it happened.
+    /// Name of the disrupted node.
     pub(crate) node: &'static str,
     /// Whether the disruption can make the node's MPS clients fail.
     pub(crate) breaks_clients: bool,
 }
 
-/// Carries out disruptions and counts them. Dropping the value repairs disruptions that still last.
+/// Carries out disruptions and counts them. Dropping the value repairs lasting disruptions.
 #[derive(Debug, Default)]
 pub(crate) struct Chaos {
     done: Counts,
@@ -115,7 +116,7 @@ fn carry_out(cluster: &Cluster, random: &mut Random, what: &str, node: &'static 
             launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => mps(cluster, random, what, node),
-        // Requests get no answer, a late answer, or a 5xx status.
+        // Requests have no response, a late response, or a 5xx status.
         "API server stopped" => stop_briefly("apiserver", random),
         "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
@@ -134,20 +135,20 @@ fn carry_out(cluster: &Cluster, random: &mut Random, what: &str, node: &'static 
     }
 }
 
-/// Stops a component of the cluster for some seconds, then continues it.
+/// Pauses a component of the cluster for some seconds.
 fn stop_briefly(component: &str, random: &mut Random) -> Result<()> {
     signal_component(component, "STOP")?;
     std::thread::sleep(Duration::from_secs(1 + random.below(8)));
     signal_component(component, "CONT")
 }
 
-/// Kills one MPS daemon or server of a node, if there is one, and waits until all daemons serve.
+/// Kills one MPS daemon or server of a node, if one runs, and waits until all daemons serve.
 fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result<()> {
     let program = if what == "MPS daemon" { "nvidia-cuda-mps-control" } else { "nvidia-cuda-mps-server" };
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();
     let Some(pid) = pick(random, &pids) else { return Ok(()) };
-    // Ignore errors: the process may have exited since its pid was read.
+    // Ignore errors: the process may have exited since its PID was read.
     let _ = on_node(node, &["kill", "-9", pid]);
     wait_until("the killed process is gone", || {
         Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())
@@ -162,7 +163,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     })
 }
 
-/// Lists a component's pods: all of the operator's, or only the node's for other components.
+/// Lists a component's pods: all pods of the operator, or the node's pods of another component.
 fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
     let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}");
     let is_on_node = |pod: &serde_json::Value| component == "operator" || pod["spec"]["nodeName"] == node;

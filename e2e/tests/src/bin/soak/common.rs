@@ -3,13 +3,13 @@ use std::collections::BTreeMap;
 
 use cleave_e2e::Random;
 
-/// The node whose GPUs have ten shares each.
+/// Node with ten shares of each GPU.
 pub(crate) const SHARES_NODE: &str = "node1";
-/// The node whose GPUs are partitioned as pods request slices.
+/// Node with GPUs that are repartitioned as pods request slices.
 pub(crate) const DYNAMIC_NODE: &str = "node2";
-/// Resource of the shares on [`SHARES_NODE`].
+/// Resource name of the shares on [`SHARES_NODE`].
 pub(crate) const SHARES: &str = "nvidia.com/gpu-mps";
-/// Shares of each GPU of [`SHARES_NODE`].
+/// Number of shares of each GPU of [`SHARES_NODE`].
 pub(crate) const UNITS: usize = 10;
 
 /// Picks one element at random; `None` if the slice is empty.

@@ -1,8 +1,8 @@
 //! Runs pod churn and component failures for a given time, and checks Cleave's promises throughout.
-//! At the end it checks that no object is left behind on the nodes and that no program has grown.
+//! At the end it checks for leftover objects on the nodes and for programs with growing memory.
 //!
 //! `make soak MINUTES=30 SEED=1` starts a cluster of two nodes with four GPUs each and runs this
-//! program. A seed determines all choices; their effects depend on timing.
+//! program. The seed determines all random choices; their effects depend on timing.
 mod chaos;
 mod common;
 mod promises;
@@ -25,11 +25,11 @@ const WHOLE_GPUS: &str = "nvidia.com/gpu";
 /// Maximum number of pods at a time. The kubelet accepts 110, but two cores cannot run that many
 /// sandboxes.
 const MAX_PODS: usize = 40;
-/// Script of a pod that keeps its allocation without using MPS, so failures of MPS do not affect
-/// it.
+/// Script of a pod that keeps its allocation without using MPS, so that MPS failures do not affect
+/// the pod.
 const SLEEP_FOREVER: &str = "exec sleep 1000000";
-/// Script of an MPS client. It may fail when its MPS daemon or server is killed, and must not fail
-/// otherwise.
+/// Script of an MPS client. The client may fail when its MPS daemon or server is killed, and must
+/// not fail otherwise.
 const HOLD_CLIENT: &str = "exec cleave-client --hold forever";
 
 /// Reads a number from an environment variable.
@@ -58,7 +58,7 @@ fn main() -> Result<()> {
         churn(&scope, &mut random, &mut tracker)?;
         tracker.observe(&Observation::read(&scope)?);
         if random.below(6) == 0 {
-            // Wait first: a kubelet permanently refuses pods that reach it during a disruption. The
+            // Wait first: a kubelet permanently refuses pods that arrive during a disruption. The
             // cluster tests measure these refusals, and docs/explanation/placement.md describes
             // them.
             if wait_idle(&scope, &mut tracker)? {
@@ -117,7 +117,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The last log lines of the agents.
+/// Reads the last log lines of the agents.
 fn agent_logs(cluster: &Cluster) -> Result<String> {
     let pods = "/api/v1/namespaces/cleave-system/pods";
     let agents = cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io%2Fcomponent%3Dagent"))?;
@@ -161,7 +161,7 @@ fn wait_settled(scope: &Scope) -> Result<()> {
     })
 }
 
-/// Creates a burst of pods and deletes some.
+/// Creates a burst of pods, and deletes some of the earlier ones.
 fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()> {
     let living = scope.pods()?;
     for _ in 0..=random.below(6) {

@@ -38,7 +38,7 @@ impl Observation {
     }
 }
 
-/// Whether a pod requests shares. Only those pods are gated; other unbound pods wait in the
+/// Whether a pod requests shares. Only pods with shares are gated. Other unbound pods wait in the
 /// scheduler until a GPU is partitioned for them.
 fn requests_shares(pod: &Value) -> bool {
     let limits = pod["spec"]["containers"][0]["resources"]["limits"].as_object();
@@ -66,8 +66,8 @@ fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one pod")]
 struct TrackedPod {
     node: &'static str,
-    /// Whether the pod gets the placement gate. A pod for whole GPUs gets none, so its GPU may be
-    /// partitioned while the pod is in transit to the node.
+    /// Whether the pod gets the placement gate. Pods for whole GPUs are not gated, so their GPUs
+    /// may be repartitioned while the pods are in transit to the node.
     gated: bool,
     /// Whether the pod runs an MPS client.
     client: bool,
@@ -75,7 +75,7 @@ struct TrackedPod {
     done: bool,
     /// Whether an MPS process of its node was killed while the pod existed.
     mps_killed: bool,
-    /// Id of its container, once the container has run.
+    /// ID of the pod's container, once the container has run.
     container: Option<String>,
 }
 
@@ -86,7 +86,7 @@ pub(crate) struct Tracker {
     pub(crate) created: u64,
     pods: BTreeMap<String, TrackedPod>,
     outcomes: Counts,
-    /// Disruptions, by node.
+    /// Periods of disruption, by node.
     disruptions: BTreeMap<&'static str, Vec<Period>>,
     /// Descriptions of broken promises.
     pub(crate) violations: BTreeSet<String>,
@@ -100,7 +100,7 @@ impl Tracker {
         self.pods.insert(name.to_owned(), pod);
     }
 
-    /// Records that the soak deletes a pod. The end of this pod is then expected.
+    /// Records that the soak deletes a pod, so that the pod's end is expected.
     pub(crate) fn pod_deleted(&mut self, name: &str) {
         if let Some(pod) = self.pods.get_mut(name) {
             pod.done = true;

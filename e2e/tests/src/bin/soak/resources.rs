@@ -1,4 +1,4 @@
-//! Counts objects that may be left behind on the nodes, and measures the memory of Cleave's
+//! Counts objects on the nodes, to find leftover ones, and measures the memory of Cleave's
 //! programs.
 use std::collections::BTreeMap;
 
@@ -82,8 +82,8 @@ pub(crate) fn course(memory: &[Memory]) -> String {
     last.keys().map(figures).collect::<Vec<_>>().join("; ")
 }
 
-/// Maximum growth of a program's memory in the second half of the run, in KiB. An allocator keeps
-/// this much after a burst.
+/// Maximum growth of a program's memory in the second half of the run, in KiB. An allocator may
+/// retain this much after a burst.
 const MAX_GROWTH_KIB: u64 = 4096;
 
 /// Describes the programs whose memory grew by more than [`MAX_GROWTH_KIB`] in the second half of

@@ -1,5 +1,5 @@
-//! Floods of connections, Events and pods, and values that are far too long. Other pods continue,
-//! and the next pod starts.
+//! Tests floods of connections, Events and pods, and values that are far too long. Other pods
+//! continue, and the next pod starts.
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
@@ -126,7 +126,7 @@ fn forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcom
 
 /// Creates a pod with a thousand node selector terms.
 fn terms(bed: &TestBed<'_>) -> Result<Outcome> {
-    // Each term names two nodes, so that the operator has to change each one.
+    // Each term names two nodes, so that the operator must change every term.
     let term = |index| {
         let values = json!([NODE, format!("elsewhere-{index}")]);
         json!({"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": values}]})
@@ -182,7 +182,7 @@ fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
-    // At most two pods fit: the other two GPUs have pods with some of the shares.
+    // At most two pods fit: on the other two GPUs, pods use some of the shares.
     ensure!(there == FLOOD_PODS && bound <= 2, "{there} of {FLOOD_PODS} pods exist, and {bound} are bound");
     for name in flood {
         bed.scope.cluster.delete(&bed.scope.pod_path(&name), Some(0))?;

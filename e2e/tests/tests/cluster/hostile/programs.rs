@@ -51,7 +51,7 @@ const LIES: [&str; 18] = [
 const CLOSED: Expected = Expected::Refused(&["closed"]);
 /// The kernel refuses the credentials.
 const BY_THE_KERNEL: Expected = Expected::Refused(&["\"outcome\":\"refused\""]);
-/// CUDA's error where the compute mode `EXCLUSIVE_PROCESS` refuses a context.
+/// CUDA's error when the compute mode `EXCLUSIVE_PROCESS` refuses a context.
 const NO_CONTEXT: Expected = Expected::Refused(&["CUDA_ERROR_DEVICE_UNAVAILABLE"]);
 const READ_ONLY: Expected = Expected::Refused(&["Read-only file system"]);
 
@@ -401,7 +401,7 @@ pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, progra
     }
 }
 
-/// Checks that this many programs got no CUDA context.
+/// Checks that this many programs failed to create a CUDA context.
 fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
     let reports = lines(printed);
     ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
@@ -458,8 +458,8 @@ fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
     check_no_context(&said, 1)
 }
 
-/// Mounts a volume over the door's folder. The volume may hide the door or be hidden by its mount.
-/// In neither case does the pod get access to the GPU outside MPS.
+/// Mounts a volume over the door's folder. The volume may hide the door or be hidden by the door's
+/// mount. In neither case can the pod use the GPU outside MPS.
 fn volume_over(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = shell(bed, "over", "cleave-client --once")?;
     match check_no_context(&said, 1)? {
@@ -492,7 +492,8 @@ fn too_many(bed: &TestBed<'_>) -> Result<Outcome> {
     outcome
 }
 
-/// Tries to connect to all sockets in Cleave's folder of the node, by paths that might lead there.
+/// Tries to connect to all sockets in Cleave's folder of the node, by paths that might reach the
+/// folder.
 fn sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     let found = on_node(NODE, &["find", "/run/cleave", "-type", "s"])?;
     let found: Vec<&str> = found.split_whitespace().collect();
@@ -513,7 +514,7 @@ fn sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(Outcome::Refused(refused))
 }
 
-/// Pids of processes on [`HOSTILE`]'s GPU, as the node sees them.
+/// PIDs of processes on [`HOSTILE`]'s GPU, as the node sees them.
 struct Processes {
     server: u64,
     neighbour: u64,
@@ -524,7 +525,7 @@ fn status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
-/// Reads the pids from the status of the MPS host.
+/// Reads the PIDs from the status of the MPS host.
 fn processes(bed: &TestBed<'_>) -> Result<Processes> {
     let (device, door) = (device(bed, NEIGHBOUR)?, door(bed)?);
     let daemon = status()?["daemons"][&device].clone();
@@ -536,7 +537,7 @@ fn processes(bed: &TestBed<'_>) -> Result<Processes> {
     })
 }
 
-/// Id of the neighbour's allocation: the name of its door's folder on the node.
+/// ID of the neighbour's allocation: the name of its door's folder on the node.
 fn door(bed: &TestBed<'_>) -> Result<String> {
     let mounts = shell(bed, NEIGHBOUR, "cat /proc/self/mountinfo")?;
     let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_FOLDER} "))).context("no door")?;
@@ -606,8 +607,8 @@ fn wait_for_finding(bed: &TestBed<'_>, pod: &str, kind: &'static str) -> Result<
     Ok(Outcome::Found(kind))
 }
 
-/// Mounts the node's folder of doors and uses the neighbour's. A pod that can mount it is root on
-/// the node, but the agent still reports its use of the GPU.
+/// Mounts the node's folder of doors and uses the neighbour's door. A pod that can mount this
+/// folder is root on the node, but the agent still reports the pod's use of the GPU.
 fn anothers_door(bed: &TestBed<'_>) -> Result<Outcome> {
     let script = format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", door(bed)?);
     let mut thief = pod("thief", &json!({}), &script);

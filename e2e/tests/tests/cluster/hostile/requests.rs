@@ -27,8 +27,8 @@ const GATE_REFUSED: Expected = Expected::Refused(&["only the Cleave operator may
 /// Refusal by RBAC of a write to `GpuNode`s.
 const GPU_NODES_REFUSED: Expected = Expected::Refused(&["cannot patch resource \"gpunodes"]);
 
-/// Creates a namespace with a gated pod `waits`. The operator does not release it, because it has
-/// another gate too.
+/// Creates a namespace with a gated pod `waits`. The operator does not release the pod, because the
+/// pod also has another gate.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let bed = TestBed::new(Scope::new(cluster, "hostile-requests")?)?;
     let mut waits = pod("waits", &json!({SHARES: 1}), "true");
@@ -342,7 +342,7 @@ fn no_gpus() -> Value {
     json!({"status": {"gpus": []}})
 }
 
-/// A patch of labels, finalizers and owners.
+/// A patch of labels, finalizers and owner references.
 fn metadata() -> Value {
     json!({"metadata": {"labels": {"hostile": "yes"}, "finalizers": ["example.com/hostile"], "ownerReferences": []}})
 }

@@ -1,4 +1,4 @@
-//! Pods are released to nodes that their rules and volumes allow.
+//! Tests that pods are released only to nodes that their rules and volumes allow.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_plan::affinity::HOSTNAME;
@@ -9,7 +9,7 @@ use crate::placement::gatekeeper::Gatekeeper;
 
 const ZONE: &str = "topology.kubernetes.io/zone";
 
-/// A cluster with these nodes and their zones.
+/// Creates a cluster of these nodes, each with its zone.
 fn zones(nodes: &[(&str, &str)]) -> TestCluster {
     let mut world = TestCluster::default();
     for (name, zone) in nodes {
@@ -45,7 +45,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
         [],
         "an operator that takes over decides the same"
     );
-    // Anti-affinity of one pod also excludes other pods that have no rules.
+    // A pod's anti-affinity also excludes pods without rules.
     let world = world.pod("plain", 2);
     let mut alike = world.clone();
     alike.change(|world| &mut world.pods, "team/plain", |pod| pod["metadata"]["labels"] = json!({"app": "web"}));

@@ -1,4 +1,4 @@
-//! Properties of the gatekeeper that do not depend on the lag of watches.
+//! Tests properties of the gatekeeper that must hold however much the watches lag.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -16,9 +16,9 @@ enum Step {
     Create(u32),
     /// The gatekeeper reconciles. At most this many releases can be written.
     Reconcile(usize),
-    /// The watch of pods catches up.
+    /// The watch of pods reports all changes.
     ReportPods,
-    /// The watch of `GpuNode`s catches up.
+    /// The watch of `GpuNode`s reports all changes.
     ReportGpuNodes,
     /// The agents report allocations.
     ReportAllocations,
@@ -49,11 +49,11 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
-    /// A released pod always finds its units on the device in its annotation. The lag of watches,
-    /// failed writes and restarts of the operator do not change that.
+    /// A released pod always finds its units on the device in its annotation, despite lagging
+    /// watches, failed writes and restarts of the operator.
     ///
-    /// A gatekeeper that examines only changed pods also makes the same decisions as one that
-    /// examines all pods each time.
+    /// A gatekeeper that examines only changed pods also makes the same decisions as a gatekeeper
+    /// that examines all pods each time.
     #[test]
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
         let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
@@ -112,7 +112,7 @@ proptest! {
                     reality.ending.insert(name, second + 4);
                 }
                 Step::Restart => {
-                    // An operator that starts lists all objects.
+                    // After a restart, the operator lists all objects.
                     keeper.reset();
                     thorough.reset();
                     watched = world.cluster();

@@ -1,4 +1,4 @@
-//! When MPS hosts are replaced.
+//! Tests when MPS hosts are replaced.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_hos
     keeper.rollout.replaced(&step.replace[0], at(2).up);
     world.hosts = Some(BTreeMap::new());
     assert_eq!(released(&reconcile(&mut keeper, &world, 10)), [], "the host is gone");
-    // An operator that takes over makes the same decision.
+    // A new leader makes the same decision.
     assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 11)), []);
     world = world.host("n1", "new");
     let actions = reconcile(&mut keeper, &world, 12);

@@ -1,4 +1,4 @@
-//! Which pods are evicted for pods of higher priority.
+//! Tests which pods are evicted for pods of higher priority.
 use std::time::Duration;
 
 use serde_json::json;
@@ -65,7 +65,7 @@ fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
     }
 }
 
-/// Two pods on one GPU each. One of them must be evicted for a third pod.
+/// Two pods, each on its own GPU. One of them must be evicted for a third pod.
 fn high_behind_two() -> (TestCluster, ActualAllocations) {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
     let mut reality = ActualAllocations::default();

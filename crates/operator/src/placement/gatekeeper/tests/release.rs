@@ -1,4 +1,4 @@
-//! Which pods are released, in which order, and to which nodes.
+//! Tests which pods are released, in which order, and to which nodes.
 use std::collections::BTreeMap;
 
 use cleave_api::names::GATE;

@@ -1,4 +1,4 @@
-//! Duration and renewal of reservations.
+//! Tests the duration and renewal of reservations.
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Temporary obstacles neither release nor strand a pod. Stranded pods are recreated or reported.
+//! Tests that temporary obstacles neither release nor strand a pod, and that stranded pods are
+//! recreated or reported.
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
@@ -156,7 +157,7 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
 
 #[test]
 fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
-    // The scheduler is down, or waits for a volume.
+    // The scheduler is down, or it waits for a volume.
     let (mut world, mut keeper) = released_to_n1(true);
     for times in 1..4 {
         let actions = reconcile(&mut keeper, &world, times * RESERVATION.as_secs());
@@ -165,7 +166,7 @@ fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
     }
     let actions = reconcile(&mut Gatekeeper::default(), &world, 4 * RESERVATION.as_secs());
     assert_eq!(actions.rescue.recreate, [], "an operator that starts later decides the same");
-    // Other pods do not get its shares.
+    // No other pod receives the shares of pod `a`.
     let full = world.clone().pod("b", 9);
     assert_eq!(released(&reconcile(&mut keeper, &full, 4 * RESERVATION.as_secs())), []);
     refuse(&mut world, "team/a");

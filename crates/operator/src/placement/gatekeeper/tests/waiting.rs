@@ -1,4 +1,4 @@
-//! Which pods wait at the gate, and why.
+//! Tests which pods wait at the gate, and why.
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};

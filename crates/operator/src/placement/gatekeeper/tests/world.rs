@@ -1,4 +1,4 @@
-//! A simulated cluster, and the true allocations in it.
+//! Simulates a cluster and the true allocations in it.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,7 +32,7 @@ pub(super) struct TestCluster {
     pub(super) gpu_nodes: BTreeMap<String, Value>,
     pub(super) agents: BTreeMap<String, Value>,
     pub(super) pods: BTreeMap<String, Value>,
-    /// Pods of MPS hosts. `None` if the operator does not replace them.
+    /// Pods of MPS hosts. `None` if the operator does not replace MPS hosts.
     pub(super) hosts: Option<BTreeMap<String, Value>>,
     pub(super) volume_claims: Vec<Value>,
     pub(super) volumes: Vec<Value>,
@@ -84,12 +84,13 @@ impl TestCluster {
         self
     }
 
-    /// Adds a pod at the gate that requests shares.
+    /// Adds a pod at the gate that requests this many shares.
     pub(super) fn pod(self, name: &str, shares: u32) -> Self {
         self.pod_with(name, shares, json!({}))
     }
 
-    /// Adds a pod at the gate that requests shares and has these other fields in its spec.
+    /// Adds a pod at the gate that requests this many shares. Other fields of its spec come from
+    /// `spec`.
     pub(super) fn pod_with(mut self, name: &str, shares: u32, mut spec: Value) -> Self {
         let mut pod = json!({"metadata": {"name": name, "namespace": "team", "uid": format!("{name}-{}", self.version)},
             "spec": {"schedulingGates": [{"name": GATE}],
@@ -135,8 +136,7 @@ impl TestCluster {
         }
     }
 
-    /// The pods that the watch reports after `before`. It creates a new object only for a pod that
-    /// has changed.
+    /// The pods as the watch reports them after `before`. Only a changed pod is a new object.
     pub(super) fn changed_pods(&self, before: &[Arc<PodObject>]) -> Vec<Arc<PodObject>> {
         let same = |pod: &Arc<PodObject>| {
             let id = |pod: &PodObject| (pod.name_any(), pod.resource_version());
@@ -145,7 +145,7 @@ impl TestCluster {
         self.cluster().pods.into_iter().map(|pod| same(&pod).unwrap_or(pod)).collect()
     }
 
-    /// Applies a release as the API server does: as a whole or not at all.
+    /// Applies a release atomically, as the API server does. Returns false if the patch fails.
     pub(super) fn patch(&mut self, release: &Release) -> bool {
         let Some(mut pod) = self.pods.get(&release.pod).cloned() else { return false };
         for operation in release.patch.as_array().unwrap() {
@@ -178,29 +178,29 @@ impl TestCluster {
     }
 }
 
-/// A `ControllerRevision` or a pod that the `DaemonSet` of MPS hosts owns.
+/// Creates a `ControllerRevision`, or a pod that the `DaemonSet` of MPS hosts owns.
 pub(super) fn revision(hash: &str, number: i64) -> Value {
     let owner =
         json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "set", "controller": true});
     json!({"metadata": {"labels": {"controller-revision-hash": hash}, "ownerReferences": [owner]}, "revision": number})
 }
 
-/// The nodes whose MPS hosts are replaced.
+/// Names of the nodes whose MPS hosts are replaced.
 pub(super) fn replaced(actions: &Actions) -> Vec<&str> {
     actions.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
 }
 
-/// The time this many seconds after the start.
+/// The time this many seconds after the operator's start.
 pub(super) fn at(seconds: u64) -> Now {
     Now { up: Duration::from_secs(seconds), epoch: 1_000_000 + seconds }
 }
 
-/// Reconciles after this many seconds, with watches that do not lag.
+/// Reconciles at this many seconds after the start, with watches that do not lag.
 pub(super) fn reconcile(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u64) -> Actions {
     keeper.reconcile(&world.cluster(), &BTreeMap::new(), at(seconds))
 }
 
-/// The released pods, each with its reason as in the metrics.
+/// The released pods, each with its release reason as in the metrics.
 pub(super) fn released(actions: &Actions) -> Vec<(&str, &'static str)> {
     actions.releases.iter().map(|release| (release.pod.as_str(), release.reason.as_str())).collect()
 }
@@ -222,14 +222,14 @@ pub(super) const GPUS: usize = 2;
 /// keeps its shares for some time.
 #[derive(Debug, Default)]
 pub(super) struct ActualAllocations {
-    /// Device and units by pod.
+    /// Device and number of shares by pod.
     pub(super) given: BTreeMap<String, (String, u32)>,
-    /// The number of steps until each deleted pod frees its shares.
+    /// Number of steps until each deleted pod frees its shares.
     pub(super) ending: BTreeMap<String, usize>,
 }
 
 impl ActualAllocations {
-    /// The number of free shares of a device.
+    /// Number of free shares of a device.
     pub(super) fn free(&self, device: &str) -> u32 {
         10 - self.given.values().filter(|(of, _)| of == device).map(|(_, units)| units).sum::<u32>()
     }
@@ -258,7 +258,7 @@ impl ActualAllocations {
     }
 }
 
-/// The scheduler reports that it finds no node for a pod.
+/// Records in a pod's status that the scheduler finds no node for the pod.
 pub(super) fn refuse(world: &mut TestCluster, pod: &str) {
     world.change(
         |world| &mut world.pods,
@@ -270,8 +270,8 @@ pub(super) fn refuse(world: &mut TestCluster, pod: &str) {
     );
 }
 
-/// Adds a replica of the controller `web` that requests shares and has these other fields in its
-/// spec.
+/// Adds a replica of the controller `web` that requests shares. Other fields of its spec come from
+/// `spec`.
 pub(super) fn replica(world: TestCluster, name: &str, spec: Value) -> TestCluster {
     let mut world = world.pod_with(name, 2, spec);
     world.change(
