@@ -33,7 +33,7 @@ impl Supervised {
 
     /// Waits until `count` programs have started. Returns their process IDs.
     fn wait_for_programs(&self, count: usize) -> Vec<Pid> {
-        until(&format!("{count} programs"), || {
+        wait_until(&format!("{count} programs"), || {
             let text = fs::read_to_string(self.directory.path().join("pids")).unwrap_or_default();
             let pids: Vec<Pid> = text.lines().map(|line| Pid::from_raw(line.parse().unwrap()).unwrap()).collect();
             (pids.len() >= count && text.ends_with('\n')).then_some(pids)
@@ -42,7 +42,7 @@ impl Supervised {
 
     /// Waits until the supervisor exits.
     fn wait_for_exit(&mut self) -> ExitStatus {
-        until("the end of the supervisor", || self.child.try_wait().unwrap())
+        wait_until("the end of the supervisor", || self.child.try_wait().unwrap())
     }
 }
 
@@ -54,7 +54,7 @@ impl Drop for Supervised {
 }
 
 /// Polls until the condition returns a value.
-fn until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+fn wait_until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     while Instant::now() < end {
         if let Some(found) = condition() {
@@ -99,7 +99,7 @@ fn a_program_is_killed_with_its_supervisor() {
     let program = supervised.wait_for_programs(1)[0];
     supervised.child.kill().unwrap();
     supervised.child.wait().unwrap();
-    until("the end of the program", || is_gone(program).then_some(()));
+    wait_until("the end of the program", || is_gone(program).then_some(()));
 }
 
 #[test]

@@ -571,7 +571,7 @@ def fault(results):
         events = [f"{e['reason']}: {e.get('message') or e.get('note')}" for e in get("events", "-n", NAMESPACE)["items"] if "cleave" in json.dumps(e.get("source", {})) + str(e.get("reportingComponent"))]
         results.note(**{f"events after trial {trial}": events[-6:]})
         if refuses:
-            results.check("a program that does not exit is terminated with an Event", codes["fault-other-1"] and any("EndedInGpuFault" in event for event in events), faultToLastExitMs=figures["faultToLastExitMs"])
+            results.check("a program that does not exit is terminated with an Event", codes["fault-other-1"] and any("TerminatedInGpuFault" in event for event in events), faultToLastExitMs=figures["faultToLastExitMs"])
         results.check("Events name the affected pods", any("fault" in event.lower() for event in events))
         results.check("no Event accuses a pod, because none was killed", not [event for event in events if event.startswith("CausedGpuFault")])
         named = [event.split(":")[1].strip() for event in events if event.startswith("NamedInGpuFault")]

@@ -234,7 +234,7 @@ webhook
   expression: >-
     !{{ include "cleave.isGated" "object" }}
 # The API server rejects gates on pods that have a node. Mirrors of static pods have one. Another
-# policy rejects other pods that have a node, with a better message.
+# policy rejects other such pods with a better message.
 - name: has-no-node
   expression: object.spec.?nodeName.orValue('') == ''
 {{- end }}

@@ -65,13 +65,14 @@ impl Allocator {
     /// Waits until a known pod has a request of this size, for at most [`POD_WAIT`].
     pub async fn wait_for_pod(&self, resource: &str, units: u32) {
         let mut changes = self.pending_changes.subscribe();
-        let known =
-            async { while !self.table().pending.expects(resource, units) && changes.changed().await.is_ok() {} };
+        let known = async {
+            while !self.table().pending.expects_request(resource, units) && changes.changed().await.is_ok() {}
+        };
         if tokio::time::timeout(POD_WAIT, known).await.is_ok() {
-            self.metrics.waited(true);
+            self.metrics.count_wait(true);
             return;
         }
-        self.metrics.waited(false);
+        self.metrics.count_wait(false);
         self.table().pending.wait_timed_out();
         tracing::info!(
             resource,
@@ -109,7 +110,7 @@ impl Allocator {
 
     fn denied(&self, table: &mut AllocationTable, resource: &str, denied: &Denied) {
         let Denied::Split(sentence) = denied else { return };
-        self.metrics.split(resource);
+        self.metrics.count_split_request(resource);
         if table.events.len() < MAX_EVENTS {
             let note = format!("a pod was rejected: {sentence}");
             table.events.push(NodeEvent { warning: true, reason: "SharesSplit", note, regarding: None, related: None });

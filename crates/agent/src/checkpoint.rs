@@ -117,7 +117,7 @@ impl Checkpoint {
             desired.daemons.extend(layout.daemons.clone());
         }
         let overlap = |one: &Pool, next: &Pool| {
-            (&one.resource, &one.device) == (&next.resource, &next.device) && one.holds(&next.device, next.first)
+            (&one.resource, &one.device) == (&next.resource, &next.device) && one.contains(&next.device, next.first)
         };
         if let Some((twice, _)) = pools.iter().zip(pools.iter().skip(1)).find(|(one, next)| overlap(one, next)) {
             return Err(format!("{:.80}: slices of {:.80} are listed twice", twice.resource, twice.device));
@@ -185,7 +185,7 @@ impl Store {
     }
 
     /// Renames an unusable checkpoint, so that an administrator or another version can read it.
-    pub fn put_aside(&self) -> io::Result<PathBuf> {
+    pub fn move_aside(&self) -> io::Result<PathBuf> {
         let aside = self.path.with_extension("json.unread");
         fs::rename(&self.path, &aside)?;
         Ok(aside)
@@ -243,7 +243,7 @@ mod tests {
         store.save(br#"{"version": 2, "layouts": "of another shape"}"#).unwrap();
         let error = store.load().unwrap_err();
         assert!(error.to_string().ends_with("has version 2; this agent reads version 1"), "{error}");
-        let aside = store.put_aside().unwrap();
+        let aside = store.move_aside().unwrap();
         assert!(store.load().unwrap().is_none());
         assert!(fs::read_to_string(aside).unwrap().contains("another shape"));
     }

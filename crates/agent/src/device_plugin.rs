@@ -81,7 +81,7 @@ impl Served {
     }
 
     /// Sends the unchanged list to the kubelet again.
-    pub fn resend(&self) {
+    pub fn resend_list(&self) {
         self.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
     }
 }
@@ -97,11 +97,11 @@ impl Resource for Served {
         Options { pre_start: true, preferred: true }
     }
 
-    fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
+    fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let units = u32::try_from(request.size).ok()?;
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource)?;
-        let waits = has_choice(pools, request) && !table.pending.expects(&self.resource, units);
+        let waits = has_choice(pools, request) && !table.pending.expects_request(&self.resource, units);
         waits.then(|| Box::pin(self.allocator.wait_for_pod(&self.resource, units)) as BoxFuture<'a, ()>)
     }
 
@@ -119,11 +119,11 @@ impl Resource for Served {
                 if let (Ok(units), [device]) = (u32::try_from(ids.len()), allocation.devices.as_slice()) {
                     self.allocator.table().pending.record_answer(&self.resource, units, device, Instant::now());
                 }
-                self.metrics.allocate(&self.resource, AllocateOutcome::Granted);
+                self.metrics.count_allocation(&self.resource, AllocateOutcome::Granted);
                 tracing::info!(resource = self.resource, allocation = allocation.id(), ids = ?allocation.ids, "allocated slices");
             }
             Err(denied) => {
-                self.metrics.allocate(&self.resource, AllocateOutcome::Refused);
+                self.metrics.count_allocation(&self.resource, AllocateOutcome::Refused);
                 tracing::warn!(resource = self.resource, %denied, "refused an allocation");
             }
         }
@@ -210,11 +210,11 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_kubelet_waits_for_the_pod_and_no_longer() {
+    async fn a_preference_waits_until_the_pod_is_known_or_two_seconds() {
         let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &shares()));
         let all = all();
         let request = request(&all, &[], 3);
-        let waits = served.until_known(&request).unwrap();
+        let waits = served.wait_for_pod(&request).unwrap();
         let allocator = Arc::clone(&served.allocator);
         let comes = async {
             tokio::task::yield_now().await;
@@ -225,11 +225,11 @@ mod tests {
         let started = tokio::time::Instant::now();
         tokio::join!(waits, comes);
         assert_eq!(started.elapsed(), Duration::ZERO, "the pod is reported in time");
-        assert!(served.until_known(&request).is_none(), "the pod is known");
+        assert!(served.wait_for_pod(&request).is_none(), "the pod is known");
         let chosen = served.preferred(&request).unwrap();
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
         let _ = served.allocate(&chosen).unwrap();
-        served.until_known(&request).unwrap().await;
+        served.wait_for_pod(&request).unwrap().await;
         assert_eq!(started.elapsed(), POD_WAIT, "no second pod of that size is reported, so the wait times out");
     }
 
@@ -237,7 +237,7 @@ mod tests {
     fn no_request_waits_without_a_choice_or_without_a_watch() {
         let all = all();
         let two = || pools(&["A", "B"], &shares());
-        let waits = |served: &Served, request: &PreferredRequest<'_>| served.until_known(request).is_some();
+        let waits = |served: &Served, request: &PreferredRequest<'_>| served.wait_for_pod(request).is_some();
         assert!(waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &[], 3)));
         assert!(!waits(&served(PendingAllocations::default(), two()), &request(&all, &[], 3)), "without an API server");
         assert!(
@@ -265,7 +265,7 @@ mod tests {
         let events = std::mem::take(&mut served.allocator.table().events);
         assert_eq!(events.iter().map(|event| event.reason).collect::<Vec<_>>(), ["SharesSplit"]);
         let metrics = served.allocator.metrics().encode().unwrap();
-        assert!(metrics.contains("cleave_agent_splits_total{resource=\"nvidia.com/gpu-mps\"} 1"), "{metrics}");
+        assert!(metrics.contains("cleave_agent_split_requests_total{resource=\"nvidia.com/gpu-mps\"} 1"), "{metrics}");
         for _ in 0..2 * MAX_EVENTS {
             let _ = served.allocate(&both);
         }

@@ -17,7 +17,7 @@
 //! - [`event`], [`object`], [`clock`], [`cgroup`]: plain types that all others share.
 //! - [`gpu`]: state of GPUs, and how they are partitioned. Pure.
 //! - [`allocation`]: which slices containers use, or will use. Pure.
-//! - [`mps`], [`checkpoint`], [`act`]: access to the MPS host, to the checkpoint and to NVML.
+//! - [`mps`], [`checkpoint`], [`mig_order`]: access to the MPS host, to the checkpoint and to NVML.
 //! - [`tenants`], [`termination`], [`pods`]: who uses shares, and which pods terminate. Pure except
 //!   for `/proc`.
 //! - [`node`]: the model of the node, and its decision [`node::Node::reconcile`]. Pure.
@@ -36,7 +36,6 @@
 #[cfg(test)]
 extern crate self as cleave_agent;
 
-pub mod act;
 pub mod allocation;
 pub mod allocator;
 pub mod args;
@@ -53,6 +52,7 @@ mod files;
 mod fixtures;
 pub mod gpu;
 pub mod metrics;
+pub mod mig_order;
 pub mod mps;
 pub mod node;
 pub mod object;

@@ -114,7 +114,7 @@ struct FindingLabels {
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     allocations: Family<AllocateLabels, Counter>,
-    splits: Family<ResourceLabels, Counter>,
+    split_requests: Family<ResourceLabels, Counter>,
     waits: Family<WaitLabels, Counter>,
     total: Family<SliceLabels, Gauge>,
     in_use: Family<SliceLabels, Gauge>,
@@ -166,9 +166,9 @@ impl Metrics {
         let registry = all.sub_registry_with_prefix("cleave_agent");
         registry.register("allocations", "Allocate calls of the kubelet, by outcome", metrics.allocations.clone());
         registry.register(
-            "splits",
+            "split_requests",
             "Allocate calls refused because the shares were on several GPUs",
-            metrics.splits.clone(),
+            metrics.split_requests.clone(),
         );
         let waits = "GetPreferredAllocation calls that waited for the API server to report the pod";
         registry.register("pod_waits", waits, metrics.waits.clone());
@@ -179,7 +179,7 @@ impl Metrics {
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
         let help = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
-        registry.register("gpu_trouble", help, metrics.unhealthy_devices.clone());
+        registry.register("gpu_problem", help, metrics.unhealthy_devices.clone());
         registry.register("xids", "XIDs by GPU, number and health class", metrics.xids.clone());
         registry.register(
             "mps_faults",
@@ -196,38 +196,38 @@ impl Metrics {
     }
 
     /// Counts an `Allocate` call.
-    pub fn allocate(&self, resource: &str, outcome: AllocateOutcome) {
+    pub fn count_allocation(&self, resource: &str, outcome: AllocateOutcome) {
         self.allocations.get_or_create(&AllocateLabels { resource: resource.to_owned(), outcome }).inc();
     }
 
     /// Counts a request that was refused because its shares were on several GPUs.
-    pub fn split(&self, resource: &str) {
-        self.splits.get_or_create(&ResourceLabels { resource: resource.to_owned() }).inc();
+    pub fn count_split_request(&self, resource: &str) {
+        self.split_requests.get_or_create(&ResourceLabels { resource: resource.to_owned() }).inc();
     }
 
     /// Counts a request that waited until its pod was known. `in_time`: the API server reported the
     /// pod before the timeout.
-    pub fn waited(&self, in_time: bool) {
-        self.waits.get_or_create(&WaitLabels { result: if in_time { "came" } else { "timeout" } }).inc();
+    pub fn count_wait(&self, in_time: bool) {
+        self.waits.get_or_create(&WaitLabels { result: if in_time { "reported" } else { "timeout" } }).inc();
     }
 
     /// Counts an XID.
-    pub fn xid(&self, gpu: &str, xid: u64, class: Class) {
+    pub fn count_xid(&self, gpu: &str, xid: u64, class: Class) {
         self.xids.get_or_create(&XidLabels { device: gpu.to_owned(), xid, class: class.as_str() }).inc();
     }
 
     /// Counts fatal GPU errors under MPS.
-    pub fn faults(&self, device: &str, count: u64) {
+    pub fn count_faults(&self, device: &str, count: u64) {
         self.faults.get_or_create(&DeviceLabels { device: device.to_owned() }).inc_by(count);
     }
 
     /// Counts the result of terminating a client of a terminating pod.
-    pub fn terminated(&self, outcome: Termination) {
+    pub fn count_termination(&self, outcome: Termination) {
         self.terminations.get_or_create(&TerminationLabels { outcome }).inc();
     }
 
     /// Counts a MIG change.
-    pub fn change(&self, change: &Change, outcome: &mig::ChangeOutcome) {
+    pub fn count_change(&self, change: &Change, outcome: &mig::ChangeOutcome) {
         let change = match change {
             Change::Destroy(_) => "destroy",
             Change::Create { .. } => "create",
@@ -246,7 +246,7 @@ impl Metrics {
 
     /// Sets the memory use of tenants, and removes the series of tenants without an entry in
     /// `usage`.
-    pub fn tenants(&self, usage: &[Usage]) {
+    pub fn set_tenants(&self, usage: &[Usage]) {
         let Tenants { memory, limit, known, .. } = &self.tenants;
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         let mut current = BTreeSet::new();
@@ -277,18 +277,18 @@ impl Metrics {
     }
 
     /// Counts a finding about a tenant that exceeded its limits.
-    pub fn finding(&self, kind: &str) {
+    pub fn count_finding(&self, kind: &str) {
         self.tenants.findings.get_or_create(&FindingLabels { kind: kind.to_owned() }).inc();
     }
 
     /// Counts a failed operation that will be retried.
-    pub fn error(&self, reason: &'static str) {
+    pub fn count_error(&self, reason: &'static str) {
         self.errors.get_or_create(&ErrorLabels { reason: reason.to_owned() }).inc();
     }
 
     /// Sets the metrics of the node from its status, and removes the series of devices that the
     /// status does not list.
-    pub fn node(&self, status: &GpuNodeStatus) {
+    pub fn set_node(&self, status: &GpuNodeStatus) {
         for family in [&self.total, &self.in_use, &self.unhealthy] {
             family.clear();
         }
@@ -340,7 +340,7 @@ mod tests {
     use crate::tenants::violations::Tenant;
 
     #[test]
-    fn series_of_gone_tenants_are_removed_and_unlimited_tenants_have_no_limit() {
+    fn series_of_removed_tenants_are_deleted_and_unlimited_tenants_have_no_limit() {
         let metrics = Metrics::new();
         let usage = |pod: &str, limit_mib| Usage {
             tenant: Tenant { namespace: "ns".into(), pod: pod.into(), container: "c".into() },
@@ -353,7 +353,7 @@ mod tests {
             let lines = text.lines().filter(|line| line.starts_with("cleave_tenant_memory"));
             lines.map(str::to_owned).collect::<Vec<_>>()
         };
-        metrics.tenants(&[usage("p", Some(4))]);
+        metrics.set_tenants(&[usage("p", Some(4))]);
         let labels = r#"{namespace="ns",pod="p",container="c",gpu="GPU-a"}"#;
         assert_eq!(
             series(&metrics),
@@ -362,14 +362,14 @@ mod tests {
                 format!("cleave_tenant_memory_limit_bytes{labels} 4194304"),
             ]
         );
-        metrics.tenants(&[usage("p", None)]);
+        metrics.set_tenants(&[usage("p", None)]);
         assert_eq!(series(&metrics).len(), 1);
-        metrics.tenants(&[usage("q", None)]);
+        metrics.set_tenants(&[usage("q", None)]);
         assert!(series(&metrics)[0].contains(r#"pod="q""#));
-        metrics.tenants(&[]);
+        metrics.set_tenants(&[]);
         assert!(series(&metrics).is_empty());
-        metrics.finding("OutsideMps");
-        metrics.error("nvml");
+        metrics.count_finding("OutsideMps");
+        metrics.count_error("nvml");
         let text = metrics.encode().unwrap();
         assert!(text.contains(r#"cleave_tenant_findings_total{kind="OutsideMps"} 1"#), "{text}");
         assert!(

@@ -160,7 +160,7 @@ impl PodObject {
         };
         match seen {
             Some(seen) => terminating.observe(seen, now),
-            None => !is_mirror && terminating.finished(uid),
+            None => !is_mirror && terminating.remove_finished(uid),
         }
     }
 
@@ -211,22 +211,22 @@ fn requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits
             ledger::Container { kind: *kind, limits }
         })
         .collect();
-    let asks = ledger::asks(&containers);
+    let device_requests = ledger::device_requests(&containers);
     // Match reservations by resource and order: the annotation lists reservations of whole devices
     // one by one.
-    let device_of = |ask: usize| {
-        let resource = asks.get(ask)?.resource.as_str();
-        let nth = asks[..ask].iter().filter(|before| before.resource == resource).count();
+    let device_of = |request: usize| {
+        let resource = device_requests.get(request)?.resource.as_str();
+        let nth = device_requests[..request].iter().filter(|before| before.resource == resource).count();
         let reservation = reservations.iter().filter(|reservation| reservation.resource == resource).nth(nth)?;
-        (reservation.units == asks[ask].units.get()).then(|| reservation.device.clone())
+        (reservation.units == device_requests[request].units.get()).then(|| reservation.device.clone())
     };
     let request = |part: ledger::Part| {
         Some(ContainerRequest {
             container: all.get(part.container)?.1.name.clone(),
-            reserved_on: device_of(part.ask),
+            reserved_on: device_of(part.request),
             units: part.units.get(),
             needed: part.needed.get(),
-            group: part.ask,
+            group: part.request,
             resource: part.resource,
         })
     };

@@ -10,7 +10,7 @@ mod termination;
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use machine::{MPS, Machine, SLICED, WHOLE, held, ids, kill_pid, mps, pod, sliced};
+use machine::{MPS, Machine, SLICED, WHOLE, container_devices, ids, kill_pid, mps, pod, sliced};
 
 #[tokio::test]
 async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of_shares() {
@@ -42,7 +42,7 @@ async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of
     let whole = machine.kubelet.allocate(WHOLE, &[&format!("{third}::0")]).await.unwrap();
     assert_eq!(machine.client(&whole, &[])["sms"].as_u64(), Some(132));
 
-    machine.pods.hold(&[held("p", MPS, &chosen)]);
+    machine.pods.set_devices(&[container_devices("p", MPS, &chosen)]);
     let status =
         machine.wait_for_status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
     let gpu = &status.gpus[0];
@@ -109,7 +109,7 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
     let before = machine.wait_for_healthy(MPS, 20).await;
     let used = ids(&machine.uuids[0], [7]);
     machine.kubelet.allocate(MPS, &[&used[0]]).await.unwrap();
-    machine.pods.hold(&[held("train", MPS, &used)]);
+    machine.pods.set_devices(&[container_devices("train", MPS, &used)]);
     machine.set_spec("second", vec![mps(&machine.uuids[0], 5), mps(&machine.uuids[1], 5)]);
     machine.wait_for_healthy(MPS, 15).await;
     let status = machine
@@ -117,7 +117,7 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
         .await;
     assert_eq!(status.plan_id, "", "the plan is not applied");
     assert_eq!(status.steps.iter().find(|step| step.gpu == machine.uuids[0]).unwrap().result, "Waiting");
-    machine.pods.hold(&[]);
+    machine.pods.set_devices(&[]);
     let after = machine.wait_for_healthy(MPS, 10).await;
     machine.wait_for_status("applied", |status| status.plan_id == "second").await;
     assert_eq!(after.registrations.len(), before.registrations.len(), "no resource is registered twice");
@@ -143,7 +143,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
     machine.kubelet.allocate(MPS, &wanted).await.unwrap();
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
-    machine.pods.hold(&[held("p", MPS, &used)]);
+    machine.pods.set_devices(&[container_devices("p", MPS, &used)]);
     let daemon = machine.host_status().unwrap().daemons[&uuid].pid;
     let desired = machine.desired().unwrap();
     machine
@@ -198,7 +198,7 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
     let given = machine.kubelet.allocate(MPS, &wanted).await.unwrap();
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
-    machine.pods.hold(&[held("p", MPS, &used)]);
+    machine.pods.set_devices(&[container_devices("p", MPS, &used)]);
     machine.simgpu(&["xid", "1", "119"]);
     machine.wait_for_healthy(MPS, 10).await;
     let known = |parts: &[&str]| {
@@ -211,7 +211,7 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
     machine.reboot();
     machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS].connected).await;
     machine.start_agent_without_api_server();
-    let all = |seen: &cleave_kubelet::fake::Seen| {
+    let all = |seen: &cleave_kubelet::fake::FakeKubeletState| {
         let endpoint = &seen.endpoints[MPS];
         endpoint.connected && endpoint.devices.len() == 20
     };
@@ -247,7 +247,7 @@ async fn a_second_agent_waits_until_the_first_has_ended() {
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
     machine.kubelet.allocate(MPS, &wanted).await.unwrap();
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
-    machine.pods.hold(&[held("p", MPS, &used)]);
+    machine.pods.set_devices(&[container_devices("p", MPS, &used)]);
     let reported =
         |status: &cleave_api::GpuNodeStatus| status.gpus[0].allocations.iter().any(|row| row.memory_mib == Some(2000));
     machine.wait_for_status("the first agent reports it", reported).await;
@@ -255,8 +255,9 @@ async fn a_second_agent_waits_until_the_first_has_ended() {
     assert_eq!(desired.allocations.len(), 1);
     let before = machine.wait_for_healthy(MPS, 10).await.registrations.len();
     machine.kill_first_agent();
-    let registered =
-        |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
+    let registered = |seen: &cleave_kubelet::fake::FakeKubeletState| {
+        seen.registrations.len() > before && seen.endpoints[MPS].connected
+    };
     machine.wait_for_view("the second agent registers", registered).await;
     machine.wait_for_healthy(MPS, 10).await;
     assert_eq!(machine.desired().unwrap(), desired);
@@ -272,8 +273,9 @@ async fn the_supervisor_restarts_a_killed_agent() {
         let before = machine.wait_for_healthy(MPS, 10).await.registrations.len();
         let agent = machine.wait_until("the agent's process", || machine.supervised_pid()).await;
         kill_pid(agent);
-        let registered =
-            |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
+        let registered = |seen: &cleave_kubelet::fake::FakeKubeletState| {
+            seen.registrations.len() > before && seen.endpoints[MPS].connected
+        };
         machine.wait_for_view("the agent registers again", registered).await;
         assert_ne!(machine.supervised_pid(), Some(agent));
     }
@@ -287,7 +289,7 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
     machine.wait_for_healthy(MPS, 8).await;
     let uuid = machine.uuids[0].clone();
     let pid = machine.host_status().unwrap().daemons[&uuid].pid.unwrap();
-    let lists = machine.kubelet.seen().borrow().endpoints[MPS].lists;
+    let lists = machine.kubelet.state().borrow().endpoints[MPS].lists;
     // The next daemon starts slowly.
     machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
     kill_pid(pid);
@@ -295,7 +297,7 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
         .wait_for_status("no daemon runs", |status| status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active"))
         .await;
     let share = ids(&uuid, [0]);
-    machine.pods.hold(&[held("p", MPS, &share)]);
+    machine.pods.set_devices(&[container_devices("p", MPS, &share)]);
     machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
     machine
@@ -304,7 +306,7 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
     machine
         .wait_until("the Events are published", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(()))
         .await;
-    assert_eq!(machine.kubelet.seen().borrow().endpoints[MPS].lists, lists, "the kubelet got no new list");
+    assert_eq!(machine.kubelet.state().borrow().endpoints[MPS].lists, lists, "the kubelet got no new list");
 
     machine.kill_host();
     machine.wait_for_healthy(MPS, 0).await;
@@ -342,7 +344,7 @@ async fn an_allocation_without_a_pod_is_removed_with_its_directory() {
     let machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
     machine.wait_for_healthy(MPS, 4).await;
     let [kept, removed] = [0, 1].map(|n| format!("{}::{n}", machine.uuids[0]));
-    machine.pods.hold(&[held("p", MPS, std::slice::from_ref(&kept))]);
+    machine.pods.set_devices(&[container_devices("p", MPS, std::slice::from_ref(&kept))]);
     for id in [&kept, &removed] {
         machine.kubelet.allocate(MPS, &[id]).await.unwrap();
         machine.kubelet.pre_start(MPS, &[id]).await.unwrap();

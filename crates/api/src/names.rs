@@ -97,6 +97,23 @@ pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
 /// pod fits.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
+/// States of MPS daemons: values of [`crate::gpunode::MpsStatus::state`]. An empty state means that
+/// the agent has no status of the daemon.
+pub mod daemon_state {
+    /// Started, but its limits are not confirmed yet: no client is admitted.
+    pub const STARTING: &str = "Starting";
+    /// Serving with its limits in force.
+    pub const ACTIVE: &str = "Active";
+    /// The server is in FAULT until the clients that it broke have exited.
+    pub const FAULT: &str = "Fault";
+    /// The daemon or its server exited or hung, and restarts.
+    pub const RESTARTING: &str = "Restarting";
+    /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
+    pub const BACK_OFF: &str = "BackOff";
+    /// The daemon is no longer desired. It quits once its clients have exited.
+    pub const STOPPING: &str = "Stopping";
+}
+
 /// Ways in which a tenant exceeds its limits: kinds of [`crate::gpunode::FindingStatus`].
 pub mod finding {
     /// A container's processes use more of a GPU's memory than its shares allow.
@@ -176,7 +193,7 @@ pub mod reason {
     pub const LAYOUT_NOT_POSSIBLE: &str = "LayoutNotPossible";
     /// A node or GPU is excluded from plans: it is unreachable, or it failed to apply its
     /// partition.
-    pub const LEFT_OUT: &str = "LeftOut";
+    pub const EXCLUDED: &str = "Excluded";
     /// No agent reports the state of the node.
     pub const AGENT_NOT_REPORTING: &str = "AgentNotReporting";
     /// The node has not applied its spec yet.

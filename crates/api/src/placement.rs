@@ -19,7 +19,8 @@ pub struct Placement {
     /// epoch.
     pub until: u64,
     /// The pod's reservations on each node where it may run.  A node's list has one entry for each
-    /// part of the request that must be on one device, in the order of `cleave_plan::ledger::asks`.
+    /// part of the request that must be on one device, in the order of
+    /// `cleave_plan::ledger::device_requests`.
     pub nodes: BTreeMap<String, Vec<ReservedUnits>>,
 }
 

@@ -31,7 +31,7 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
         "No node accepts the released pod.",
         "None if a controller recreates it. Otherwise delete and recreate the pod.",
     ),
-    reason("GpuPlanned", "A GPU is being repartitioned for the pod.", "Wait."),
+    reason("GpuRepartitioning", "A GPU is being repartitioned for the pod.", "Wait."),
     reason("Preempted", "The pod is evicted for a pod of higher priority.", "None if a controller recreates it."),
     reason(
         "EvictedOutsideShare",
@@ -70,7 +70,7 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
     ),
     reason("BrokenByGpuFault", "A fault of a neighbour's program broke the pod's program.", "Restart the program."),
     reason(
-        "EndedInGpuFault",
+        "TerminatedInGpuFault",
         "The MPS host stopped the pod's program (SIGTERM, then SIGKILL) because the program kept the GPU's MPS server in state FAULT.",
         "Let the program exit on CUDA errors.",
     ),
@@ -88,7 +88,7 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "See [Faults](../explanation/faults.md).",
     ),
     reason(
-        "ClientNotEnded",
+        "ClientNotTerminated",
         "A client of a deleted pod was not terminated in time.",
         "See [Termination](../explanation/termination.md).",
     ),
@@ -106,9 +106,9 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
 
 /// Events that the operator publishes on nodes.
 pub const NODE_EVENTS_OF_OPERATOR: &[Reason] = &[
-    reason("GpuNodeLeftOut", "Plans exclude the node.", "Read the message."),
-    reason("GpuNodeTakenBack", "Plans include the node again.", ""),
-    reason("GpuLeftOut", "Plans do not repartition one GPU.", "Read the message."),
+    reason("GpuNodeExcluded", "Plans exclude the node.", "Read the message."),
+    reason("GpuNodeIncluded", "Plans include the node again.", ""),
+    reason("GpuExcluded", "Plans do not repartition one GPU.", "Read the message."),
 ];
 
 /// Events that the operator publishes on the `DaemonSet` of the MPS hosts.
@@ -146,7 +146,7 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     ),
     reason("ApplyRefused", "The agent refused the change.", "Read the message."),
     reason("ApplyFailed", "The change failed on the node.", "Read the message."),
-    reason("LeftOut", "Plans exclude a node or a GPU.", "Read the message."),
+    reason("Excluded", "Plans exclude a node or a GPU.", "Read the message."),
     reason(
         "GpuUnhealthy",
         "The GPU or its MPS daemon cannot serve slices.",

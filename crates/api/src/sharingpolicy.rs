@@ -207,7 +207,7 @@ pub struct Mps {
     #[serde(default)]
     pub memory: MemoryPolicy,
     /// Whether processes of different user ids share one MPS server.
-    #[serde(default = "yes")]
+    #[serde(default = "default_true")]
     pub multi_user: bool,
     /// Compute mode of the GPU while its daemon runs. The previous mode is restored afterwards.
     #[serde(default)]
@@ -220,7 +220,7 @@ pub struct Mps {
     pub clients: Option<Clients>,
 }
 
-const fn yes() -> bool {
+const fn default_true() -> bool {
     true
 }
 

@@ -105,7 +105,7 @@ fn bad_policies_are_refused_with_their_message() {
 /// Each rule of the definitions must refuse at least one fixture, to show that the rule has an
 /// effect.
 #[test]
-fn each_rule_refuses_something() {
+fn each_rule_refuses_at_least_one_policy() {
     let all: String = fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();
     let schema = serde_json::to_string(&crd_schema()).unwrap();
     let mut messages: Vec<String> = Vec::new();

@@ -208,7 +208,7 @@ async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace:
     }
     let uid = meta.uid().unwrap_or_default();
     match evict_with(client, pod, &uid, Options { grace, timeout: EVICTION_TIMEOUT }).await {
-        Evicted::Done | Evicted::Gone => Ok(Eviction::Accepted),
+        Evicted::Done | Evicted::NotFound => Ok(Eviction::Accepted),
         Evicted::Protected(_) => Ok(Eviction::Refused(Instant::now())),
         Evicted::Failed(error) => bail!("failed to evict pod {pod}: {error}"),
     }

@@ -84,13 +84,13 @@ fn read(path: &Path) -> std::io::Result<String> {
 struct DescribedGpus {
     model: String,
     memory: Quantity,
-    #[serde(default = "one")]
+    #[serde(default = "default_replicas")]
     count: u32,
     #[serde(default)]
     sms: u32,
 }
 
-const fn one() -> u32 {
+const fn default_replicas() -> u32 {
     1
 }
 

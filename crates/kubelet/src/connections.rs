@@ -78,7 +78,7 @@ impl Connections {
     }
 
     /// Waits up to `grace` for the peers to disconnect, then disconnects the remaining ones.
-    pub(crate) async fn end(self, grace: Duration) {
+    pub(crate) async fn close(self, grace: Duration) {
         self.tracker.close();
         if tokio::time::timeout(grace, self.tracker.wait()).await.is_ok() {
             return;

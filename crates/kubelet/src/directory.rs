@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn socket_names_are_ours_unique_and_of_one_length() {
+    fn socket_names_have_our_prefix_are_unique_and_have_one_length() {
         let long = format!("{}.example.com/{}", "a".repeat(63), "b".repeat(63));
         let resource = ResourceName::parse(&long).expect("a name");
         let (first, second) = (socket_name(&resource), socket_name(&resource));

@@ -21,7 +21,7 @@ use tonic::{Request, Response, Status};
 
 use crate::connections::Connections;
 use crate::directory::KUBELET_SOCKET;
-use crate::pods::{AllocatableDevices, HeldDevices};
+use crate::pods::{AllocatableDevices, ContainerDevices};
 use crate::proto::podresources as pods;
 use crate::proto::podresources::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
 use crate::proto::v1beta1 as wire;
@@ -82,7 +82,7 @@ impl Endpoint {
 
 /// The observable state of a fake kubelet.
 #[derive(Clone, Debug, Default)]
-pub struct Seen {
+pub struct FakeKubeletState {
     /// All registrations in order, across restarts.
     pub registrations: Vec<Registered>,
     /// Resources by name.
@@ -97,7 +97,7 @@ struct Running {
 
 struct Shared {
     directory: PathBuf,
-    seen: watch::Sender<Seen>,
+    seen: watch::Sender<FakeKubeletState>,
     behaviour: Mutex<Behaviour>,
     clients: Mutex<Clients>,
 }
@@ -132,7 +132,7 @@ impl FakeKubelet {
     pub fn start(directory: &Path) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             directory: directory.to_owned(),
-            seen: watch::Sender::new(Seen::default()),
+            seen: watch::Sender::new(FakeKubeletState::default()),
             behaviour: Mutex::default(),
             clients: Mutex::default(),
         });
@@ -216,14 +216,18 @@ impl FakeKubelet {
     }
 
     /// Returns a receiver of the observable state.
-    pub fn seen(&self) -> watch::Receiver<Seen> {
+    pub fn state(&self) -> watch::Receiver<FakeKubeletState> {
         self.shared.seen.subscribe()
     }
 
     /// Waits until the condition is met, and returns the observable state. `None` if the condition
     /// is not met within this duration.
-    pub async fn once(&self, within: Duration, condition: impl FnMut(&Seen) -> bool) -> Option<Seen> {
-        let mut seen = self.seen();
+    pub async fn wait_for(
+        &self,
+        within: Duration,
+        condition: impl FnMut(&FakeKubeletState) -> bool,
+    ) -> Option<FakeKubeletState> {
+        let mut seen = self.state();
         let found = tokio::time::timeout(within, seen.wait_for(condition)).await;
         found.ok()?.ok().map(|seen| seen.clone())
     }
@@ -460,7 +464,7 @@ impl FakePodResources {
     }
 
     /// Sets the devices that are allocated to containers.
-    pub fn hold(&self, rows: &[HeldDevices]) {
+    pub fn set_devices(&self, rows: &[ContainerDevices]) {
         let pod_resources = rows.iter().map(|row| pods::PodResources {
             name: row.pod.clone(),
             namespace: row.namespace.clone(),

@@ -34,7 +34,9 @@ mod server;
 pub use checkpoint::{AllocatedDevices, KubeletCheckpoint, allocated};
 pub use directory::{DEVICE_PLUGINS, DirectoryError};
 pub use plugins::{Backoff, Config, DirectoryState, Phase, Plugins, PluginsState, ResourceState, Timings};
-pub use pods::{AllocatableDevices, HeldDevices, POD_RESOURCES, PodResources, PodResourcesError, held};
+pub use pods::{
+    AllocatableDevices, ContainerDevices, POD_RESOURCES, PodResources, PodResourcesError, container_devices,
+};
 pub use resource::{
     ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, InvalidDeviceId, InvalidResourceName, Mount, Options,
     PreferredRequest, Refusal, Resource, ResourceName,

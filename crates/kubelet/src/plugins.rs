@@ -17,7 +17,7 @@ use crate::resource::{Resource, ResourceName};
 use crate::server::{Served, Session, Streams};
 
 /// The resources to serve, by name.
-type Wanted = BTreeMap<ResourceName, Arc<dyn Resource>>;
+type DesiredResources = BTreeMap<ResourceName, Arc<dyn Resource>>;
 
 /// Directory and timings.
 #[derive(Clone, Debug)]
@@ -47,7 +47,7 @@ pub struct Backoff {
 
 impl Backoff {
     /// The delay after a failure, given the number of earlier failures.
-    pub fn after(self, failures: u32) -> Duration {
+    pub fn delay(self, failures: u32) -> Duration {
         let factor = 2_u32.saturating_pow(failures);
         self.first.saturating_mul(factor).min(self.cap)
     }
@@ -168,7 +168,7 @@ pub enum Phase {
 
 /// Serves resources to the kubelet until it is dropped.
 pub struct Plugins {
-    wanted: watch::Sender<Wanted>,
+    wanted: watch::Sender<DesiredResources>,
     run: watch::Sender<Run>,
     state: watch::Receiver<PluginsState>,
     manager: AbortOnDropHandle<()>,
@@ -191,7 +191,7 @@ impl Plugins {
     /// serves or the directory does not exist yet. Only an invalid path is an error.
     pub fn start(config: &Config) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
-        let (wanted, wants) = watch::channel(Wanted::new());
+        let (wanted, wants) = watch::channel(DesiredResources::new());
         let (run, runs) = watch::channel(Run::Serve);
         let (state, states) = watch::channel(PluginsState::default());
         let manager = Manager { directory, timings: config.timings, wanted: wants, run: runs, state };
@@ -220,7 +220,7 @@ impl Plugins {
 }
 
 /// Formats an error and its causes in one line.
-fn chain(error: &dyn std::error::Error) -> String {
+fn error_chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |error| error.source());
     causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }
@@ -228,7 +228,7 @@ fn chain(error: &dyn std::error::Error) -> String {
 struct Manager {
     directory: Directory,
     timings: Timings,
-    wanted: watch::Receiver<Wanted>,
+    wanted: watch::Receiver<DesiredResources>,
     run: watch::Receiver<Run>,
     state: watch::Sender<PluginsState>,
 }
@@ -250,7 +250,7 @@ impl Manager {
         }
     }
 
-    fn show(&self, now: DirectoryState) {
+    fn publish(&self, now: DirectoryState) {
         self.state.send_if_modified(|state| {
             let changed = state.directory != now;
             if changed {
@@ -276,11 +276,11 @@ impl Manager {
         loop {
             match self.directory.try_lock() {
                 Ok(Some(lock)) => {
-                    self.show(DirectoryState::Held);
+                    self.publish(DirectoryState::Held);
                     return Some(lock);
                 }
-                Ok(None) => self.show(DirectoryState::HeldByAnother),
-                Err(error) => self.show(DirectoryState::Failed(chain(&error))),
+                Ok(None) => self.publish(DirectoryState::HeldByAnother),
+                Err(error) => self.publish(DirectoryState::Failed(error_chain(&error))),
             }
             tokio::select! {
                 () = stopped(&mut self.run) => return None,
@@ -333,7 +333,7 @@ impl Manager {
                     false
                 }
                 Some(end) = tasks.set.join_next_with_id() => {
-                    let orderly = tasks.ended(end);
+                    let orderly = tasks.remove_ended(end);
                     if !orderly {
                         restart_at = Some(Instant::now() + self.timings.register.cap);
                     }
@@ -370,7 +370,7 @@ struct Running {
 }
 
 impl Tasks {
-    fn reconcile(&mut self, wanted: &Wanted) {
+    fn reconcile(&mut self, wanted: &DesiredResources) {
         for (name, task) in &self.running {
             if !wanted.contains_key(name) {
                 task.run.send_if_modified(|run| std::mem::replace(run, Run::Remove) != Run::Remove);
@@ -408,7 +408,7 @@ impl Tasks {
     }
 
     /// Removes a task that ended. Returns whether it ended without an error.
-    fn ended(&mut self, end: Result<(Id, ()), JoinError>) -> bool {
+    fn remove_ended(&mut self, end: Result<(Id, ()), JoinError>) -> bool {
         let (id, failure) = match end {
             Ok((id, ())) => (id, None),
             Err(error) => (error.id(), Some(error)),
@@ -430,7 +430,7 @@ impl Tasks {
             task.run.send_replace(Run::Shutdown);
         }
         while let Some(end) = self.set.join_next_with_id().await {
-            self.ended(end);
+            self.remove_ended(end);
         }
     }
 }
@@ -456,7 +456,7 @@ enum SessionEnd {
 }
 
 impl Plugin {
-    fn show(&self, change: impl FnOnce(&mut ResourceState)) {
+    fn publish(&self, change: impl FnOnce(&mut ResourceState)) {
         self.state.send_if_modified(|state| {
             let Some(shown) = state.resources.get_mut(&self.name) else { return false };
             let before = shown.clone();
@@ -467,9 +467,9 @@ impl Plugin {
 
     /// Records a failure, and logs it if it is new.
     fn failed(&self, what: &'static str, error: &dyn std::error::Error) {
-        let text = chain(error);
+        let text = error_chain(error);
         let mut is_new = false;
-        self.show(|state| {
+        self.publish(|state| {
             is_new = state.error.as_ref() != Some(&text);
             state.failures += 1;
             state.error = Some(text.clone());
@@ -495,7 +495,7 @@ impl Plugin {
                 Ok(session) => session,
                 Err(error) => {
                     self.failed("failed to serve a device plugin", &error);
-                    let delay = self.timings.register.after(failures);
+                    let delay = self.timings.register.delay(failures);
                     failures += 1;
                     self.wait(delay).await;
                     continue;
@@ -503,17 +503,17 @@ impl Plugin {
             };
             failures = 0;
             let outcome = self.session(&mut session, kubelet, &mut streamless).await;
-            self.show(|state| {
+            self.publish(|state| {
                 state.phase =
                     if matches!(outcome, SessionEnd::Stop) { Phase::Ending } else { Phase::WaitingForKubelet };
                 state.socket = None;
                 state.streams = 0;
             });
             let streams = if *self.run.borrow() == Run::Remove { Streams::Farewell } else { Streams::End };
-            session.end(streams, self.timings.hang_up).await;
+            session.close(streams, self.timings.hang_up).await;
             match outcome {
                 SessionEnd::Stop => return,
-                SessionEnd::Restart => self.settle(kubelet).await,
+                SessionEnd::Restart => self.wait_for_cleanup(kubelet).await,
             }
         }
     }
@@ -528,7 +528,7 @@ impl Plugin {
             if let Some(kubelet) = self.directory.kubelet() {
                 return Some(kubelet);
             }
-            self.show(|state| state.phase = Phase::WaitingForKubelet);
+            self.publish(|state| state.phase = Phase::WaitingForKubelet);
             // Both branches are cancel-safe: `changed` marks a value as seen only when it returns.
             tokio::select! {
                 () = stopped(&mut self.run) => return None,
@@ -548,7 +548,7 @@ impl Plugin {
     /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once if
     /// another kubelet has started. Such a kubelet can admit pods 12 ms after it listens, and
     /// rejects pods that request unregistered resources.
-    async fn settle(&mut self, kubelet: SocketId) {
+    async fn wait_for_cleanup(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
         while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
@@ -570,7 +570,7 @@ impl Plugin {
             return SessionEnd::Restart;
         }
         let socket = session.path().file_name().map(|name| name.to_string_lossy().into_owned());
-        self.show(|state| {
+        self.publish(|state| {
             state.phase = Phase::Serving;
             state.socket = socket;
         });
@@ -598,11 +598,11 @@ impl Plugin {
             let registered = tokio::select! {
                 registered = attempt => registered,
                 () = stopped(&mut self.run) => continue,
-                () = changed_for_us(&mut self.directory_changes, &self.directory, kubelet, session) => continue,
+                () = registration_outdated(&mut self.directory_changes, &self.directory, kubelet, session) => continue,
             };
             let error = match registered {
                 Ok(()) => {
-                    self.show(|state| {
+                    self.publish(|state| {
                         state.phase = state.phase.max(Phase::Registered);
                         state.registrations += 1;
                         state.error = None;
@@ -613,7 +613,7 @@ impl Plugin {
                 Err(error) => error,
             };
             let delay = if let RegisterError::Unanswered(_) = error {
-                let delay = self.timings.dial.after(dials);
+                let delay = self.timings.dial.delay(dials);
                 dials += 1;
                 // At first, the kubelet may not listen yet. Do not log that.
                 if delay >= self.timings.register.first {
@@ -621,7 +621,7 @@ impl Plugin {
                 }
                 delay
             } else {
-                let delay = self.timings.register.after(refusals);
+                let delay = self.timings.register.delay(refusals);
                 refusals += 1;
                 self.failed("failed to register with the kubelet", &error);
                 delay
@@ -651,7 +651,7 @@ impl Plugin {
                 since = Instant::now();
             }
             was_open = streams > 0;
-            self.show(|state| {
+            self.publish(|state| {
                 state.streams = streams;
                 state.phase = if streams > 0 { Phase::Streaming } else { Phase::Registered };
             });
@@ -664,13 +664,13 @@ impl Plugin {
                 streamless_for: (streams == 0).then(|| since.elapsed()),
             };
             let mut check_again = None;
-            match decide(&seen, self.timings.stream.after(*streamless)) {
+            match decide(&seen, self.timings.stream.delay(*streamless)) {
                 Step::Keep => {}
                 Step::CheckAgain(after) => check_again = Some(after),
                 Step::Rebind => match session.rebind() {
                     Ok(()) => {
                         tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated our device plugin socket, which was deleted");
-                        self.show(|state| state.error = None);
+                        self.publish(|state| state.error = None);
                     }
                     Err(error) => {
                         self.failed("failed to recreate our device plugin socket, which was deleted", &error);
@@ -680,7 +680,7 @@ impl Plugin {
                 Step::Register(cause) => {
                     if cause == Cause::NoStream {
                         *streamless = streamless.saturating_add(1);
-                        self.show(|state| state.streamless += 1);
+                        self.publish(|state| state.streamless += 1);
                         tracing::warn!(resource = %self.name, "the kubelet does not watch our devices; registering again");
                     } else {
                         tracing::info!(resource = %self.name, ?cause, "registering again");
@@ -711,7 +711,7 @@ impl Plugin {
 }
 
 /// Waits until a change of the directory makes the current registration attempt pointless.
-async fn changed_for_us(
+async fn registration_outdated(
     changes: &mut watch::Receiver<()>,
     directory: &Directory,
     kubelet: SocketId,
@@ -732,7 +732,7 @@ mod tests {
     #[test]
     fn delays_double_up_to_the_cap() {
         let backoff = Backoff { first: Duration::from_millis(100), cap: Duration::from_millis(1500) };
-        let delays: Vec<_> = [0, 1, 2, 3, 4, 40, u32::MAX].map(|failures| backoff.after(failures).as_millis()).into();
+        let delays: Vec<_> = [0, 1, 2, 3, 4, 40, u32::MAX].map(|failures| backoff.delay(failures).as_millis()).into();
         assert_eq!(delays, [100, 200, 400, 800, 1500, 1500, 1500]);
     }
 

@@ -19,7 +19,7 @@ const MAX_ANSWER: usize = 16 << 20;
 
 /// Devices that are allocated to a container.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct HeldDevices {
+pub struct ContainerDevices {
     /// Namespace of the pod.
     pub namespace: String,
     /// Name of the pod.
@@ -79,16 +79,16 @@ impl PodResources {
     }
 
     /// Lists all device plugin devices that are allocated to containers, in the kubelet's order.
-    pub async fn list(&self) -> Result<Vec<HeldDevices>, PodResourcesError> {
+    pub async fn list(&self) -> Result<Vec<ContainerDevices>, PodResourcesError> {
         let list = async |mut client: Client| client.list(wire::ListPodResourcesRequest {}).await;
-        Ok(held(self.ask(list).await?))
+        Ok(container_devices(self.call_kubelet(list).await?))
     }
 
     /// Lists all device plugin devices that the kubelet can allocate.
     pub async fn allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
-        let ask =
+        let call_kubelet =
             async |mut client: Client| client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await;
-        let devices = self.ask(ask).await?.devices.into_iter().map(|devices| AllocatableDevices {
+        let devices = self.call_kubelet(call_kubelet).await?.devices.into_iter().map(|devices| AllocatableDevices {
             resource: devices.resource_name,
             ids: devices.device_ids,
             numa: devices.topology.map(|t| t.nodes.into_iter().map(|node| node.id).collect()).unwrap_or_default(),
@@ -96,11 +96,11 @@ impl PodResources {
         Ok(devices.collect())
     }
 
-    async fn ask<T>(
+    async fn call_kubelet<T>(
         &self,
         call: impl AsyncFn(Client) -> Result<tonic::Response<T>, tonic::Status>,
     ) -> Result<T, PodResourcesError> {
-        let asked = async {
+        let answer = async {
             match call(self.client.clone()).await {
                 // After the kubelet restarts, the old connection fails at its next use. Repeating a
                 // call is safe, because calls only read.
@@ -108,7 +108,7 @@ impl PodResources {
                 answer => answer,
             }
         };
-        match tokio::time::timeout(self.deadline, asked).await {
+        match tokio::time::timeout(self.deadline, answer).await {
             Ok(Ok(answer)) => Ok(answer.into_inner()),
             Ok(Err(status)) => Err(PodResourcesError::Call(Box::new(status))),
             Err(_) => Err(PodResourcesError::Deadline(self.deadline)),
@@ -118,8 +118,8 @@ impl PodResources {
 
 /// Returns one entry for each container and resource, with sorted ids. The kubelet sends one entry
 /// for each NUMA node.
-pub fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
-    let mut rows: Vec<HeldDevices> = Vec::new();
+pub fn container_devices(answer: wire::ListPodResourcesResponse) -> Vec<ContainerDevices> {
+    let mut rows: Vec<ContainerDevices> = Vec::new();
     for pod in answer.pod_resources {
         for container in pod.containers {
             let first = rows.len();
@@ -128,7 +128,7 @@ pub fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
                     row.ids.extend(devices.device_ids);
                     continue;
                 }
-                rows.push(HeldDevices {
+                rows.push(ContainerDevices {
                     namespace: pod.namespace.clone(),
                     pod: pod.name.clone(),
                     container: container.name.clone(),
@@ -163,7 +163,7 @@ mod tests {
                 ..Default::default()
             }],
         };
-        assert_eq!(held(answer(["c", "a", "b"])), held(answer(["b", "c", "a"])));
+        assert_eq!(container_devices(answer(["c", "a", "b"])), container_devices(answer(["b", "c", "a"])));
     }
 
     #[test]
@@ -175,7 +175,7 @@ mod tests {
         };
         let container =
             |name: &str, devices| wire::ContainerResources { name: name.to_owned(), devices, ..Default::default() };
-        let rows = held(wire::ListPodResourcesResponse {
+        let rows = container_devices(wire::ListPodResourcesResponse {
             pod_resources: vec![wire::PodResources {
                 name: "p".to_owned(),
                 namespace: "n".to_owned(),

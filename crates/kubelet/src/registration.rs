@@ -87,8 +87,8 @@ pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
     let endpoint = socket.to_str().and_then(unix).ok_or(SelfDialError::Path)?;
     let call = async {
         let channel = endpoint.connect().await.map_err(SelfDialError::Connect)?;
-        let asked = DevicePluginClient::new(channel).get_device_plugin_options(wire::Empty {}).await;
-        asked.map_err(|status| SelfDialError::Call(Box::new(status)))
+        let answer = DevicePluginClient::new(channel).get_device_plugin_options(wire::Empty {}).await;
+        answer.map_err(|status| SelfDialError::Call(Box::new(status)))
     };
     tokio::time::timeout(SELF_DIAL_TIMEOUT, call)
         .await

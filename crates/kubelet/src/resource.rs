@@ -13,9 +13,9 @@ use crate::proto::v1beta1 as wire;
 
 /// One extended resource of this node, with the answers to the kubelet's calls.
 ///
-/// All methods except [`until_known`](Resource::until_known) and [`pre_start`](Resource::pre_start)
-/// must answer from memory. While the kubelet waits, it blocks the admission of pods, and sometimes
-/// its device manager.
+/// All methods except [`wait_for_pod`](Resource::wait_for_pod) and
+/// [`pre_start`](Resource::pre_start) must answer from memory. While the kubelet waits, it blocks
+/// the admission of pods, and sometimes its device manager.
 pub trait Resource: Send + Sync + 'static {
     /// The devices, as they change. Each published list is sent on the open stream, even if it
     /// equals the previous list, because the kubelet writes its
@@ -31,7 +31,7 @@ pub trait Resource: Send + Sync + 'static {
 
     /// A future to await before [`preferred`](Resource::preferred) can answer this request. `None`
     /// if no wait is needed. Keep the wait short and bounded: no pod is admitted during the wait.
-    fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
+    fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None
     }

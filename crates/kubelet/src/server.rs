@@ -107,7 +107,7 @@ impl Session {
     ///
     /// The wait is necessary: up to Kubernetes 1.36, a stream that ends after the next registration
     /// also disconnects the new client.
-    pub(crate) async fn end(self, streams: Streams, grace: Duration) {
+    pub(crate) async fn close(self, streams: Streams, grace: Duration) {
         self.listener.abort();
         if self.is_reachable() {
             let _ = std::fs::remove_file(&self.path);
@@ -116,7 +116,7 @@ impl Session {
         // Without a stream, the kubelet has no reason to disconnect. Wait only for calls in
         // progress.
         let grace = if *self.open.borrow() > 0 { grace } else { grace.min(IDLE_GRACE) };
-        self.connections.end(grace).await;
+        self.connections.close(grace).await;
     }
 }
 
@@ -174,7 +174,7 @@ impl DevicePlugin for Service {
         let mut container_responses = Vec::with_capacity(request.get_ref().container_requests.len());
         for container in &request.get_ref().container_requests {
             let request = PreferredRequest::try_from(container)?;
-            if let Some(known) = resource.until_known(&request) {
+            if let Some(known) = resource.wait_for_pod(&request) {
                 known.await;
             }
             let device_i_ds = resource.preferred(&request)?;

@@ -4,12 +4,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use cleave_kubelet::fake::FakePodResources;
-use cleave_kubelet::{AllocatableDevices, HeldDevices, PodResources, PodResourcesError};
+use cleave_kubelet::{AllocatableDevices, ContainerDevices, PodResources, PodResourcesError};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-fn held(pod: &str, ids: &[&str]) -> HeldDevices {
-    HeldDevices {
+fn container_devices(pod: &str, ids: &[&str]) -> ContainerDevices {
+    ContainerDevices {
         namespace: "default".to_owned(),
         pod: pod.to_owned(),
         container: "main".to_owned(),
@@ -29,8 +29,9 @@ async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
     for round in 0..3 {
         let kubelet = FakePodResources::start(&socket).expect("a kubelet");
         assert_eq!(pods.list().await.expect("a list"), []);
-        let rows = [held(&format!("pod-{round}"), &["a::0", "a::1"]), held("other", &["a::2"])];
-        kubelet.hold(&rows);
+        let rows =
+            [container_devices(&format!("pod-{round}"), &["a::0", "a::1"]), container_devices("other", &["a::2"])];
+        kubelet.set_devices(&rows);
         assert_eq!(pods.list().await.expect("a list"), rows);
         let rows = [AllocatableDevices { resource: "r".into(), ids: vec!["a::0".into()], numa: vec![0, 1] }];
         kubelet.allocatable(&rows);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, EventType};
 
-use crate::policies::demand::{Outcome, Reason, Waiting};
+use crate::policies::demand::{Outcome, Reason, WaitingPod};
 use crate::policies::status::shorten;
 use crate::read::Observed;
 
@@ -49,18 +49,18 @@ impl EventPublisher {
         observed: &Observed,
         now: Duration,
     ) -> Vec<(ObjectReference, Event)> {
-        let mut events = self.of_nodes(outcome, observed);
+        let mut events = self.node_events(outcome, observed);
         let waiting = observed.pods.iter().filter(|claimant| claimant.node.is_none());
         let uids = waiting.map(|claimant| (claimant.pod.name.clone(), claimant.uid.clone())).collect();
-        events.extend(self.of_pods(&outcome.waiting, &uids, now));
+        events.extend(self.pod_events(&outcome.waiting, &uids, now));
         events
     }
 
     /// Returns the Events to publish now for waiting pods. `uids` contains the UIDs of all existing
     /// pods.
-    pub(crate) fn of_pods(
+    pub(crate) fn pod_events(
         &mut self,
-        waiting: &BTreeMap<String, Waiting>,
+        waiting: &BTreeMap<String, WaitingPod>,
         uids: &BTreeMap<String, String>,
         now: Duration,
     ) -> Vec<(ObjectReference, Event)> {
@@ -74,7 +74,7 @@ impl EventPublisher {
                 (reported.reason, reported.since) = (waiting.reason, now);
             }
             let (type_, reason, patience) = match waiting.reason {
-                Reason::Repartitioning => (EventType::Normal, "GpuPlanned", Duration::ZERO),
+                Reason::Repartitioning => (EventType::Normal, "GpuRepartitioning", Duration::ZERO),
                 Reason::NoRoom => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // No Event: the scheduler itself reports pods that it has not bound, and a change
@@ -88,27 +88,27 @@ impl EventPublisher {
                 continue;
             }
             reported.last = Some((waiting.message.clone(), now));
-            events.push((of_pod(name, uid), event(type_, reason, &waiting.message)));
+            events.push((pod_reference(name, uid), event(type_, reason, &waiting.message)));
         }
         events
     }
 
-    fn of_nodes(&mut self, outcome: &Outcome, observed: &Observed) -> Vec<(ObjectReference, Event)> {
+    fn node_events(&mut self, outcome: &Outcome, observed: &Observed) -> Vec<(ObjectReference, Event)> {
         let mut events = Vec::new();
         for (node, why) in &outcome.excluded_nodes {
             if self.excluded_nodes.get(node) != Some(why) {
                 let note = format!("GPU plans exclude the node: {why}");
-                events.push((of_node(observed, node), event(EventType::Warning, "GpuNodeLeftOut", &note)));
+                events.push((node_reference(observed, node), event(EventType::Warning, "GpuNodeExcluded", &note)));
             }
         }
         for node in self.excluded_nodes.keys().filter(|node| !outcome.excluded_nodes.contains_key(*node)) {
             let note = "GPU plans include the node again";
-            events.push((of_node(observed, node), event(EventType::Normal, "GpuNodeTakenBack", note)));
+            events.push((node_reference(observed, node), event(EventType::Normal, "GpuNodeIncluded", note)));
         }
         self.excluded_nodes.clone_from(&outcome.excluded_nodes);
         for (at, why) in outcome.excluded_gpus.iter().filter(|(at, why)| self.excluded_gpus.get(*at) != Some(*why)) {
             let note = format!("GPU {} is not repartitioned: {why}", at.1);
-            events.push((of_node(observed, &at.0), event(EventType::Warning, "GpuLeftOut", &note)));
+            events.push((node_reference(observed, &at.0), event(EventType::Warning, "GpuExcluded", &note)));
         }
         self.excluded_gpus.clone_from(&outcome.excluded_gpus);
         events.truncate(MAX_PER_PASS);
@@ -122,7 +122,7 @@ impl EventPublisher {
 }
 
 /// Returns a reference to the pod `namespace/name`.
-pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
+pub(crate) fn pod_reference(pod: &str, uid: &str) -> ObjectReference {
     let (namespace, name) = pod.split_once('/').unwrap_or(("default", pod));
     ObjectReference {
         api_version: Some("v1".to_owned()),
@@ -135,7 +135,7 @@ pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
 }
 
 /// Creates the Event of a pod that was released as unschedulable.
-pub(crate) fn unschedulable(message: &str) -> Event {
+pub(crate) fn unschedulable_event(message: &str) -> Event {
     let note = format!(
         "{message}. The pod fits on no GPU of the cluster, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then recreate the pod."
     );
@@ -143,24 +143,24 @@ pub(crate) fn unschedulable(message: &str) -> Event {
 }
 
 /// Creates the Event of a released pod that nodes no longer accept.
-pub(crate) fn stranded(message: &str) -> Event {
+pub(crate) fn stranded_event(message: &str) -> Event {
     Event { action: "Recreate".to_owned(), ..event(EventType::Warning, "Stranded", message) }
 }
 
 /// Creates the Event of a pod that is evicted for a pod of higher priority.
-pub(crate) fn preempted(by: &str) -> Event {
+pub(crate) fn preempted_event(by: &str) -> Event {
     let note = format!("evicted for {by}, which has a higher priority and needs room on the same GPU");
     Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
 }
 
 /// Creates the Event of a pod that is evicted because it used a GPU outside its share.
-pub(crate) fn expelled(node: &str, message: &str) -> Event {
+pub(crate) fn outside_share_event(node: &str, message: &str) -> Event {
     let note = format!("evicted from {node}, because the GPU's policy sets `enforcement: Evict`: {message}");
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictedOutsideShare", &note) }
 }
 
 /// Creates the Event of a pod whose eviction a disruption budget refuses.
-pub(crate) fn protected(message: &str) -> Event {
+pub(crate) fn protected_event(message: &str) -> Event {
     let note = format!(
         "failed to evict the pod, which exceeded its limits, because a disruption budget protects it: {message}"
     );
@@ -168,20 +168,20 @@ pub(crate) fn protected(message: &str) -> Event {
 }
 
 /// Creates the Event of an MPS host that a host of its `DaemonSet`'s newest revision replaces.
-pub(crate) fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
+pub(crate) fn host_replaced_event(node: &str, pod: &str, uid: &str) -> Event {
     let note = format!("replacing {pod} with a pod of the newest revision, because nothing uses MPS on node {node}");
     // The recorder merges Events that differ only in their note. A different `secondary` prevents
     // that.
-    let secondary = Some(of_pod(pod, uid));
+    let secondary = Some(pod_reference(pod, uid));
     Event { action: "Replace".to_owned(), secondary, ..event(EventType::Normal, "MpsHostReplaced", &note) }
 }
 
 /// Creates the Event that reports that the replacement of MPS hosts has stopped.
-pub(crate) fn rollout_stopped(message: &str) -> Event {
+pub(crate) fn rollout_stopped_event(message: &str) -> Event {
     Event { action: "Replace".to_owned(), ..event(EventType::Warning, "MpsHostUpgradeStopped", message) }
 }
 
-fn of_node(observed: &Observed, node: &str) -> ObjectReference {
+fn node_reference(observed: &Observed, node: &str) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".to_owned()),
         kind: Some("Node".to_owned()),
@@ -215,7 +215,7 @@ mod tests {
     }
 
     fn outcome(pods: usize, reason: Reason, message: &str) -> Outcome {
-        let waiting = (0..pods).map(|at| (format!("team/p{at}"), Waiting { reason, message: message.to_owned() }));
+        let waiting = (0..pods).map(|at| (format!("team/p{at}"), WaitingPod { reason, message: message.to_owned() }));
         Outcome { waiting: waiting.collect(), ..Outcome::default() }
     }
 
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn each_replaced_mps_host_gets_its_own_event() {
-        let [first, second] = ["a", "b"].map(|name| host_replaced("n1", &format!("ns/{name}"), name).secondary);
+        let [first, second] = ["a", "b"].map(|name| host_replaced_event("n1", &format!("ns/{name}"), name).secondary);
         assert!(first.is_some() && first != second, "{first:?}, {second:?}");
     }
 
@@ -275,8 +275,8 @@ mod tests {
         let reasons = |events: Vec<(ObjectReference, Event)>| {
             events.into_iter().map(|(_, event)| event.reason).collect::<Vec<_>>()
         };
-        assert_eq!(reasons(publisher.events(&excluded, &cluster(0), at(0))), ["GpuNodeLeftOut"]);
+        assert_eq!(reasons(publisher.events(&excluded, &cluster(0), at(0))), ["GpuNodeExcluded"]);
         assert!(publisher.events(&excluded, &cluster(0), at(1)).is_empty());
-        assert_eq!(reasons(publisher.events(&Outcome::default(), &cluster(0), at(2))), ["GpuNodeTakenBack"]);
+        assert_eq!(reasons(publisher.events(&Outcome::default(), &cluster(0), at(2))), ["GpuNodeIncluded"]);
     }
 }

@@ -13,7 +13,7 @@ pub enum Evicted {
     /// A disruption budget allows no eviction now. Contains the API server's message.
     Protected(String),
     /// The pod no longer exists. A new pod may have the same name.
-    Gone,
+    NotFound,
     /// The request failed. Contains the reason.
     Failed(String),
 }
@@ -24,7 +24,7 @@ impl Evicted {
         match self {
             Self::Done => "evicted",
             Self::Protected(_) => "protected",
-            Self::Gone => "gone",
+            Self::NotFound => "not_found",
             Self::Failed(_) => "failed",
         }
     }
@@ -64,7 +64,7 @@ pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Options)
 }
 
 async fn send(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> Evicted {
-    let Some((namespace, name)) = pod.split_once('/') else { return Evicted::Gone };
+    let Some((namespace, name)) = pod.split_once('/') else { return Evicted::NotFound };
     let body = serde_json::json!({
         "apiVersion": "policy/v1",
         "kind": "Eviction",
@@ -81,7 +81,7 @@ async fn send(client: &Client, pod: &str, delete: serde_json::Value, timeout: Du
     match tokio::time::timeout(timeout, client.request_text(request)).await {
         Ok(Ok(_)) => Evicted::Done,
         Ok(Err(kube::Error::Api(status))) if status.code == 429 => Evicted::Protected(status.message.clone()),
-        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Evicted::Gone,
+        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Evicted::NotFound,
         Ok(Err(error)) => Evicted::Failed(error.to_string()),
         Err(_) => Evicted::Failed(format!("the API server did not answer within {} s", timeout.as_secs())),
     }

@@ -50,7 +50,7 @@ pub enum Decision {
     /// The lease does not exist: create it.
     Create,
     /// The lease is free or has expired: acquire it.
-    Take,
+    PlannedSlices,
     /// This process holds the lease: renew it.
     Renew,
     /// Another process holds the lease for at least this long.
@@ -61,14 +61,14 @@ pub enum Decision {
 pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decision {
     let Some(ObservedLease { spec, since }) = last else { return Decision::Create };
     match spec.holder_identity.as_deref() {
-        None | Some("") => Decision::Take,
+        None | Some("") => Decision::PlannedSlices,
         // After a container restart, the identity is unchanged, and the former process has exited.
         Some(holder) if holder == me => Decision::Renew,
         Some(_) => {
             let length = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok());
             let length = length.map_or(LEASE, Duration::from_secs);
             match length.checked_sub(now.saturating_sub(*since)) {
-                None | Some(Duration::ZERO) => Decision::Take,
+                None | Some(Duration::ZERO) => Decision::PlannedSlices,
                 Some(left) => Decision::Wait(left),
             }
         }
@@ -76,7 +76,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
 }
 
 /// The spec of a lease that `me` acquires at `now`.
-fn held_by(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
+fn lease_of(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     let kept = old.filter(|old| old.holder_identity.as_deref() == Some(me));
     let transitions = old.and_then(|old| old.lease_transitions).unwrap_or(0);
     LeaseSpec {
@@ -94,7 +94,7 @@ fn held_by(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
 }
 
 /// The lease's spec after its release.
-fn released(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
+fn released_lease(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
     LeaseSpec { holder_identity: None, renew_time: Some(MicroTime(now)), ..old.clone() }
 }
 
@@ -200,16 +200,16 @@ impl Elector {
                 return Ok(left.min(POLL_INTERVAL));
             }
             Decision::Create => {
-                let spec = held_by(None, &self.me, Timestamp::now());
+                let spec = lease_of(None, &self.me, Timestamp::now());
                 let lease = Lease {
                     metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
                     spec: Some(spec),
                 };
                 within(self.api.create(&PostParams::default(), &lease)).await
             }
-            Decision::Take | Decision::Renew => {
+            Decision::PlannedSlices | Decision::Renew => {
                 let mut lease = lease.unwrap_or_default();
-                lease.spec = Some(held_by(lease.spec.as_ref(), &self.me, Timestamp::now()));
+                lease.spec = Some(lease_of(lease.spec.as_ref(), &self.me, Timestamp::now()));
                 // The request includes the `resourceVersion` that was read. If two processes try to
                 // acquire the lease at once, one of them receives a conflict.
                 within(self.api.replace(&self.name, &PostParams::default(), &lease)).await
@@ -242,7 +242,7 @@ impl Elector {
             let Some(spec) = lease.spec.take().filter(|spec| spec.holder_identity.as_deref() == Some(&self.me)) else {
                 return Ok(());
             };
-            lease.spec = Some(released(&spec, Timestamp::now()));
+            lease.spec = Some(released_lease(&spec, Timestamp::now()));
             within(self.api.replace(&self.name, &PostParams::default(), &lease)).await.map(drop)
         };
         if let Err(error) = released_lease.await {
@@ -270,7 +270,7 @@ mod tests {
         }
     }
 
-    fn seen(holder: &str, since: u64) -> ObservedLease {
+    fn observed(holder: &str, since: u64) -> ObservedLease {
         ObservedLease { spec: lease(holder, Some(15)), since: Duration::from_secs(since) }
     }
 
@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn an_absent_lease_is_created_and_a_free_one_is_taken() {
         assert_eq!(evaluate(None, "a", at(0)), Decision::Create);
-        assert_eq!(evaluate(Some(&seen("", 0)), "a", at(0)), Decision::Take);
+        assert_eq!(evaluate(Some(&observed("", 0)), "a", at(0)), Decision::PlannedSlices);
         let empty = ObservedLease { spec: lease("", None), since: at(0) };
         assert_eq!(
             evaluate(
@@ -292,21 +292,21 @@ mod tests {
                 "a",
                 at(0)
             ),
-            Decision::Take
+            Decision::PlannedSlices
         );
     }
 
     #[test]
     fn a_lease_of_this_identity_is_renewed_even_after_a_restart() {
-        assert_eq!(evaluate(Some(&seen("a", 0)), "a", at(0)), Decision::Renew);
-        assert_eq!(evaluate(Some(&seen("a", 0)), "a", at(1000)), Decision::Renew);
+        assert_eq!(evaluate(Some(&observed("a", 0)), "a", at(0)), Decision::Renew);
+        assert_eq!(evaluate(Some(&observed("a", 0)), "a", at(1000)), Decision::Renew);
     }
 
     #[test]
     fn a_lease_of_another_process_is_taken_only_after_it_expires() {
-        assert_eq!(evaluate(Some(&seen("b", 100)), "a", at(100)), Decision::Wait(15 * SECOND));
-        assert_eq!(evaluate(Some(&seen("b", 100)), "a", at(114)), Decision::Wait(SECOND));
-        assert_eq!(evaluate(Some(&seen("b", 100)), "a", at(115)), Decision::Take);
+        assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(100)), Decision::Wait(15 * SECOND));
+        assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(114)), Decision::Wait(SECOND));
+        assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(115)), Decision::PlannedSlices);
         // A missing or negative duration counts as the default.
         for seconds in [None, Some(-1)] {
             let malformed = ObservedLease { spec: lease("b", seconds), since: at(0) };
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_renewal_restarts_the_wait_whatever_its_timestamp() {
+    fn a_renewal_restarts_the_wait_regardless_of_its_timestamp() {
         let first = ObservedLease::next(None, lease("b", Some(15)), at(0));
         let unchanged = ObservedLease::next(Some(first.clone()), lease("b", Some(15)), at(14));
         assert_eq!(unchanged, first);
@@ -333,14 +333,14 @@ mod tests {
     #[test]
     fn taking_the_lease_counts_a_transition_and_renewing_does_not() {
         let now = Timestamp::UNIX_EPOCH;
-        let taken = held_by(Some(&lease("b", Some(15))), "a", now);
+        let taken = lease_of(Some(&lease("b", Some(15))), "a", now);
         assert_eq!(taken.lease_transitions, Some(4));
         assert_eq!(taken.acquire_time, Some(MicroTime(now)));
         let later = now + jiff::SignedDuration::from_secs(5);
-        let renewed = held_by(Some(&taken), "a", later);
+        let renewed = lease_of(Some(&taken), "a", later);
         assert_eq!((renewed.lease_transitions, renewed.acquire_time.as_ref()), (Some(4), Some(&MicroTime(now))));
         assert_eq!(renewed.renew_time, Some(MicroTime(later)));
-        assert_eq!(held_by(None, "a", now).lease_transitions, Some(0));
-        assert_eq!(released(&renewed, later).holder_identity, None);
+        assert_eq!(lease_of(None, "a", now).lease_transitions, Some(0));
+        assert_eq!(released_lease(&renewed, later).holder_identity, None);
     }
 }

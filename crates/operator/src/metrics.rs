@@ -35,17 +35,17 @@ pub(crate) struct Metrics {
     /// Pods that wait for GPUs, by reason.
     pub(crate) pods_waiting: Family<Reason, Gauge>,
     /// Pods released to the scheduler, by result.
-    pub(crate) gates_opened: Family<Outcome, Counter>,
+    pub(crate) pods_released: Family<Outcome, Counter>,
     /// Time from when a pod was first seen at the gate to the patch that released it.
-    pub(crate) gate_seconds: Histogram,
+    pub(crate) gate_wait_seconds: Histogram,
     /// Pods evicted for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Stranded pods evicted so that their controllers recreate them.
-    pub(crate) recreated: Family<Outcome, Counter>,
+    pub(crate) stranded_pods_recreated: Family<Outcome, Counter>,
     /// Pods evicted because they used a GPU outside their share, by result.
-    pub(crate) expelled: Family<Outcome, Counter>,
+    pub(crate) tenant_evictions: Family<Outcome, Counter>,
     /// Conditions written about whether pods use a GPU only within their share, by result.
-    pub(crate) judged: Family<Outcome, Counter>,
+    pub(crate) tenant_conditions: Family<Outcome, Counter>,
     /// MPS hosts whose `DaemonSet` has a newer revision.
     pub(crate) hosts_outdated: Gauge,
     /// MPS hosts deleted for replacement, by result.
@@ -57,7 +57,7 @@ pub(crate) struct Metrics {
     /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs.
     pub(crate) fragmentation: Gauge<f64, AtomicU64>,
     /// Nodes that are excluded from plans.
-    pub(crate) left_out: Gauge,
+    pub(crate) nodes_excluded: Gauge,
     /// 1 while this process holds the lease.
     pub(crate) leader: Gauge,
     resident: Gauge,
@@ -79,18 +79,18 @@ impl Default for Metrics {
             reaction_seconds: seconds(),
             steps: Family::default(),
             pods_waiting: Family::default(),
-            gates_opened: Family::default(),
-            gate_seconds: seconds(),
+            pods_released: Family::default(),
+            gate_wait_seconds: seconds(),
             hosts_outdated: Gauge::default(),
             hosts_replaced: Family::default(),
             rollout_stopped: Gauge::default(),
             gated: Family::default(),
             evictions: Family::default(),
-            recreated: Family::default(),
-            expelled: Family::default(),
-            judged: Family::default(),
+            stranded_pods_recreated: Family::default(),
+            tenant_evictions: Family::default(),
+            tenant_conditions: Family::default(),
             fragmentation: Gauge::default(),
-            left_out: Gauge::default(),
+            nodes_excluded: Gauge::default(),
             leader: Gauge::default(),
             resident: Gauge::default(),
         }
@@ -142,19 +142,27 @@ impl Metrics {
         );
         registry.register("steps", "Steps that agents reported, by result", self.steps.clone());
         registry.register("pods_waiting", "Pods that wait for GPUs, by reason", self.pods_waiting.clone());
-        registry.register("gates_opened", "Pods released to the scheduler, by result", self.gates_opened.clone());
-        registry.register("gate_seconds", "Time that a pod waited at the placement gate", self.gate_seconds.clone());
+        registry.register("pods_released", "Pods released to the scheduler, by result", self.pods_released.clone());
+        registry.register(
+            "gate_wait_seconds",
+            "Time that a pod waited at the placement gate",
+            self.gate_wait_seconds.clone(),
+        );
         registry.register("evictions", "Pods evicted for pods of higher priority", self.evictions.clone());
         registry.register(
             "stranded_pods_recreated",
             "Stranded pods evicted so that their controllers recreate them",
-            self.recreated.clone(),
+            self.stranded_pods_recreated.clone(),
         );
-        registry.register("tenant_evictions", "Pods evicted because they exceeded their limits", self.expelled.clone());
+        registry.register(
+            "tenant_evictions",
+            "Pods evicted because they exceeded their limits",
+            self.tenant_evictions.clone(),
+        );
         registry.register(
             "tenant_conditions",
             "Writes of the pod condition cleave.dev/WithinShare",
-            self.judged.clone(),
+            self.tenant_conditions.clone(),
         );
         registry.register(
             "mps_hosts_outdated",
@@ -173,7 +181,7 @@ impl Metrics {
             "Fraction of the free memory of GPUs partitioned on demand that is on partly used GPUs",
             self.fragmentation.clone(),
         );
-        registry.register("nodes_left_out", "Nodes excluded from plans", self.left_out.clone());
+        registry.register("nodes_excluded", "Nodes excluded from plans", self.nodes_excluded.clone());
         registry.register("leader", "1 while this process is the leader", self.leader.clone());
     }
 

@@ -18,7 +18,7 @@ use tokio::sync::watch;
 
 use crate::events::{self, EventPublisher};
 use crate::metrics::{self, Kind, Outcome, Write};
-use crate::policies::demand::{self, Reason, Waiting};
+use crate::policies::demand::{self, Reason, WaitingPod};
 use crate::policies::pace::{Pace, QuietPeriod};
 use crate::policies::snapshot::History;
 use crate::policies::status::{WrittenStatus, WrittenStatuses};
@@ -26,7 +26,7 @@ use crate::policies::taint::{self, Taints};
 use crate::policies::{apply, plan, status};
 use crate::read::Observed;
 use crate::task::{Context, Controller, Trigger};
-use crate::watches::Wakes;
+use crate::watches::Wakers;
 use crate::write::{publish, within};
 
 /// Interval between passes while pods wait for room. The interval is necessary because a pod that
@@ -38,11 +38,11 @@ const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
 /// The inputs of the controller.
-pub(crate) struct Parts {
+pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
-    pub(crate) wakes: Wakes,
+    pub(crate) wakes: Wakers,
     /// Sends what each waiting pod waits for to the gate.
-    pub(crate) demand: watch::Sender<Arc<BTreeMap<String, Waiting>>>,
+    pub(crate) demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
     /// Whether to taint nodes that cannot serve any pod.
     pub(crate) taint: bool,
 }
@@ -50,8 +50,8 @@ pub(crate) struct Parts {
 /// The GPU controller.
 pub(crate) struct Passes {
     context: Context,
-    wakes: Wakes,
-    demand: watch::Sender<Arc<BTreeMap<String, Waiting>>>,
+    wakes: Wakers,
+    demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
     written: WrittenStatuses,
     started: Instant,
     history: History,
@@ -70,26 +70,26 @@ pub(crate) struct Passes {
 
 /// At least one write of a pass failed. Each failure is already logged.
 #[derive(Debug)]
-struct Failed;
+struct PassFailed;
 
 impl Controller for Passes {
-    fn gather(&mut self) -> Duration {
+    fn gather_time(&mut self) -> Duration {
         self.pace.wait(self.started.elapsed())
     }
 
     async fn reconcile(&mut self, trigger: Trigger) -> Option<Duration> {
         self.retry = match self.pass(trigger.seen).await {
             Ok(()) => None,
-            Err(Failed) => Some(self.retry.map_or(FIRST_RETRY_DELAY, |delay| (delay * 2).min(MAX_RETRY_DELAY))),
+            Err(PassFailed) => Some(self.retry.map_or(FIRST_RETRY_DELAY, |delay| (delay * 2).min(MAX_RETRY_DELAY))),
         };
-        self.pace.planned(self.now(), trigger.more);
+        self.pace.record_plan(self.now(), trigger.more);
         self.retry.into_iter().chain(self.next).min()
     }
 }
 
 impl Passes {
-    pub(crate) fn new(parts: Parts) -> Self {
-        let Parts { context, wakes, demand, taint } = parts;
+    pub(crate) fn new(parts: ControllerInputs) -> Self {
+        let ControllerInputs { context, wakes, demand, taint } = parts;
         Self {
             context,
             wakes,
@@ -114,7 +114,7 @@ impl Passes {
 
     /// Reads, plans and writes once. Does nothing while another process leads. `seen` is the time
     /// at which the first change was seen.
-    async fn pass(&mut self, seen: Instant) -> Result<(), Failed> {
+    async fn pass(&mut self, seen: Instant) -> Result<(), PassFailed> {
         self.next = None;
         if !self.context.claim.is_current() {
             return Ok(());
@@ -124,9 +124,9 @@ impl Passes {
         self.count_steps(&observed);
         self.history.restore_writes(&mut observed, now);
         let mut plan = plan::plan(&observed);
-        self.wakes.pods_decide(!plan.demand.is_empty());
+        self.wakes.set_partitions_on_demand(!plan.demand.is_empty());
         let outcome = self.plan_demand(&mut plan, &observed, now);
-        self.measure(&observed, &plan);
+        self.set_gauges(&observed, &plan);
         let nodes = self.apply(&plan, &observed, seen).await;
         if let Some(outcome) = &outcome {
             let modified = self.demand.send_if_modified(|waiting| {
@@ -142,11 +142,11 @@ impl Passes {
             self.report_demand(outcome, &observed).await;
         }
         let policies = self.report_policies(&plan, &observed).await;
-        let tainted = self.taint(&observed).await;
+        let tainted = self.update_taints(&observed).await;
         let all = nodes && policies && tainted;
         let result = if all { "ok" } else { "failed" };
         self.context.metrics.passes.get_or_create(&Outcome { result }).inc();
-        if all { Ok(()) } else { Err(Failed) }
+        if all { Ok(()) } else { Err(PassFailed) }
     }
 
     /// Plans the GPUs that are partitioned on demand. Returns `None` while the operator waits for
@@ -181,7 +181,7 @@ impl Passes {
             self.context.metrics.pods_waiting.get_or_create(&label).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
         self.context.metrics.fragmentation.set(f64::from(outcome.fragmentation) / 1000.0);
-        self.context.metrics.left_out.set(i64::try_from(outcome.excluded_nodes.len()).unwrap_or(i64::MAX));
+        self.context.metrics.nodes_excluded.set(i64::try_from(outcome.excluded_nodes.len()).unwrap_or(i64::MAX));
         if !outcome.repartitioned.is_empty() || !outcome.violations.is_empty() {
             tracing::info!(
                 pods = outcome.waiting.len(),
@@ -268,7 +268,7 @@ impl Passes {
             });
             if done {
                 let object = observed.nodes.get(&change.node).and_then(crate::read::Node::object);
-                self.history.wrote(
+                self.history.record_write(
                     &change.node,
                     object.and_then(|object| object.metadata.generation),
                     &change.spec,
@@ -276,7 +276,7 @@ impl Passes {
                 );
                 written_any = true;
             }
-            self.count("GpuNode", done, &mut all);
+            self.count_write("GpuNode", done, &mut all);
         }
         if written_any {
             self.context.metrics.reaction_seconds.observe(seen.elapsed().as_secs_f64());
@@ -306,7 +306,7 @@ impl Passes {
                     false
                 }
             });
-            self.count("SharingPolicy", done, &mut all);
+            self.count_write("SharingPolicy", done, &mut all);
             if done {
                 self.publish(&update, observed).await;
                 let written = WrittenStatus { from: update.from, status: update.status };
@@ -317,7 +317,7 @@ impl Passes {
     }
 
     /// Taints the nodes that can serve no pod, if that is enabled. Returns false if a write failed.
-    async fn taint(&mut self, observed: &Observed) -> bool {
+    async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
         let (changes, next) = taints.update(observed, now);
@@ -349,7 +349,7 @@ impl Passes {
                 }
                 None => false,
             };
-            self.count("Node", done, &mut all);
+            self.count_write("Node", done, &mut all);
         }
         all
     }
@@ -370,14 +370,14 @@ impl Passes {
     }
 
     /// Counts a write in the metrics. Sets `all` to false if the write failed.
-    fn count(&self, kind: &'static str, done: bool, all: &mut bool) {
+    fn count_write(&self, kind: &'static str, done: bool, all: &mut bool) {
         let result = if done { "ok" } else { "failed" };
         self.context.metrics.writes.get_or_create(&Write { kind, result }).inc();
         *all &= done;
     }
 
     /// Updates the gauges of policies and nodes.
-    fn measure(&self, observed: &Observed, plan: &plan::Plan) {
+    fn set_gauges(&self, observed: &Observed, plan: &plan::Plan) {
         let size = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let malformed_policies = observed.policies.values().filter(|policy| policy.is_err()).count();
         let nodes = observed.nodes.values();

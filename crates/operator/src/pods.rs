@@ -10,7 +10,7 @@ use cleave_api::placement::{self, Placement};
 use cleave_plan::Quantity;
 use cleave_plan::constraints::{HostPort, PodAffinityTerm, Rules, SpreadConstraint};
 use cleave_plan::device::SHARED_SUFFIX;
-use cleave_plan::ledger::{self, Ask, Kind, Units};
+use cleave_plan::ledger::{self, DeviceRequest, Kind, Units};
 use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod, Toleration};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod as CorePod;
@@ -116,7 +116,7 @@ pub struct PodSpec {
     /// Groups of units. The units of each group must be on one device. Set by [`PodObject::trim`].
     /// Excludes [interchangeable](is_interchangeable) resources.
     #[serde(skip)]
-    pub asks: Vec<Ask>,
+    pub device_requests: Vec<DeviceRequest>,
     /// Whether the scheduler may refuse a node for a reason that the operator does not evaluate,
     /// such as a claim of dynamic resource allocation.
     #[serde(skip)]
@@ -304,17 +304,17 @@ impl Claimant {
 impl PodObject {
     /// All requests of the pod for devices. Units of [interchangeable](is_interchangeable)
     /// resources are listed one by one.
-    pub fn asks(&self) -> Vec<Ask> {
-        let mut asks = self.spec.asks.clone();
+    pub fn device_requests(&self) -> Vec<DeviceRequest> {
+        let mut device_requests = self.spec.device_requests.clone();
         for (resource, quantity) in
             self.spec.requests.iter().filter(|(name, _)| is_served(name) && is_interchangeable(name))
         {
             // Limit the length of the list. No node can serve more devices.
             let count = quantity.count().unwrap_or(0).min(MAX_DEVICES);
-            let one = Units::new(1).map(|units| Ask { resource: resource.clone(), units });
-            asks.extend((0..count).filter_map(|_| one.clone()));
+            let one = Units::new(1).map(|units| DeviceRequest { resource: resource.clone(), units });
+            device_requests.extend((0..count).filter_map(|_| one.clone()));
         }
-        asks
+        device_requests
     }
 
     /// Whether the pod is not bound and the placement gate is its only scheduling gate.
@@ -328,7 +328,7 @@ impl PodObject {
     }
 
     /// Whether the pod requests a resource that Cleave can serve. Call [`Self::trim`] first.
-    pub fn wants_gpus(&self) -> bool {
+    pub fn requests_gpus(&self) -> bool {
         self.spec.requests.iter().any(|(name, quantity)| is_served(name) && quantity.milli() != Some(0))
     }
 
@@ -348,7 +348,7 @@ impl PodObject {
         (meta.finalizers, meta.generate_name) = (None, None);
         if !self.spec.containers.is_empty() {
             self.spec.requests = requests(&self.spec);
-            self.spec.asks = asks(&self.spec);
+            self.spec.device_requests = device_requests(&self.spec);
             self.spec.rules = rules(&mut self.spec);
             self.spec.volume_claims = volume_claims(&self.spec, self.metadata.name.as_deref().unwrap_or_default());
             let too_many_claims = self.spec.volume_claims.len() > MAX_VOLUME_CLAIMS;
@@ -364,7 +364,7 @@ impl PodObject {
         (spec.containers, spec.init_containers, spec.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
         (spec.volumes, spec.topology_spread_constraints) = (Vec::new(), Vec::new());
         (spec.resources, spec.resource_claims) = (None, Vec::new());
-        if spec.node_name.is_some() || !self.wants_gpus() {
+        if spec.node_name.is_some() || !self.requests_gpus() {
             let spec = &mut self.spec;
             (spec.node_selector, spec.affinity, spec.tolerations) = (BTreeMap::new(), None, Vec::new());
             (spec.rules.affinity, spec.rules.spread, spec.volume_claims) = (Vec::new(), Vec::new(), Vec::new());
@@ -392,10 +392,10 @@ pub fn is_interchangeable(resource: &str) -> bool {
 }
 
 /// Groups of units. The units of each group must be on one device.
-fn asks(spec: &PodSpec) -> Vec<Ask> {
+fn device_requests(spec: &PodSpec) -> Vec<DeviceRequest> {
     let container = |(kind, container): (Kind, &Container)| ledger::Container {
         kind,
-        limits: container.resources.limits.iter().filter_map(limit).collect(),
+        limits: container.resources.limits.iter().filter_map(mps_limit).collect(),
     };
     let limit_kind = |container: &Container| match container.restart_policy.as_deref() {
         Some("Always") => Kind::Sidecar,
@@ -403,12 +403,12 @@ fn asks(spec: &PodSpec) -> Vec<Ask> {
     };
     let init = spec.init_containers.iter().map(|container| (limit_kind(container), container));
     let main = spec.containers.iter().map(|container| (Kind::Main, container));
-    ledger::asks(&init.chain(main).map(container).collect::<Vec<_>>())
+    ledger::device_requests(&init.chain(main).map(container).collect::<Vec<_>>())
 }
 
 /// Returns a limit whose units must be on one device. The API server refuses quantities that are
 /// not numbers.
-fn limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
+fn mps_limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
     let placed = is_served(resource) && !is_interchangeable(resource);
     let units = quantity.count().filter(|_| placed)?;
     Some((resource.clone(), u32::try_from(units).unwrap_or(u32::MAX)))
@@ -465,7 +465,7 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
         // Another gate, such as a queue's, means that the pod must not run yet. The placement gate
         // does not count, because the operator removes it.
         let gated = pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
-        if gated || pod.metadata.deletion_timestamp.is_some() || !pod.wants_gpus() {
+        if gated || pod.metadata.deletion_timestamp.is_some() || !pod.requests_gpus() {
             return None;
         }
     }
@@ -513,13 +513,13 @@ pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     for container in &spec.init_containers {
         let mut at_once = sidecars.clone();
         at_once.add(&container.resources);
-        first.at_least(&at_once);
+        first.raise_to(&at_once);
         if container.restart_policy.as_deref() == Some("Always") {
             sidecars.add(&container.resources);
         }
     }
     containers.add_sum(&sidecars);
-    containers.at_least(&first);
+    containers.raise_to(&first);
     if let Some(pod) = &spec.resources {
         let mut whole = Sum::default();
         whole.add(pod);
@@ -572,7 +572,7 @@ impl Sum {
         }
     }
 
-    fn at_least(&mut self, other: &Self) {
+    fn raise_to(&mut self, other: &Self) {
         for (name, amount) in &other.amounts {
             let sum = self.amounts.entry(name.clone()).or_insert(Amount::Milli(0));
             match (&mut *sum, amount) {
@@ -605,7 +605,7 @@ mod tests {
         pod
     }
 
-    fn asks(pod: &PodObject, resource: &str) -> Option<u64> {
+    fn requested(pod: &PodObject, resource: &str) -> Option<u64> {
         pod.spec.requests.get(resource).and_then(Quantity::milli)
     }
 
@@ -621,9 +621,9 @@ spec:
   - {resources: {requests: {cpu: '2'}, limits: {nvidia.com/gpu-10gb: 1}}}
   - {resources: {requests: {cpu: 1500m, nvidia.com/gpu-10gb: 1}, limits: {nvidia.com/gpu-10gb: 1}}}");
         // The sidecar and the init container need 6 CPUs. The sidecar and the containers need 4.5.
-        assert_eq!(asks(&pod, "cpu"), Some(6100));
-        assert_eq!(asks(&pod, "memory"), Some((1 << 30) * 1000));
-        assert_eq!(asks(&pod, "nvidia.com/gpu-10gb"), Some(2000), "limits of extended resources are requests");
+        assert_eq!(requested(&pod, "cpu"), Some(6100));
+        assert_eq!(requested(&pod, "memory"), Some((1 << 30) * 1000));
+        assert_eq!(requested(&pod, "nvidia.com/gpu-10gb"), Some(2000), "limits of extended resources are requests");
     }
 
     #[test]
@@ -633,7 +633,7 @@ spec:
   resources: {requests: {cpu: '3'}}
   containers:
   - {resources: {requests: {cpu: '1', memory: 1Gi}}}");
-        assert_eq!((asks(&pod, "cpu"), asks(&pod, "memory")), (Some(3000), Some((1 << 30) * 1000)));
+        assert_eq!((requested(&pod, "cpu"), requested(&pod, "memory")), (Some(3000), Some((1 << 30) * 1000)));
     }
 
     #[test]
@@ -699,17 +699,18 @@ spec:
   containers:
   - {resources: {limits: {nvidia.com/gpu-mps: 5, nvidia.com/mig-1g.10gb: 2}}}
   - {resources: {limits: {nvidia.com/mig-1g.10gb.shared: 3, cpu: 1}}}");
-        let asks = |asks: &[Ask]| {
-            asks.iter()
-                .map(|ask| format!("{} {}", ask.units, ask.resource.trim_start_matches("nvidia.com/")))
+        let texts = |requests: &[DeviceRequest]| {
+            requests
+                .iter()
+                .map(|request| format!("{} {}", request.units, request.resource.trim_start_matches("nvidia.com/")))
                 .collect::<Vec<_>>()
         };
         assert_eq!(
-            asks(&pod.spec.asks),
+            texts(&pod.spec.device_requests),
             ["6 gpu-mps", "3 mig-1g.10gb.shared"],
             "units of the init container are used again, on its device"
         );
-        assert_eq!(asks(&pod.asks())[2..], ["1 mig-1g.10gb", "1 mig-1g.10gb"]);
+        assert_eq!(texts(&pod.device_requests())[2..], ["1 mig-1g.10gb", "1 mig-1g.10gb"]);
     }
 
     #[test]

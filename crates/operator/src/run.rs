@@ -27,7 +27,7 @@ use crate::passes::{self, Passes};
 use crate::placement::{self, Gate};
 use crate::task::{self, Context};
 use crate::tenants::Tenants;
-use crate::watches::{Wakes, Watches};
+use crate::watches::{Wakers, Watches};
 
 /// The operator's tasks. Each task returns its name and its result.
 type Tasks = JoinSet<(&'static str, Result<()>)>;
@@ -61,7 +61,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     metrics.register(&mut registry);
 
     let mut tasks = Tasks::new();
-    let wakes = Wakes::default();
+    let wakes = Wakers::default();
     let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
     let hosts = args.replace_mps_hosts.map(|selector| watches.hosts(&client, &namespace, &selector));
@@ -92,7 +92,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let context = Context { client, stores, claim, metrics, recorder, listed, stop: stop.clone() };
     let (passes_wake, gate_wake, tenants_wake) =
         (Arc::clone(&wakes.passes), Arc::clone(&wakes.gate), Arc::clone(&wakes.tenants));
-    let gate = Gate::new(placement::Parts {
+    let gate = Gate::new(placement::ControllerInputs {
         context: context.clone(),
         wake: Arc::clone(&wakes.gate),
         demand: gated,
@@ -100,7 +100,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         unschedulable_after: Duration::from_secs(args.unschedulable_after_seconds),
     });
     let tenants = Tenants::new(context.clone());
-    let passes = Passes::new(passes::Parts { context: context.clone(), wakes, demand, taint: args.taint_unhealthy });
+    let passes =
+        Passes::new(passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy });
     tasks.spawn(async move {
         let (passes, gate, tenants) = tokio::join!(
             task::run(passes, context.clone(), passes_wake),

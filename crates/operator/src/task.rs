@@ -41,7 +41,7 @@ pub(crate) struct Trigger {
 pub(crate) trait Controller {
     /// Time to collect further changes after the first change, so that one reconcile handles a
     /// burst.
-    fn gather(&mut self) -> Duration;
+    fn gather_time(&mut self) -> Duration;
 
     /// Reconciles once. Returns the delay before the next reconcile if nothing changes.
     fn reconcile(&mut self, trigger: Trigger) -> impl Future<Output = Option<Duration>> + Send;
@@ -72,7 +72,7 @@ pub(crate) async fn run(mut controller: impl Controller, context: Context, wake:
             () = stop.cancelled() => return Ok(()),
             () = wake.notified() => {
                 let seen = Instant::now();
-                tokio::time::sleep(controller.gather()).await;
+                tokio::time::sleep(controller.gather_time()).await;
                 // The stores already contain the changes that arrived while the controller
                 // collected changes.
                 let more = wake.notified().now_or_never().is_some();

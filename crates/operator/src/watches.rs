@@ -25,11 +25,11 @@ use crate::rollout::{Revision, Watched};
 
 /// A function that drops unused fields before an object is stored, and a predicate for changes that
 /// wake a controller.
-type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
+type WatchRules<K> = (fn(&mut K), fn(&K) -> bool);
 
 /// Notifications that wake the controllers.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Wakes {
+pub(crate) struct Wakers {
     pub(crate) passes: Arc<Notify>,
     pub(crate) gate: Arc<Notify>,
     pub(crate) tenants: Arc<Notify>,
@@ -38,15 +38,15 @@ pub(crate) struct Wakes {
     ignore_pods: Arc<AtomicBool>,
 }
 
-impl Wakes {
-    /// Wakes all controllers.
+impl Wakers {
+    /// Wakers all controllers.
     fn all(&self) {
         self.passes.notify_one();
         self.gate.notify_one();
         self.tenants.notify_one();
     }
 
-    /// Wakes the controllers that a changed pod affects. Pods change often, and a pass covers all
+    /// Wakers the controllers that a changed pod affects. Pods change often, and a pass covers all
     /// nodes. So pods wake passes only if a GPU is partitioned on demand.
     fn pod(&self) {
         if !self.ignore_pods.load(Ordering::Acquire) {
@@ -59,7 +59,7 @@ impl Wakes {
     /// Records whether the current pass found a GPU that is partitioned on demand. If the previous
     /// pass found none, wakes the passes again: a pod that changed during the current pass did not
     /// wake them.
-    pub(crate) fn pods_decide(&self, decide: bool) {
+    pub(crate) fn set_partitions_on_demand(&self, decide: bool) {
         let before = self.ignore_pods.swap(!decide, Ordering::AcqRel);
         if decide && before {
             self.passes.notify_one();
@@ -70,7 +70,7 @@ impl Wakes {
 /// Starts watches that share their tasks and metrics.
 pub(crate) struct Watches<'a> {
     pub(crate) tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
-    pub(crate) wakes: &'a Wakes,
+    pub(crate) wakes: &'a Wakers,
     pub(crate) metrics: &'a Metrics,
     pub(crate) stop: &'a CancellationToken,
 }
@@ -82,64 +82,64 @@ impl Watches<'_> {
         let agents = watcher::Config::default().labels(agent_selector);
         // Ended pods use no devices, so the API server need not send them.
         let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
-        let gate: fn(&Wakes) = |wakes| wakes.gate.notify_one();
+        let gate: fn(&Wakers) = |wakes| wakes.gate.notify_one();
         Stores {
-            policies: self.keep(
+            policies: self.store_objects(
                 "SharingPolicy",
                 watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
-                (trim, |_| true),
-                Wakes::all,
+                (trim_metadata, |_| true),
+                Wakers::all,
             ),
-            gpu_nodes: self.keep(
+            gpu_nodes: self.store_objects(
                 "GpuNode",
                 watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
                 (
                     |object| {
-                        trim_others(object);
+                        trim_foreign_metadata(object);
                         complete(object);
                     },
                     |_| true,
                 ),
-                Wakes::all,
+                Wakers::all,
             ),
-            nodes: self.keep(
+            nodes: self.store_objects(
                 "Node",
                 watcher(Api::<NodeObject>::all(client.clone()), everything),
-                (trim, |_| true),
-                Wakes::all,
+                (trim_metadata, |_| true),
+                Wakers::all,
             ),
-            agents: self.keep(
+            agents: self.store_objects(
                 "AgentPod",
                 watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), agents),
-                (trim, |_| true),
-                Wakes::all,
+                (trim_metadata, |_| true),
+                Wakers::all,
             ),
             // Other pods have little influence on plans, so they do not wake passes. The next pass
             // reads them in any case.
-            pods: self.keep(
+            pods: self.store_objects(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
-                (PodObject::trim, |pod| pod.wants_gpus() || pod.waits_at_gate()),
-                Wakes::pod,
+                (PodObject::trim, |pod| pod.requests_gpus() || pod.waits_at_gate()),
+                Wakers::pod,
             ),
             // The scheduler also reads volumes and namespaces' labels. Only the gate needs these
             // objects.
-            volume_claims: self.keep(
+            volume_claims: self.store_objects(
                 "PersistentVolumeClaim",
                 watcher(Api::<VolumeClaimObject>::all(client.clone()), watcher::Config::default()),
-                (trim, |_| true),
+                (trim_metadata, |_| true),
                 gate,
             ),
-            volumes: self.keep(
+            volumes: self.store_objects(
                 "PersistentVolume",
                 watcher(Api::<VolumeObject>::all(client.clone()), watcher::Config::default()),
-                (trim, |_| true),
+                (trim_metadata, |_| true),
                 gate,
             ),
-            namespaces: self.keep(
+            namespaces: self.store_objects(
                 "NamespaceLabels",
                 watcher(Api::<NamespaceObject>::all(client.clone()), watcher::Config::default()),
-                (trim, |_| false),
+                (trim_metadata, |_| false),
                 gate,
             ),
         }
@@ -149,30 +149,30 @@ impl Watches<'_> {
     pub(crate) fn exempt_namespaces(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
         let exempt = watcher::Config::default().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), exempt);
-        self.keep("Namespace", watch, (trim, |_| false), Wakes::all)
+        self.store_objects("Namespace", watch, (trim_metadata, |_| false), Wakers::all)
     }
 
     /// Watches the objects that decide which MPS hosts to replace. Only the gate reads them.
     pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
         let labelled = watcher::Config::default().labels(selector);
-        let wake = |wakes: &Wakes| wakes.gate.notify_one();
+        let wake = |wakes: &Wakers| wakes.gate.notify_one();
         let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled);
         let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), watcher::Config::default());
         Watched {
-            pods: self.keep("MpsHostPod", pods, (trim, |_| true), wake),
-            revisions: self.keep("ControllerRevision", revisions, (trim, |_| true), wake),
+            pods: self.store_objects("MpsHostPod", pods, (trim_metadata, |_| true), wake),
+            revisions: self.store_objects("ControllerRevision", revisions, (trim_metadata, |_| true), wake),
             namespace: namespace.to_owned(),
         }
     }
 
     /// Stores the objects of a watch until the process stops. `trim` drops unused fields before an
     /// object is stored. A change of an object for which `is_relevant` returns true calls `wake`.
-    fn keep<K>(
+    fn store_objects<K>(
         &mut self,
         kind: &'static str,
         watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
-        (trim, is_relevant): Keeping<K>,
-        wake: fn(&Wakes),
+        (trim, is_relevant): WatchRules<K>,
+        wake: fn(&Wakers),
     ) -> Store<K>
     where
         K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
@@ -208,7 +208,7 @@ impl Watches<'_> {
 }
 
 /// Drops metadata that the operator never reads.
-fn trim<K: Resource>(object: &mut K) {
+fn trim_metadata<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
     meta.annotations = None;
@@ -216,7 +216,7 @@ fn trim<K: Resource>(object: &mut K) {
 
 /// Drops other writers' metadata. Cleave's annotations are kept, because administrators use them,
 /// for example to cordon GPUs.
-fn trim_others<K: Resource>(object: &mut K) {
+fn trim_foreign_metadata<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
     if let Some(annotations) = &mut meta.annotations {
@@ -237,7 +237,7 @@ mod tests {
             ["cleave.dev/cordon", "cleave.dev/cleared", "kubectl.kubernetes.io/last-applied-configuration"];
         node.metadata.annotations = Some(annotations.map(|name| (name.to_owned(), "x".to_owned())).into());
         node.metadata.managed_fields = Some(Vec::new());
-        trim_others(&mut node);
+        trim_foreign_metadata(&mut node);
         let kept: Vec<String> = node.metadata.annotations.into_iter().flatten().map(|(name, _)| name).collect();
         assert_eq!(kept, ["cleave.dev/cleared", "cleave.dev/cordon"]);
         assert_eq!(node.metadata.managed_fields, None);
@@ -245,14 +245,14 @@ mod tests {
 
     #[test]
     fn pods_wake_passes_only_if_a_gpu_is_shared_by_demand_and_none_is_missed() {
-        let wakes = Wakes::default();
+        let wakes = Wakers::default();
         let woken = |of: &Arc<Notify>| of.notified().now_or_never().is_some();
         wakes.pod();
         assert!(
             woken(&wakes.passes) && woken(&wakes.gate),
             "before the first pass it is not known whether pods decide"
         );
-        wakes.pods_decide(false);
+        wakes.set_partitions_on_demand(false);
         wakes.pod();
         assert!(!woken(&wakes.passes) && woken(&wakes.gate));
         wakes.all();
@@ -260,9 +260,9 @@ mod tests {
         // This pod changes after the pass has read the pods and before the pass reports that GPUs
         // are partitioned on demand.
         wakes.pod();
-        wakes.pods_decide(true);
+        wakes.set_partitions_on_demand(true);
         assert!(woken(&wakes.passes));
-        wakes.pods_decide(true);
+        wakes.set_partitions_on_demand(true);
         assert!(!woken(&wakes.passes), "a repeated report wakes nothing");
         wakes.pod();
         assert!(woken(&wakes.passes));

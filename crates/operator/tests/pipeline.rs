@@ -183,11 +183,11 @@ fn at(second: i64) -> Timestamp {
     Timestamp::from_second(second).unwrap()
 }
 
-const TEN: &str = "mode: Mps\nmps:\n  units: 10\n  threads: Strict";
+const TEN_SHARES: &str = "mode: Mps\nmps:\n  units: 10\n  threads: Strict";
 
 #[test]
 fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
-    let world = TestCluster::default().four("n1").policy("ten", TEN);
+    let world = TestCluster::default().four("n1").policy("ten", TEN_SHARES);
     let plan = world.plan();
     let spec = &plan.nodes["n1"];
     assert_eq!(spec.gpus.len(), 4);
@@ -230,10 +230,10 @@ fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
 }
 
 #[test]
-fn each_gpu_has_its_own_mode_and_gpus_without_a_policy_are_whole() {
+fn gpus_have_separate_modes_and_gpus_without_a_policy_are_whole() {
     let world = TestCluster::default()
         .four("n1")
-        .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN}"))
+        .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN_SHARES}"))
         .policy("time-sliced", "gpus:\n  indices: [1]\nmode: TimeSlicing\ntimeSlicing:\n  replicas: 4\nresourceName: nvidia.com/gpu.shared")
         .policy("whole", "gpus:\n  indices: [2]\nmode: Whole\nenforcement: Evict");
     let plan = world.plan();
@@ -293,8 +293,10 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
 
 #[test]
 fn the_more_specific_policy_wins_and_the_other_reports_it() {
-    let mut world =
-        TestCluster::default().four("n1").policy("all", TEN).policy("first", "gpus:\n  indices: [0]\nmode: Whole");
+    let mut world = TestCluster::default()
+        .four("n1")
+        .policy("all", TEN_SHARES)
+        .policy("first", "gpus:\n  indices: [0]\nmode: Whole");
     world.write();
     world.serve();
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("first"));
@@ -304,7 +306,7 @@ fn the_more_specific_policy_wins_and_the_other_reports_it() {
     let statuses = world.report();
     assert_eq!((statuses["all"].gpus, statuses["all"].nodes, statuses["all"].total), (3, 1, 30));
 
-    let mut world = TestCluster::default().four("n1").policy("older", TEN).policy("younger", "mode: Whole");
+    let mut world = TestCluster::default().four("n1").policy("older", TEN_SHARES).policy("younger", "mode: Whole");
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("older"));
     world.assert_condition(
         "younger",
@@ -361,7 +363,7 @@ fn an_unreported_node_may_have_the_missing_model() {
 
 #[test]
 fn a_policy_that_waits_names_the_pods() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     world.write();
     world.assert_condition("p", "Ready", "False", "Applying", "the agent of n1 has not received the new spec yet");
     world.serve();
@@ -412,7 +414,7 @@ fn a_policy_that_waits_names_the_pods() {
 
 #[test]
 fn failed_and_refused_steps_are_reported_first() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     world.write();
     let object = world.object("n1");
     let generation = object.metadata.generation.unwrap();
@@ -433,7 +435,7 @@ fn failed_and_refused_steps_are_reported_first() {
 
 #[test]
 fn annotations_of_administrators_are_copied_to_the_spec() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     let annotate = |world: &mut TestCluster, cordon: &str, cleared: &str| {
         let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
         let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
@@ -458,7 +460,7 @@ fn annotations_of_administrators_are_copied_to_the_spec() {
 
 #[test]
 fn unhealthy_gpus_and_agents_that_are_not_ready_are_reported() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     world.write();
     world.serve();
     world.gpu("n1", 3).health =
@@ -481,8 +483,8 @@ fn unhealthy_gpus_and_agents_that_are_not_ready_are_reported() {
 }
 
 #[test]
-fn a_mistake_in_a_policy_repartitions_nothing() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+fn an_invalid_policy_repartitions_no_gpu() {
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     world.write();
     let before = world.object("n1").spec.clone();
     // The policy becomes malformed, then invalid (stored under an older CRD). Then its GPUs do not
@@ -511,7 +513,7 @@ fn a_mistake_in_a_policy_repartitions_nothing() {
 
 #[test]
 fn a_malformed_object_affects_no_other_and_is_reported_once() {
-    let mut world = TestCluster::default().four("n1").four("node22").malformed("broken").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").four("node22").malformed("broken").policy("p", TEN_SHARES);
     let metadata = ObjectMeta { name: Some("node22".into()), ..ObjectMeta::default() };
     world.observed.nodes.get_mut("node22").unwrap().gpu_node =
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error: "no field".into(), metadata }))));
@@ -540,7 +542,7 @@ fn an_invalid_policy_names_the_field_and_the_reason() {
 
 #[test]
 fn nothing_is_written_twice() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     assert_eq!(changes(&world.plan(), &world.observed).len(), 1);
     world.write();
     assert_eq!(changes(&world.plan(), &world.observed), Vec::<apply::Change>::new());
@@ -550,7 +552,7 @@ fn nothing_is_written_twice() {
 
 #[test]
 fn a_status_is_not_written_twice_while_the_watch_lags() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     let first = updates(&world.plan(), &world.observed, &world.written, at(0)).remove(0);
     world.written.insert("p".into(), WrittenStatus { from: first.from, status: first.status });
     assert!(updates(&world.plan(), &world.observed, &world.written, at(1)).is_empty());
@@ -563,7 +565,7 @@ fn a_status_is_not_written_twice_while_the_watch_lags() {
 
 #[test]
 fn a_condition_keeps_its_time_until_its_status_changes() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     world.report();
     let time = |world: &TestCluster, second| {
         let update = updates(&world.plan(), &world.observed, &world.written, at(second)).remove(0);
@@ -578,19 +580,19 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
 
 #[test]
 fn a_spec_stays_while_the_driver_does_not_answer() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     world.write();
     world.object("n1").status.as_mut().unwrap().gpus.clear();
     assert!(!world.plan().nodes.contains_key("n1"));
     // The operator writes a spec to a node that never had GPUs, so that the agent does not wait for
     // a spec.
-    let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN);
+    let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES);
     assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
 }
 
 #[test]
 fn nodes_without_gpus_are_reported_if_no_node_has_any() {
-    let mut world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN);
+    let mut world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES);
     world.assert_condition("p", "Ready", "False", "NoGpu", "n1");
     let mut world = world.four("n2");
     world.write();
@@ -600,7 +602,7 @@ fn nodes_without_gpus_are_reported_if_no_node_has_any() {
 
 #[test]
 fn the_plan_does_not_depend_on_the_order_of_reported_gpus() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
     let plan = world.plan();
     world.object("n1").status.as_mut().unwrap().gpus.reverse();
     assert_eq!(world.plan().nodes, plan.nodes);
@@ -609,7 +611,7 @@ fn the_plan_does_not_depend_on_the_order_of_reported_gpus() {
 }
 
 #[test]
-fn events_are_published_only_for_what_people_wait_for_or_act_on() {
+fn only_conditions_that_need_attention_get_events() {
     let condition = |type_: &str, status: &str, reason: &str| Condition {
         type_: type_.into(),
         status: status.into(),

@@ -18,7 +18,7 @@ pub(crate) struct Location {
 pub(crate) struct Cost([i64; 3]);
 
 impl Cost {
-    pub(crate) fn plus(self, other: Self) -> Self {
+    pub(crate) fn saturating_add(self, other: Self) -> Self {
         Self(std::array::from_fn(|at| self.0[at] + other.0[at]))
     }
 }
@@ -113,14 +113,14 @@ impl Assignment {
         let now = *self.versions.get(node as usize)?;
         if *version != now {
             *version = now;
-            *cost = self.offer(model, states, group, node, rule, &mut costs.scratch);
+            *cost = self.find_location(model, states, group, node, rule, &mut costs.scratch);
         }
         *cost
     }
 
     /// The cheapest way to place one more pod of a group on a node. Writes the chosen GPUs to
     /// `gpus`.
-    pub(crate) fn offer(
+    pub(crate) fn find_location(
         &self,
         model: &Model<'_>,
         states: &mut States,
@@ -145,8 +145,8 @@ impl Assignment {
                 Some(cost)
             }
             units => {
-                let (cost, chosen) =
-                    together(states, slots, units, rule).or_else(|| spread(states, slots, units, rule))?;
+                let (cost, chosen) = place_on_one_gpu(states, slots, units, rule)
+                    .or_else(|| place_on_several_gpus(states, slots, units, rule))?;
                 gpus.extend(chosen.iter().map(|at| range.start + at));
                 Some(cost)
             }
@@ -155,7 +155,7 @@ impl Assignment {
 
     /// Places a pod. A location from [`Self::offer`] is always possible. If a location is not
     /// possible, changes nothing and returns false.
-    pub(crate) fn put(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
+    pub(crate) fn place(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
         let Some(group) = group(model, pod) else { return false };
         if !self.has_room(&group.needs, location.node) {
             return false;
@@ -169,11 +169,11 @@ impl Assignment {
         }
         if done < group.units.len() {
             for (unit, gpu) in group.units.iter().zip(&location.gpus).take(done) {
-                self.take_back(states, *unit, *gpu);
+                self.remove_demand(states, *unit, *gpu);
             }
             return false;
         }
-        self.account(&group.needs, location.node, u64::saturating_sub);
+        self.change_free(&group.needs, location.node, u64::saturating_sub);
         if let Some(on) = self.pods.get_mut(location.node as usize) {
             on.push(pod);
         }
@@ -188,9 +188,9 @@ impl Assignment {
         let group = group(model, pod)?;
         let location = self.locations.get_mut(pod as usize)?.take()?;
         for (unit, gpu) in group.units.iter().zip(&location.gpus) {
-            self.take_back(states, *unit, *gpu);
+            self.remove_demand(states, *unit, *gpu);
         }
-        self.account(&group.needs, location.node, u64::saturating_add);
+        self.change_free(&group.needs, location.node, u64::saturating_add);
         if let Some(on) = self.pods.get_mut(location.node as usize)
             && let Some(place) = on.iter().rposition(|&other| other == pod)
         {
@@ -199,7 +199,7 @@ impl Assignment {
         Some(location)
     }
 
-    fn take_back(&mut self, states: &mut States, unit: DemandId, gpu: u32) {
+    fn remove_demand(&mut self, states: &mut States, unit: DemandId, gpu: u32) {
         if let Some(slot) = self.gpus.get_mut(gpu as usize)
             && let Some(before) = states.without(*slot, unit)
         {
@@ -207,7 +207,7 @@ impl Assignment {
         }
     }
 
-    fn account(&mut self, needs: &[(u16, u64)], node: u32, with: impl Fn(u64, u64) -> u64) {
+    fn change_free(&mut self, needs: &[(u16, u64)], node: u32, with: impl Fn(u64, u64) -> u64) {
         self.version += 1;
         if let Some(version) = self.versions.get_mut(node as usize) {
             *version = self.version;
@@ -229,7 +229,7 @@ pub(crate) fn group<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m crate:
 }
 
 /// Cost of changing a GPU from one state to another. `None` if the rule forbids it.
-pub(crate) fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> Option<Cost> {
+pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Rule) -> Option<Cost> {
     let (before, after) = (states.summary(from), states.summary(to));
     let allowed = match rule {
         Rule::Stay => !after.changed,
@@ -253,7 +253,7 @@ fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) 
         }
         last = Some(slot);
         let Some(next) = states.with(slot, unit) else { continue };
-        let Some(cost) = step(states, slot, next, rule) else { continue };
+        let Some(cost) = change_cost(states, slot, next, rule) else { continue };
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, at));
         }
@@ -262,7 +262,12 @@ fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) 
 }
 
 /// Places all units on one GPU.
-fn together(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule) -> Option<(Cost, Vec<u32>)> {
+fn place_on_one_gpu(
+    states: &mut States,
+    slots: &[StateId],
+    units: &[DemandId],
+    rule: Rule,
+) -> Option<(Cost, Vec<u32>)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;
     for (&slot, at) in slots.iter().zip(0..) {
@@ -274,7 +279,7 @@ fn together(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Ru
         for &unit in units {
             state = state.and_then(|state| states.with(state, unit));
         }
-        let Some(cost) = state.and_then(|state| step(states, slot, state, rule)) else { continue };
+        let Some(cost) = state.and_then(|state| change_cost(states, slot, state, rule)) else { continue };
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, at));
         }
@@ -284,7 +289,12 @@ fn together(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Ru
 
 /// Places the units on several GPUs. Places each unit on the cheapest GPU. If that fails, searches
 /// all combinations.
-fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule) -> Option<(Cost, Vec<u32>)> {
+fn place_on_several_gpus(
+    states: &mut States,
+    slots: &[StateId],
+    units: &[DemandId],
+    rule: Rule,
+) -> Option<(Cost, Vec<u32>)> {
     let mut now = slots.to_vec();
     let mut chosen = Vec::with_capacity(units.len());
     let mut sum = Cost::default();
@@ -292,7 +302,7 @@ fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule
         let Some((cost, at)) = cheapest(states, &now, unit, rule) else { break };
         let slot = now.get_mut(at as usize)?;
         *slot = states.with(*slot, unit)?;
-        sum = sum.plus(cost);
+        sum = sum.saturating_add(cost);
         chosen.push(at);
     }
     if chosen.len() == units.len() {
@@ -310,7 +320,7 @@ fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule
     let cost = slots
         .iter()
         .zip(&now)
-        .try_fold(Cost::default(), |sum, (&from, &to)| Some(sum.plus(step(states, from, to, rule)?)));
+        .try_fold(Cost::default(), |sum, (&from, &to)| Some(sum.saturating_add(change_cost(states, from, to, rule)?)));
     cost.filter(|_| found).map(|cost| (cost, chosen))
 }
 
@@ -332,7 +342,7 @@ fn search(
         if now[..at].contains(&slot) {
             continue;
         }
-        let Some(next) = states.with(slot, unit).filter(|&next| step(states, slot, next, rule).is_some()) else {
+        let Some(next) = states.with(slot, unit).filter(|&next| change_cost(states, slot, next, rule).is_some()) else {
             continue;
         };
         now[at] = next;

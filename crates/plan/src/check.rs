@@ -8,7 +8,7 @@ use std::fmt;
 use crate::device::{self, Mode};
 use crate::mig::{Profile, built_in};
 use crate::mps::MAX_CLIENTS;
-use crate::planner::{GpuPlan, Placement, Plan, Take};
+use crate::planner::{GpuPlan, Placement, Plan, PlannedSlices};
 use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 
@@ -122,7 +122,7 @@ impl Checker {
         if !changed {
             return;
         }
-        if gpu.fixed || gpu.left_out.is_some() || node.left_out.is_some() || gpu.mode == Mode::Unknown {
+        if gpu.fixed || gpu.exclusion.is_some() || node.exclusion.is_some() || gpu.mode == Mode::Unknown {
             self.report(at, "the GPU changes although it must not");
         }
         let known = built_in(&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)).unwrap_or_default();
@@ -269,7 +269,7 @@ impl Checker {
                 self.report(&pod.name, format!("the snapshot has no node {}", placement.node));
                 continue;
             };
-            if node.left_out.is_some() || Constraints::of(pod).admit(node).is_err() {
+            if node.exclusion.is_some() || Constraints::of(pod).admit(node).is_err() {
                 self.report(&pod.name, format!("the pod may not run on node {}", node.name));
             }
             for (name, request) in &pod.requests {
@@ -335,7 +335,7 @@ impl Checker {
         free: &mut BTreeMap<ResourceKey<'p>, u64>,
     ) {
         let mut got: BTreeMap<&str, u64> = BTreeMap::new();
-        for Take { gpu, resource, count } in &placement.takes {
+        for PlannedSlices { gpu, resource, count } in &placement.takes {
             let Some(plan) = plans.get(&(placement.node.as_str(), gpu.as_str())) else {
                 self.report(&pod.name, format!("GPU {gpu} is not on node {}", placement.node));
                 continue;

@@ -66,7 +66,7 @@ impl Families {
     }
 
     /// Whether the set contains no family other than this one.
-    pub const fn at_most(self, family: Family) -> bool {
+    pub const fn is_subset_of(self, family: Family) -> bool {
         self.0 & !(1 << family as u8) == 0
     }
 }
@@ -139,9 +139,9 @@ mod tests {
     }
 
     #[test]
-    fn families_are_a_set() {
+    fn families_can_be_added_and_tested() {
         let some = Families::NONE.with(Family::Mps).with(Family::Mig);
-        assert!(some.has(Family::Mig) && !some.has(Family::Whole) && !some.at_most(Family::Mps));
-        assert!(Families::NONE.at_most(Family::Mps));
+        assert!(some.has(Family::Mig) && !some.has(Family::Whole) && !some.is_subset_of(Family::Mps));
+        assert!(Families::NONE.is_subset_of(Family::Mps));
     }
 }

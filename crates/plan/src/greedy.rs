@@ -1,7 +1,7 @@
 //! Places any number of pods, one after the other. Moves pods that are already placed to make room.
 use std::collections::BTreeMap;
 
-use crate::assignment::{Assignment, Cost, Costs, Location, Rule, group, step};
+use crate::assignment::{Assignment, Cost, Costs, Location, Rule, change_cost, group};
 use crate::model::Model;
 use crate::search::Part;
 use crate::states::{DemandId, States};
@@ -135,7 +135,9 @@ impl<'g, 'a> Greedy<'g, 'a> {
                 offers[at] = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
                 continue;
             }
-            if !moving || !(self.make_room(pod, id, rule, MAX_CHAIN, &mut vec![pod]) || self.move_two(pod, id, rule)) {
+            if !moving
+                || !(self.make_room(pod, id, rule, MAX_CHAIN, &mut vec![pod]) || self.move_two_pods(pod, id, rule))
+            {
                 moving = false;
                 if rule == Rule::Stay {
                     break;
@@ -152,9 +154,9 @@ impl<'g, 'a> Greedy<'g, 'a> {
 
     fn place_at(&mut self, id: u32, pod: u32, node: u32, rule: Rule) -> bool {
         let mut gpus = Vec::new();
-        let offered = self.assignment.offer(self.model, self.states, id, node, rule, &mut gpus).is_some();
+        let offered = self.assignment.find_location(self.model, self.states, id, node, rule, &mut gpus).is_some();
         self.epoch += 1;
-        offered && self.assignment.put(self.model, self.states, pod, Location { node, gpus })
+        offered && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
     /// Places a pod by moving a second pod, which may move a third. Either all of these pods are
@@ -171,7 +173,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                     return false;
                 }
                 let Some(other_id) = model.group_of.get(other as usize).copied().flatten() else { continue };
-                if other_id == id || moved.contains(&other) || !self.may_help(id, node, other, other_id, rule) {
+                if other_id == id || moved.contains(&other) || !self.could_make_room(id, node, other, other_id, rule) {
                     continue;
                 }
                 let Some(location) = self.assignment.locations.get(other as usize).cloned().flatten() else { continue };
@@ -181,8 +183,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
                 }
                 seen.push(kind);
                 self.assignment.remove(model, self.states, other);
-                let offered = self.assignment.offer(model, self.states, id, node, rule, &mut gpus).is_some();
-                if offered && self.assignment.put(model, self.states, pod, Location { node, gpus: gpus.clone() }) {
+                let offered = self.assignment.find_location(model, self.states, id, node, rule, &mut gpus).is_some();
+                if offered && self.assignment.place(model, self.states, pod, Location { node, gpus: gpus.clone() }) {
                     if self.relocate(other, other_id, node, rule) {
                         return true;
                     }
@@ -196,7 +198,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                     }
                     self.assignment.remove(model, self.states, pod);
                 }
-                self.assignment.put(model, self.states, other, location);
+                self.assignment.place(model, self.states, other, location);
             }
         }
         false
@@ -204,7 +206,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
 
     /// Places a pod by moving two other pods from one GPU. Either all three pods are placed
     /// afterwards, or nothing changes.
-    fn move_two(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
+    fn move_two_pods(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
         let &[unit] = of.units.as_slice() else { return false };
@@ -227,7 +229,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                             continue;
                         }
                         seen.push(pair);
-                        if self.replace_two(pod, unit, node, gpu, [one, other], rule) {
+                        if self.replace_two_pods(pod, unit, node, gpu, [one, other], rule) {
                             return true;
                         }
                     }
@@ -238,7 +240,15 @@ impl<'g, 'a> Greedy<'g, 'a> {
     }
 
     /// Places `pod` on a GPU in place of two other pods, if they can be placed elsewhere.
-    fn replace_two(&mut self, pod: u32, unit: DemandId, node: u32, gpu: u32, others: [u32; 2], rule: Rule) -> bool {
+    fn replace_two_pods(
+        &mut self,
+        pod: u32,
+        unit: DemandId,
+        node: u32,
+        gpu: u32,
+        others: [u32; 2],
+        rule: Rule,
+    ) -> bool {
         let model = self.model;
         // First check, by the states alone, that the GPU would have room.
         let mut state = self.assignment.gpus.get(gpu as usize).copied();
@@ -247,14 +257,14 @@ impl<'g, 'a> Greedy<'g, 'a> {
             state = state.and_then(|state| self.states.without(state, other_unit));
         }
         let Some(less) = state else { return false };
-        if self.states.with(less, unit).is_none_or(|then| step(self.states, less, then, rule).is_none()) {
+        if self.states.with(less, unit).is_none_or(|then| change_cost(self.states, less, then, rule).is_none()) {
             return false;
         }
         let before: Vec<(u32, Location)> = others
             .iter()
             .filter_map(|&other| Some((other, self.assignment.remove(model, self.states, other)?)))
             .collect();
-        if self.assignment.put(model, self.states, pod, Location { node, gpus: vec![gpu] }) {
+        if self.assignment.place(model, self.states, pod, Location { node, gpus: vec![gpu] }) {
             let mut relocated = Vec::new();
             for other in others {
                 let id = model.group_of.get(other as usize).copied().flatten();
@@ -272,14 +282,14 @@ impl<'g, 'a> Greedy<'g, 'a> {
             self.assignment.remove(model, self.states, pod);
         }
         for (other, location) in before {
-            self.assignment.put(model, self.states, other, location);
+            self.assignment.place(model, self.states, other, location);
         }
         false
     }
 
     /// Whether removing `other` from the node could make room for a pod of group `id`. Returns
     /// false only if removal certainly cannot help.
-    fn may_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
+    fn could_make_room(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
         // The node may lack CPU or memory rather than a GPU.
@@ -296,7 +306,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             .and_then(|location| location.gpus.first().copied());
         let state = gpu.and_then(|gpu| self.assignment.gpus.get(gpu as usize).copied());
         let Some(less) = state.and_then(|state| self.states.without(state, other_unit)) else { return false };
-        self.states.with(less, unit).is_some_and(|then| step(self.states, less, then, rule).is_some())
+        self.states.with(less, unit).is_some_and(|then| change_cost(self.states, less, then, rule).is_some())
     }
 
     /// Places a pod that was moved from `from`, on a node with room or in the remaining room of
@@ -321,8 +331,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         }
         let Some((_, node)) = best else { return false };
         let mut gpus = Vec::new();
-        self.assignment.offer(self.model, self.states, id, node, rule, &mut gpus).is_some()
-            && self.assignment.put(self.model, self.states, pod, Location { node, gpus })
+        self.assignment.find_location(self.model, self.states, id, node, rule, &mut gpus).is_some()
+            && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
     /// The first few nodes that currently have room for a pod of a group.
@@ -379,7 +389,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                     self.assignment.remove(self.model, self.states, pod);
                 }
                 for (pod, location) in before {
-                    self.assignment.put(self.model, self.states, pod, location);
+                    self.assignment.place(self.model, self.states, pod, location);
                 }
                 self.epoch += 1;
             }

@@ -28,7 +28,7 @@ mod states;
 pub mod units;
 
 pub use check::{Violation, check};
-pub use planner::{GpuPlan, Placement, Plan, Planned, Take, Unplaced, plan};
+pub use planner::{GpuPlan, Placement, Plan, Planned, PlannedSlices, Unplaced, plan};
 pub use policy::Policy;
 pub use quantity::Quantity;
 pub use report::{NodeReport, PodReport, Report};

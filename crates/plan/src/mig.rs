@@ -182,7 +182,7 @@ impl Table {
 
     /// An instance's part of the GPU's memory slices and compute slices, in 65,536ths, rounded
     /// down.
-    pub(crate) fn part(&self, profile: u8) -> (u32, u32) {
+    pub(crate) fn memory_and_compute_part(&self, profile: u8) -> (u32, u32) {
         let Some(entry) = self.entries.get(usize::from(profile)) else { return (0, 0) };
         let compute = (entry.compute << 16).checked_div(self.compute).unwrap_or(0);
         (((u32::from(entry.size)) << 16).checked_div(self.slices).unwrap_or(0), compute)
@@ -220,11 +220,11 @@ impl Table {
     /// all shapes, of the slices that instances of one shape alone could cover. Higher is better.
     /// An instance costs little room where no larger instance could start.
     pub(crate) fn room(&self, mask: Mask) -> u32 {
-        self.shapes.iter().map(|(size, starts)| u32::from(*size) * most(*size, starts, mask)).sum()
+        self.shapes.iter().map(|(size, starts)| u32::from(*size) * max_instances(*size, starts, mask)).sum()
     }
 
     /// The mask of all these instances. `None` if they cannot exist at the same time.
-    pub(crate) fn together(&self, instances: &[Instance]) -> Option<Mask> {
+    pub(crate) fn combined_mask(&self, instances: &[Instance]) -> Option<Mask> {
         let mut mask = 0;
         for &instance in instances {
             let bits = self.mask(instance)?;
@@ -241,7 +241,7 @@ impl Table {
     /// Prefers placements that destroy and create the fewest instances, then placements that leave
     /// the most room, then placements that start lowest.
     pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
-        let taken = self.together(in_use)?;
+        let taken = self.combined_mask(in_use)?;
         let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
         if !self.allows(everyone) {
             return None;
@@ -319,7 +319,7 @@ const fn bits(size: u8, start: u8) -> Mask {
 
 /// Maximum number of instances of one shape that fit outside `mask`. For intervals of equal length,
 /// choosing the lowest interval that fits is optimal.
-fn most(size: u8, starts: &[u8], mask: Mask) -> u32 {
+fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
     let mut taken = mask;
     let mut count = 0;
     for &start in starts {
@@ -352,7 +352,7 @@ fn compute(name: &str) -> u32 {
 
 /// Memory in GB of the profiles of a GPU with seven compute and eight memory slices: `1g`, `1g`
 /// with double memory, half the GPU and the whole GPU.
-struct Sevenths {
+struct SliceMemory {
     one: u32,
     two: u32,
     half: u32,
@@ -365,7 +365,7 @@ pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);
     let large = |gigabytes: u64| memory_mib >= gigabytes * 1000;
-    let sevenths = |one, two, half, whole| Some(of_sevenths(&Sevenths { one, two, half, whole }));
+    let sevenths = |one, two, half, whole| Some(profiles_of_slices(&SliceMemory { one, two, half, whole }));
     if has("A30") {
         return Some(vec![
             profile("1g.6gb", 1, &[0, 1, 2, 3]),
@@ -422,7 +422,7 @@ fn profile(name: &str, size: u32, starts: &[u32]) -> Profile {
     Profile { name: name.to_owned(), size, starts: starts.to_vec(), ..Profile::default() }
 }
 
-fn of_sevenths(&Sevenths { one, two, half, whole }: &Sevenths) -> Vec<Profile> {
+fn profiles_of_slices(&SliceMemory { one, two, half, whole }: &SliceMemory) -> Vec<Profile> {
     vec![
         profile(&format!("1g.{one}gb"), 1, &[0, 1, 2, 3, 4, 5, 6]),
         profile(&format!("1g.{one}gb+me"), 1, &[0, 1, 2, 3, 4, 5, 6]),
@@ -475,11 +475,11 @@ mod tests {
     /// All layouts that have no room for another instance. The enumeration is independent of the
     /// search.
     fn full_layouts(table: &Table) -> Vec<Vec<Instance>> {
-        fn grow(table: &Table, from: &[Instance], chosen: &mut Vec<Instance>, all: &mut Vec<Vec<Instance>>) {
+        fn add_instances(table: &Table, from: &[Instance], chosen: &mut Vec<Instance>, all: &mut Vec<Vec<Instance>>) {
             for (at, &next) in from.iter().enumerate() {
                 chosen.push(next);
-                if table.together(chosen).is_some() {
-                    grow(table, &from[at + 1..], chosen, all);
+                if table.combined_mask(chosen).is_some() {
+                    add_instances(table, &from[at + 1..], chosen, all);
                 }
                 chosen.pop();
             }
@@ -492,7 +492,7 @@ mod tests {
             }
         }
         let mut all = Vec::new();
-        grow(table, &instances, &mut Vec::new(), &mut all);
+        add_instances(table, &instances, &mut Vec::new(), &mut all);
         all
     }
 
@@ -507,7 +507,7 @@ mod tests {
         let small = Table::new(&profiles).expect("valid");
         let mut full = std::collections::BTreeSet::new();
         for layout in full_layouts(&small) {
-            let mask = small.together(&layout).expect("legal");
+            let mask = small.combined_mask(&layout).expect("legal");
             if small.room(mask) == 0 {
                 let mut names: Vec<u8> = layout.iter().map(|instance| instance.profile).collect();
                 names.sort_unstable();
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn placements_decide_and_not_counts() {
+    fn instances_fit_by_their_placements_and_not_by_their_count() {
         let table = a100();
         let in_use = [instance(&table, "1g.5gb", 1), instance(&table, "1g.5gb", 5)];
         assert_eq!(table.arrange(&in_use, &[], &wanted(&table, &["3g.20gb"])), None);
@@ -569,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_instance_goes_where_it_leaves_the_most_room() {
+    fn a_small_instance_is_placed_where_most_other_instances_still_fit() {
         let table = a100();
         let found = table.arrange(&[], &[], &wanted(&table, &["1g.5gb"])).expect("fits");
         // Only if 1g starts at 6, room remains for 4g at 0 and 2g at 4.

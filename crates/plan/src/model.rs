@@ -48,7 +48,7 @@ pub(crate) struct Model<'a> {
 pub(crate) struct NodeModel<'a> {
     pub(crate) node: &'a Node,
     pub(crate) gpus: Range<u32>,
-    pub(crate) left_out: Option<String>,
+    pub(crate) exclusion: Option<String>,
     /// Free amounts by dimension, in thousandths.
     pub(crate) free: Vec<u64>,
 }
@@ -79,10 +79,10 @@ pub(crate) struct Group<'a> {
 }
 
 /// Requests of a pod: GPU demands with their counts, and amounts by dimension in thousandths.
-type Wanted = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
+type PodRequests = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
 
 /// Properties that all pods of a group have in common.
-type Key<'k> = (Reverse<i32>, &'k Wanted, Constraints<'k>);
+type Key<'k> = (Reverse<i32>, &'k PodRequests, Constraints<'k>);
 
 /// Resource names with their ids and kinds.
 struct Names<'a> {
@@ -158,14 +158,14 @@ impl Tables {
                         })
                         .clone(),
                 };
-                of.push(found.map(|table| tables.intern(table)));
+                of.push(found.map(|table| tables.add_table(table)));
             }
             tables.of.push(of);
         }
         tables
     }
 
-    fn intern(&mut self, table: Table) -> usize {
+    fn add_table(&mut self, table: Table) -> usize {
         if let Some(at) = self.all.iter().position(|known| **known == table) {
             return at;
         }
@@ -205,7 +205,7 @@ impl<'a> Model<'a> {
         // snapshot either.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
-            a.name.cmp(&b.name).then_with(|| in_order(a).cmp(&in_order(b)))
+            a.name.cmp(&b.name).then_with(|| with_sorted_lists(a).cmp(&with_sorted_lists(b)))
         });
         let mut classes: BTreeMap<Class, ClassId> = BTreeMap::new();
         let builder = ClassBuilder::new(policy, names, tables);
@@ -215,7 +215,7 @@ impl<'a> Model<'a> {
             let twice =
                 same_name(order.get(at + 1)) || at.checked_sub(1).is_some_and(|before| same_name(order.get(before)));
             let (free, bad) = self.free_resources(node);
-            let left_out = match (&node.left_out, twice) {
+            let exclusion = match (&node.exclusion, twice) {
                 (Some(reason), _) => Some(reason.clone()),
                 (None, true) => Some("two nodes have this name".to_owned()),
                 (None, false) => bad,
@@ -232,12 +232,12 @@ impl<'a> Model<'a> {
                 let gpu = &node.gpus[gpu_at];
                 let table = tables.of.get(index).and_then(|of| of.get(gpu_at));
                 let twice = node.gpus.iter().filter(|other| other.uuid == gpu.uuid).count() > 1;
-                let (class, reason) = builder.class(gpu, table, left_out.is_some(), twice);
+                let (class, reason) = builder.class(gpu, table, exclusion.is_some(), twice);
                 let next = as_u32(classes.len());
                 let class = *classes.entry(class).or_insert(next);
                 self.gpus.push(GpuModel { gpu, class, note: reason });
             }
-            self.nodes.push(NodeModel { node, gpus: first..as_u32(self.gpus.len()), left_out, free });
+            self.nodes.push(NodeModel { node, gpus: first..as_u32(self.gpus.len()), exclusion, free });
         }
         let mut in_order: Vec<(Class, ClassId)> = classes.into_iter().collect();
         in_order.sort_unstable_by_key(|(_, id)| *id);
@@ -266,9 +266,9 @@ impl<'a> Model<'a> {
 
     fn add_pods(&mut self, snapshot: &'a Snapshot, names: &Names<'_>) {
         let mut seen = BTreeSet::new();
-        let mut wanted: Vec<Option<Wanted>> = Vec::with_capacity(snapshot.pods.len());
+        let mut wanted: Vec<Option<PodRequests>> = Vec::with_capacity(snapshot.pods.len());
         for (index, pod) in snapshot.pods.iter().enumerate() {
-            let read = self.wanted(pod, names);
+            let read = self.pod_requests(pod, names);
             let read =
                 if seen.insert(pod.name.as_str()) { read } else { Err("another pod has the same name".to_owned()) };
             wanted.push(match read {
@@ -332,7 +332,7 @@ impl<'a> Model<'a> {
     }
 
     /// Requests of a pod.
-    fn wanted(&self, pod: &Pod, names: &Names<'_>) -> Result<Wanted, String> {
+    fn pod_requests(&self, pod: &Pod, names: &Names<'_>) -> Result<PodRequests, String> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
         for (name, quantity) in &pod.requests {
@@ -393,7 +393,7 @@ fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
 }
 
 /// The node with sorted lists, for comparison with a node of the same name.
-fn in_order(node: &Node) -> Node {
+fn with_sorted_lists(node: &Node) -> Node {
     let mut node = node.clone();
     node.gpus = node.gpus.iter().map(with_slices_in_order).collect();
     node.gpus.sort();
@@ -461,7 +461,7 @@ impl<'b> ClassBuilder<'b> {
             in_use: Vec::new(),
             free: Vec::new(),
         };
-        self.offers(gpu, &mut class, &mut note);
+        self.set_partitions(gpu, &mut class, &mut note);
         let of_mig = |slice: &Slice| slice.placement.is_some() || slice.resource.starts_with(device::MIG_PREFIX);
         if families.has(Family::Mig) || gpu.slices.iter().any(of_mig) {
             match table {
@@ -488,7 +488,7 @@ impl<'b> ClassBuilder<'b> {
         if gpu.mode == Mode::Unknown {
             note = Some("this version does not know the GPU's mode".to_owned());
         }
-        let out = match (&gpu.left_out, twice) {
+        let out = match (&gpu.exclusion, twice) {
             (Some(reason), _) => Some(reason.clone()),
             (None, true) => Some("another GPU of the node has the same UUID".to_owned()),
             (None, false) => None,
@@ -505,7 +505,7 @@ impl<'b> ClassBuilder<'b> {
     }
 
     /// Sets the partitions other than MIG that the GPU can have.
-    fn offers(&self, gpu: &Gpu, class: &mut Class, note: &mut Option<String>) {
+    fn set_partitions(&self, gpu: &Gpu, class: &mut Class, note: &mut Option<String>) {
         let name = |default: &str| {
             let name = gpu.resource_name.as_deref().unwrap_or(default);
             self.names.get(name).filter(|(_, kind)| *kind == Kind::Shares).map(|(id, _)| id)
@@ -579,11 +579,11 @@ impl<'b> ClassBuilder<'b> {
         let doubled = plain.clone().any(|cell| cell.count > 1);
         instances.dedup();
         if let Some(shared) = &class.table
-            && (doubled || shared.table.together(&instances).is_none())
+            && (doubled || shared.table.combined_mask(&instances).is_none())
         {
             reject("the GPU's MIG instances overlap, or exceed the number that it supports".to_owned());
         }
-        if let Err(reason) = class.consistent() {
+        if let Err(reason) = class.check_consistency() {
             reject(reason);
         }
         wrong.map_or(Ok(()), Err)

@@ -125,12 +125,12 @@ pub(crate) struct Usage {
 pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 
 /// Additional value of an unused GPU, because pods can request it whole or in another mode.
-const IDLE_WORTH: i64 = 2000;
-const FULL_WORTH: u64 = 1000;
+const IDLE_GPU_VALUE: i64 = 2000;
+const FULL_GPU_VALUE: u64 = 1000;
 
 impl Class {
     /// Whether the slices can exist on one GPU.
-    pub(crate) fn consistent(&self) -> Result<(), String> {
+    pub(crate) fn check_consistency(&self) -> Result<(), String> {
         let cells = || self.in_use.iter().chain(&self.free);
         let mut families = Families::NONE;
         for cell in cells() {
@@ -138,7 +138,8 @@ impl Class {
             // kept while it is in use.
             families = self.family_of(cell).map_or(families, |family| families.with(family));
         }
-        if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.at_most(one)) {
+        if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.is_subset_of(one))
+        {
             return Err("the GPU has slices that cannot exist on one GPU together".to_owned());
         }
         let (room, units) = (u128::from(self.memory), self.shares.map_or(1, |(_, units)| units));
@@ -152,7 +153,7 @@ impl Class {
 
     /// The best partition that serves all demands. `None` if no partition does.
     pub(crate) fn pack(&self, demands: &[Demand]) -> Option<Packed> {
-        if self.stays(demands) {
+        if self.needs_no_repartition(demands) {
             return Some(self.packed(self.free.clone(), demands));
         }
         let free = self.repartition(demands)?;
@@ -181,7 +182,7 @@ impl Class {
     }
 
     /// Whether the existing slices serve the demands without a repartition.
-    fn stays(&self, demands: &[Demand]) -> bool {
+    fn needs_no_repartition(&self, demands: &[Demand]) -> bool {
         if demands.iter().any(|demand| demand.kind == Kind::Whole) {
             let listed = self.free.iter().any(|cell| cell.kind == Kind::Whole);
             let bare = self.in_use.is_empty() && self.free.is_empty() && self.families.has(Family::Whole);
@@ -191,7 +192,7 @@ impl Class {
         let mut sorted = demands.to_vec();
         // Place the largest groups of shares first, each where the fewest shares remain.
         sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
-        sorted.iter().all(|demand| take(&mut rest, demand).is_some())
+        sorted.iter().all(|demand| allocate_from_fullest(&mut rest, demand).is_some())
     }
 
     fn families_in_use(&self) -> Families {
@@ -238,7 +239,8 @@ impl Class {
 
     fn repartition(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
         let family = self.family_for(demands.first()?)?;
-        if !self.families_in_use().at_most(family) || self.in_use.iter().any(|cell| self.family_of(cell).is_none()) {
+        if !self.families_in_use().is_subset_of(family) || self.in_use.iter().any(|cell| self.family_of(cell).is_none())
+        {
             return None;
         }
         if demands.iter().any(|demand| self.family_for(demand) != Some(family)) {
@@ -356,7 +358,9 @@ impl Class {
         let mut fresh: Vec<(Cell, u32)> = Vec::new();
         let mut wanted = Vec::new();
         for demand in &sorted {
-            if take(&mut partly, demand).is_some() || take(&mut fresh, demand).is_some() {
+            if allocate_from_fullest(&mut partly, demand).is_some()
+                || allocate_from_fullest(&mut fresh, demand).is_some()
+            {
                 continue;
             }
             let left = inside.units.checked_sub(demand.units)?;
@@ -396,8 +400,8 @@ impl Class {
     fn measure(&self, free: &[Cell], demands: &[Demand]) -> (i64, Usage) {
         let whole = Usage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         if demands.is_empty() && self.in_use.is_empty() {
-            let full = i64::try_from(FULL_WORTH).unwrap_or(i64::MAX);
-            return (if self.families == Families::NONE { 0 } else { IDLE_WORTH + full }, Usage::default());
+            let full = i64::try_from(FULL_GPU_VALUE).unwrap_or(i64::MAX);
+            return (if self.families == Families::NONE { 0 } else { IDLE_GPU_VALUE + full }, Usage::default());
         }
         if demands.iter().any(|demand| demand.kind == Kind::Whole)
             || self.in_use.iter().any(|cell| cell.kind == Kind::Whole)
@@ -406,8 +410,8 @@ impl Class {
         }
         let (rest, total, used) = self.measure_partition(free, demands);
         let rest =
-            u64::try_from(rest.saturating_mul(u128::from(FULL_WORTH)).checked_div(total).unwrap_or(0)).unwrap_or(0);
-        let worth = if self.families == Families::NONE { 0 } else { rest.min(FULL_WORTH) };
+            u64::try_from(rest.saturating_mul(u128::from(FULL_GPU_VALUE)).checked_div(total).unwrap_or(0)).unwrap_or(0);
+        let worth = if self.families == Families::NONE { 0 } else { rest.min(FULL_GPU_VALUE) };
         (i64::try_from(worth).unwrap_or(i64::MAX), used)
     }
 
@@ -424,7 +428,7 @@ impl Class {
         let of_mig = self.in_use.iter().any(|cell| cell.instance.is_some())
             || demands.first().is_some_and(|demand| self.family_for(demand) == Some(Family::Mig));
         if let Some(table) = self.table().filter(|_| of_mig) {
-            let (mask, used) = self.taken_mig(table, free, demands);
+            let (mask, used) = self.mig_usage(table, free, demands);
             return (u128::from(table.room(mask)), u128::from(table.room(0)), used);
         }
         let replicas = self.replicas.filter(|(resource, _)| {
@@ -446,13 +450,13 @@ impl Class {
 
     /// The mask of the memory slices that pods use or will use, and the parts of the GPU that they
     /// occupy.
-    fn taken_mig(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Usage) {
+    fn mig_usage(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Usage) {
         let (in_use, _) = self.instances();
         let mut mask: Mask =
             in_use.iter().filter_map(|&instance| table.mask(instance)).fold(0, |mask, bits| mask | bits);
         let mut used = Usage::default();
         let mut add = |profile: u8| {
-            let (memory, compute) = table.part(profile);
+            let (memory, compute) = table.memory_and_compute_part(profile);
             used = Usage { memory: used.memory + memory, compute: used.compute + compute };
         };
         for instance in &in_use {
@@ -460,7 +464,7 @@ impl Class {
         }
         let mut rest: Vec<(Cell, u32)> = free.iter().map(|cell| (*cell, cell.count)).collect();
         for demand in demands {
-            let Some(at) = take(&mut rest, demand) else { continue };
+            let Some(at) = allocate_from_fullest(&mut rest, demand) else { continue };
             let Some(instance) = rest.get(at).and_then(|(cell, _)| cell.instance) else { continue };
             let bits = table.mask(instance).unwrap_or(0);
             if mask & bits == 0 {
@@ -497,7 +501,7 @@ impl Class {
             Some(Family::Mig) if demand.kind == Kind::Shares => Some(Usage::default()),
             Some(Family::Mig) => {
                 let (_, profile) = self.mig.iter().find(|(resource, _)| *resource == demand.resource)?;
-                let (memory, compute) = self.table()?.part(*profile);
+                let (memory, compute) = self.table()?.memory_and_compute_part(*profile);
                 Some(Usage { memory, compute })
             }
         }
@@ -506,7 +510,7 @@ impl Class {
 
 /// Allocates a demand from the cell that then has the fewest remaining slices. `rest` contains each
 /// cell's number of remaining slices. Returns the index of the cell.
-fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
+fn allocate_from_fullest(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     let fits = |(cell, left): &(Cell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));
     let (_, at) = candidates.map(|(at, (_, left))| (*left, at)).min()?;

@@ -59,7 +59,7 @@ pub struct Placement {
     pub gpus: Vec<String>,
     /// The slices that the pod uses on each GPU.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub takes: Vec<Take>,
+    pub takes: Vec<PlannedSlices>,
     /// Why the pod is placed on this node and these GPUs.
     #[serde(default)]
     pub reason: String,
@@ -68,7 +68,7 @@ pub struct Placement {
 /// Equal slices of one GPU that a pod uses.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Take {
+pub struct PlannedSlices {
     /// UUID of the GPU.
     pub gpu: String,
     /// The extended resource.
@@ -105,11 +105,11 @@ const SMALL_GPUS: usize = 32;
 
 /// Maximum number of look-ups for moving pods in a whole plan: a fixed number, and a number for
 /// each pod.
-const MOVING_WORK: u64 = 200_000;
-const MOVING_WORK_PER_POD: u64 = 300;
+const MAX_LOOKUPS: u64 = 200_000;
+const MAX_LOOKUPS_PER_POD: u64 = 300;
 /// Maximum number of look-ups for moving pods in one attempt at a part that is searched exactly
 /// afterwards.
-const SMALL_MOVING_WORK: u64 = 10_000;
+const SMALL_MAX_LOOKUPS: u64 = 10_000;
 
 /// Plans the partition of each GPU and the placement of each pending pod.
 ///
@@ -122,7 +122,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut costs = Costs::default();
     find_nodes(&mut model, &mut states, &mut costs, &empty);
     let mut assignment = empty.clone();
-    let moving = MOVING_WORK.saturating_add(MOVING_WORK_PER_POD.saturating_mul(snapshot.pods.len() as u64));
+    let moving = MAX_LOOKUPS.saturating_add(MAX_LOOKUPS_PER_POD.saturating_mul(snapshot.pods.len() as u64));
     let mut budget = Budget { moving, steps: policy.search_steps.saturating_mul(16), each: policy.search_steps };
     for part in parts(&model) {
         solve(&model, &mut states, &mut costs, &mut assignment, &part, &mut budget);
@@ -138,7 +138,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
             plan.unplaced.push(Unplaced { pod: pod.name.clone(), reason: explained.reason.clone(), malformed });
             continue;
         };
-        let takes = takes(&model, &states, as_u32(index), location);
+        let takes = planned_slices(&model, &states, as_u32(index), location);
         let mut gpus: Vec<String> = takes.iter().map(|take| take.gpu.clone()).collect();
         gpus.dedup();
         plan.placements.push(Placement {
@@ -167,7 +167,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
     for group in &groups {
         admitted.entry(group.constraints.clone()).or_insert_with(|| {
             let open = |node: &crate::model::NodeModel<'_>| {
-                node.left_out.is_none() && group.constraints.admit(node.node).is_ok()
+                node.exclusion.is_none() && group.constraints.admit(node.node).is_ok()
             };
             model.nodes.iter().zip(0..).filter(|(node, _)| open(node)).map(|(_, at)| at).collect()
         });
@@ -187,7 +187,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
         }
     }
     model.groups = groups;
-    let least: Vec<Usage> = model.demands.iter().map(|demand| least(states, demand)).collect();
+    let least: Vec<Usage> = model.demands.iter().map(|demand| smallest_usage(states, demand)).collect();
     for group in &mut model.groups {
         for part in group.units.iter().filter_map(|&unit| least.get(usize::from(unit))) {
             group.weight.memory = group.weight.memory.saturating_add(part.memory);
@@ -197,7 +197,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
 }
 
 /// The smallest part of a GPU that a demand uses, over all classes of GPUs.
-fn least(states: &States, demand: &Demand) -> Usage {
+fn smallest_usage(states: &States, demand: &Demand) -> Usage {
     let parts = || states.classes().iter().filter_map(|class| class.weight(demand));
     Usage {
         memory: parts().map(|part| part.memory).min().unwrap_or(WHOLE_GPU),
@@ -264,7 +264,7 @@ fn solve(
         }
         let before = states.work;
         let mut greedy = Greedy::new(model, states, costs, std::mem::take(assignment));
-        greedy.place(part, style, if small { SMALL_MOVING_WORK } else { budget.moving / 3 });
+        greedy.place(part, style, if small { SMALL_MAX_LOOKUPS } else { budget.moving / 3 });
         *assignment = greedy.assignment;
         budget.moving = budget.moving.saturating_sub((states.work - before) / 8);
         let score = part.score(model, states, assignment);
@@ -290,7 +290,7 @@ fn solve(
         }
     }
     for (pod, location) in locations {
-        assignment.put(model, states, pod, location);
+        assignment.place(model, states, pod, location);
     }
 }
 
@@ -311,7 +311,7 @@ fn first_come_first_served(model: &Model<'_>, assignment: &mut Assignment) {
     }
 }
 
-fn takes(model: &Model<'_>, states: &States, pod: u32, location: &Location) -> Vec<Take> {
+fn planned_slices(model: &Model<'_>, states: &States, pod: u32, location: &Location) -> Vec<PlannedSlices> {
     let mut takes: BTreeMap<(u32, &str), u32> = BTreeMap::new();
     let units = group(model, pod).map_or(&[][..], |group| group.units.as_slice());
     for (unit, &gpu) in units.iter().zip(&location.gpus) {
@@ -320,7 +320,7 @@ fn takes(model: &Model<'_>, states: &States, pod: u32, location: &Location) -> V
     }
     let take = |((gpu, resource), count): ((u32, &str), u32)| {
         let gpu = model.gpu(gpu)?.gpu.uuid.clone();
-        Some(Take { gpu, resource: resource.to_owned(), count })
+        Some(PlannedSlices { gpu, resource: resource.to_owned(), count })
     };
     takes.into_iter().filter_map(take).collect()
 }

@@ -87,7 +87,7 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
     }
     for node in &model.nodes {
         let name = || node.node.name.clone();
-        if let Some(reason) = &node.left_out {
+        if let Some(reason) = &node.exclusion {
             report.nodes.push(NodeReport { node: name(), gpu: None, reason: reason.clone() });
             continue;
         }
@@ -170,7 +170,7 @@ fn obstacle(
     index: u32,
 ) -> String {
     let &Cluster { model, empty, .. } = cluster;
-    if let Some(reason) = &node.left_out {
+    if let Some(reason) = &node.exclusion {
         return format!("excluded from the plan: {reason}");
     }
     if let Err(refused) = group.constraints.admit(node.node) {
@@ -212,7 +212,7 @@ fn obstacle(
             );
         }
     }
-    if empty.offer(model, states, id, index, Rule::Any, &mut Vec::new()).is_none() {
+    if empty.find_location(model, states, id, index, Rule::Any, &mut Vec::new()).is_none() {
         let (many, what) = (count > 1, demands.first().map_or("", |demand| model.resource(demand.resource)));
         let what = if many && demands.len() == 1 { format!("{count} {what}") } else { what.to_owned() };
         return if demands.iter().all(|demand| demand.kind == Kind::Whole) {

@@ -6,7 +6,7 @@
 //! branch that leads to GPU states that it has already visited.
 use std::collections::BTreeMap;
 
-use crate::assignment::{Assignment, Location, Rule, group, step};
+use crate::assignment::{Assignment, Location, Rule, change_cost, group};
 use crate::model::Model;
 use crate::partition::WHOLE_GPU;
 use crate::states::{StateId, States};
@@ -82,7 +82,7 @@ impl Part {
 }
 
 /// Result of a search: an assignment that is better than the given assignment, if one exists.
-pub(crate) struct Found {
+pub(crate) struct SearchResult {
     pub(crate) better: Option<(Score, Vec<(u32, Location)>)>,
     /// Number of steps used.
     pub(crate) steps: u32,
@@ -120,7 +120,7 @@ pub(crate) fn search(
     rule: Rule,
     best: Score,
     max_steps: u32,
-) -> Found {
+) -> SearchResult {
     let levels = part.levels(model);
     let mut pods: Vec<u32> = part.pods(model).collect();
     let weight = |pod: u32| group(model, pod).map_or(0, |group| group.weight.memory);
@@ -130,7 +130,7 @@ pub(crate) fn search(
     let level_of =
         pods.iter().map(|&pod| levels.iter().position(|&level| level == priority(pod)).unwrap_or(0)).collect();
     let mut search = Search {
-        alike: alike(model, assignment, part),
+        alike: equivalence_classes(model, assignment, part),
         model,
         states,
         assignment: std::mem::take(assignment),
@@ -149,12 +149,12 @@ pub(crate) fn search(
     search.descend(0, false);
     *assignment = search.assignment;
     let score = search.best;
-    Found { better: search.found.map(|found| (score, found)), steps: search.steps }
+    SearchResult { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
 /// Assigns equal numbers to interchangeable nodes. Such nodes have equal GPU states, equal free
 /// resources, and the same candidate pods.
-fn alike(model: &Model<'_>, assignment: &Assignment, part: &Part) -> Vec<u32> {
+fn equivalence_classes(model: &Model<'_>, assignment: &Assignment, part: &Part) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());
     for &node in &part.nodes {
@@ -180,10 +180,10 @@ fn sorted_states(model: &Model<'_>, assignment: &Assignment, node: u32) -> Vec<S
 impl Search<'_, '_> {
     fn descend(&mut self, at: usize, skipped: bool) {
         self.steps += 1;
-        if self.steps > self.max_steps || !self.promising(at) {
+        if self.steps > self.max_steps || !self.can_improve(at) {
             return;
         }
-        let Some(&pod) = self.pods.get(at) else { return self.finish() };
+        let Some(&pod) = self.pods.get(at) else { return self.record_assignment() };
         let key = self.key(at, skipped);
         if let Some(before) = self.seen.get(&key)
             && *before >= self.placed
@@ -200,7 +200,7 @@ impl Search<'_, '_> {
         let forced = skipped && at.checked_sub(1).is_some_and(|before| same_group(self.pods.get(before)));
         if !forced {
             for location in self.options(pod) {
-                if !self.assignment.put(self.model, self.states, pod, location) {
+                if !self.assignment.place(self.model, self.states, pod, location) {
                     continue;
                 }
                 self.placed[self.level_of[at]] += 1;
@@ -212,7 +212,7 @@ impl Search<'_, '_> {
         self.descend(at + 1, true);
     }
 
-    fn finish(&mut self) {
+    fn record_assignment(&mut self) {
         let changed = |&&gpu: &&u32| {
             self.assignment.gpus.get(gpu as usize).is_some_and(|&state| self.states.summary(state).changed)
         };
@@ -227,7 +227,7 @@ impl Search<'_, '_> {
     }
 
     /// Whether the best possible continuation is better than the best known assignment.
-    fn promising(&self, at: usize) -> bool {
+    fn can_improve(&self, at: usize) -> bool {
         let mut room = (0_u64, 0_u64); // Of memory and of compute.
         let mut unchanged = 0;
         for &gpu in &self.gpus {
@@ -251,7 +251,7 @@ impl Search<'_, '_> {
                 weights.1.push(u64::from(weight.compute));
                 rest += 1;
             }
-            let more = fill(&mut weights.0, room.0).min(fill(&mut weights.1, room.1));
+            let more = count_that_fit(&mut weights.0, room.0).min(count_that_fit(&mut weights.1, room.1));
             let most = self.placed.get(level).copied().unwrap_or(0) + crate::model::as_u32(more);
             if most != best {
                 return most > best;
@@ -302,7 +302,8 @@ impl Search<'_, '_> {
                 continue;
             }
             seen.push(kind);
-            let Some(cost) = self.assignment.offer(self.model, self.states, group_id, node, self.rule, &mut gpus)
+            let Some(cost) =
+                self.assignment.find_location(self.model, self.states, group_id, node, self.rule, &mut gpus)
             else {
                 continue;
             };
@@ -352,8 +353,8 @@ impl Search<'_, '_> {
         }
         for (now, chosen) in combinations {
             if chosen.len() == units.len() && !units.is_empty() {
-                let steps = slots.iter().zip(&now).map(|(&from, &to)| step(self.states, from, to, self.rule));
-                let Some(cost) = steps.reduce(|sum, cost| Some(sum?.plus(cost?))).flatten() else { continue };
+                let steps = slots.iter().zip(&now).map(|(&from, &to)| change_cost(self.states, from, to, self.rule));
+                let Some(cost) = steps.reduce(|sum, cost| Some(sum?.saturating_add(cost?))).flatten() else { continue };
                 options.push((cost, Location { node, gpus: chosen }));
             }
         }
@@ -361,7 +362,7 @@ impl Search<'_, '_> {
 }
 
 /// Sorts the weights. Returns how many of them fit into the room, smallest first.
-fn fill(weights: &mut [u64], mut room: u64) -> usize {
+fn count_that_fit(weights: &mut [u64], mut room: u64) -> usize {
     weights.sort_unstable();
     let fits = |weight: &&u64| match room.checked_sub(**weight) {
         Some(left) => {

@@ -43,8 +43,8 @@ pub struct Node {
     /// GPUs in any order.
     pub gpus: Vec<Gpu>,
     /// Why the node is excluded from the plan, such as unreachable or terminating.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub left_out: Option<String>,
+    #[serde(rename = "leftOut", skip_serializing_if = "Option::is_none")]
+    pub exclusion: Option<String>,
 }
 
 /// A GPU of a node.
@@ -87,8 +87,8 @@ pub struct Gpu {
     #[serde(skip_serializing_if = "is_false")]
     pub fixed: bool,
     /// Why the GPU is excluded from the plan, such as lost, unhealthy or changing its mode.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub left_out: Option<String>,
+    #[serde(rename = "leftOut", skip_serializing_if = "Option::is_none")]
+    pub exclusion: Option<String>,
 }
 
 /// Sharing inside MIG instances.
@@ -117,7 +117,7 @@ pub struct Slice {
     #[serde(default)]
     pub in_use: bool,
     /// Number of slices.
-    #[serde(default = "one", skip_serializing_if = "is_one")]
+    #[serde(default = "default_count", skip_serializing_if = "is_one")]
     pub count: u32,
     /// Profile of the MIG instance to which the shares belong, if the resource's name does not
     /// contain the profile.
@@ -128,7 +128,7 @@ pub struct Slice {
     pub pod: Option<String>,
 }
 
-const fn one() -> u32 {
+const fn default_count() -> u32 {
     1
 }
 

@@ -100,7 +100,7 @@ impl States {
     pub(crate) fn without(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let now = self.all.get(state as usize)?;
-        if let Some((_, before)) = now.before.iter().find(|(asked, _)| *asked == demand) {
+        if let Some((_, before)) = now.before.iter().find(|(requested, _)| *requested == demand) {
             return Some(*before);
         }
         let mut demands = now.demands.clone();

@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
-    Allocation, Ask, Claim, DeviceFacts, Facts, Ledger, Moment, NodeFacts, Place, Reservation, Tightest, Units, Waiting,
+    Allocation, Claim, DeviceFacts, DeviceRequest, Facts, Ledger, Moment, NodeFacts, PendingPod, Place, Reservation,
+    Tightest, Units,
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -75,8 +76,8 @@ fn units(units: u32) -> Units {
     Units::new(units).unwrap()
 }
 
-fn asks(sizes: &[u32]) -> Vec<Ask> {
-    sizes.iter().map(|&size| Ask { resource: R.to_owned(), units: units(size) }).collect()
+fn device_requests(sizes: &[u32]) -> Vec<DeviceRequest> {
+    sizes.iter().map(|&size| DeviceRequest { resource: R.to_owned(), units: units(size) }).collect()
 }
 
 /// A pod of the cluster.
@@ -87,11 +88,11 @@ struct Pod {
     bound: Option<String>,
     served: bool,
     /// The annotation written when the pod was released. The annotation never changes.
-    noted: Noted,
+    noted: ReservationsByNode,
 }
 
 /// Reservations by node.
-type Noted = BTreeMap<String, Vec<Reservation>>;
+type ReservationsByNode = BTreeMap<String, Vec<Reservation>>;
 
 /// The simulated cluster and its ledger.
 struct Simulation {
@@ -158,7 +159,7 @@ impl Simulation {
                 let pod = self.pods.get_mut(&name).unwrap();
                 let node = pod.nodes[node % pod.nodes.len()].clone();
                 pod.bound = Some(node.clone());
-                self.ledger.bind(&name, &node, &asks(&pod.sizes));
+                self.ledger.bind(&name, &node, &device_requests(&pod.sizes));
             }
             Event::Allocate { pod, device } => {
                 if let Some(name) = self.pick(*pod, |pod| pod.bound.is_some() && !pod.served) {
@@ -194,7 +195,7 @@ impl Simulation {
             }
             Event::Forget { node } => {
                 self.known.remove(NODES[*node]);
-                self.ledger.forget(NODES[*node]);
+                self.ledger.remove_node(NODES[*node]);
             }
             Event::Observe { node } => self.observe(NODES[*node]),
         }
@@ -203,10 +204,10 @@ impl Simulation {
     fn create(&mut self, sizes: &[u32], most: usize) {
         let name = format!("p{}", self.count);
         self.count += 1;
-        let fits = self.ledger.fit(&asks(sizes), NODES, most, &Tightest);
+        let fits = self.ledger.fit(&device_requests(sizes), NODES, most, &Tightest);
         // The index finds the same placement as the full search.
-        let asks = asks(sizes);
-        let waiting = Waiting { pod: &name, priority: 0, asks: &asks };
+        let device_requests = device_requests(sizes);
+        let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
         let found = self.ledger.fit_tightest(waiting, most, |node| NODES.contains(&node));
         let searched = self.ledger.fit_for(waiting, NODES, most, &Tightest).ok();
         assert_eq!(found, searched.filter(|_| sizes.len() == 1));
@@ -218,7 +219,7 @@ impl Simulation {
         let nodes: Vec<String> = fits.iter().map(|fit| fit.node().to_owned()).collect();
         assert_eq!(nodes.len(), most.min(possible.len()), "{nodes:?} of {possible:?}");
         self.ledger.reserve(&name, &fits, Moment(self.now + CLAIM_LIFETIME)).unwrap();
-        let noted = fits.iter().map(|fit| (fit.node().to_owned(), fit.takes().to_vec())).collect();
+        let noted = fits.iter().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec())).collect();
         self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
     }
 
@@ -275,7 +276,7 @@ impl Simulation {
     }
 
     /// A ledger rebuilt from the nodes and the annotations of the pods.
-    fn rebuilt(&self, noted: impl Fn(&str, &Pod) -> Noted) -> Ledger {
+    fn rebuilt(&self, noted: impl Fn(&str, &Pod) -> ReservationsByNode) -> Ledger {
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(
                 || {
@@ -286,7 +287,7 @@ impl Simulation {
                 },
                 Place::Bound,
             );
-            (name.clone(), Claim { asks: asks(&pod.sizes), place, noted: noted(name, pod) })
+            (name.clone(), Claim { device_requests: device_requests(&pod.sizes), place, noted: noted(name, pod) })
         });
         Ledger::rebuild(Facts { nodes: self.known.clone(), claims: claims.collect() })
     }
@@ -309,7 +310,7 @@ impl Simulation {
             };
             let mut wanted: Vec<u32> =
                 self.pods.values().filter(waits).flat_map(|pod| pod.sizes.iter().copied()).collect();
-            let short = self.ledger.short(node).iter().map(|ask| ask.units.get());
+            let short = self.ledger.unplaced_requests(node).iter().map(|request| request.units.get());
             let mut kept: Vec<u32> = held.iter().map(|held| held.units.get()).chain(short).collect();
             wanted.sort_unstable();
             kept.sort_unstable();
@@ -318,13 +319,15 @@ impl Simulation {
         let known = |name: &str, _: &Pod| self.ledger.claim(name).map(|claim| claim.noted.clone()).unwrap_or_default();
         let rebuilt = self.rebuilt(known);
         for node in NODES {
-            let of = |ledger: &Ledger| (ledger.reservations(node), ledger.short(node).to_vec(), ledger.devices(node));
+            let of = |ledger: &Ledger| {
+                (ledger.reservations(node), ledger.unplaced_requests(node).to_vec(), ledger.devices(node))
+            };
             // If a node is short of units, a rebuild may place all pods. The two ledgers then
             // differ.
-            let found = !self.ledger.short(node).is_empty() && rebuilt.short(node).is_empty();
+            let found = !self.ledger.unplaced_requests(node).is_empty() && rebuilt.unplaced_requests(node).is_empty();
             assert!(found || of(&rebuilt) == of(&self.ledger), "{node}: {:?}, {:?}", of(&rebuilt), of(&self.ledger));
         }
-        if NODES.iter().all(|node| self.ledger.short(node).is_empty()) {
+        if NODES.iter().all(|node| self.ledger.unplaced_requests(node).is_empty()) {
             assert_eq!(rebuilt, self.ledger);
         }
     }
@@ -360,7 +363,7 @@ proptest! {
         for event in &events {
             simulation.apply(event);
             prop_assert!(simulation.refused.is_empty(), "{:?} after {:?}", simulation.refused, event);
-            prop_assert!(NODES.iter().all(|node| simulation.ledger.short(node).is_empty()), "short after {:?}", event);
+            prop_assert!(NODES.iter().all(|node| simulation.ledger.unplaced_requests(node).is_empty()), "short after {:?}", event);
         }
         simulation.check();
     }

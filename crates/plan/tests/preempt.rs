@@ -5,8 +5,8 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_plan::ledger::{
-    Allocation, Ask, DeviceFacts, Holder, Ledger, Moment, NoFit, NodeFacts, Nomination, Preemption, Refused,
-    Reservation, Tightest, Units, Waiting,
+    Allocation, DeviceFacts, DeviceRequest, Holder, Ledger, Moment, NoFit, NodeFacts, Nomination, PendingPod,
+    Preemption, Refused, Reservation, Tightest, Units,
 };
 use proptest::prelude::*;
 
@@ -17,8 +17,8 @@ fn units(units: u32) -> Units {
     Units::new(units).unwrap()
 }
 
-fn asks(sizes: &[u32]) -> Vec<Ask> {
-    sizes.iter().map(|&size| Ask { resource: R.to_owned(), units: units(size) }).collect()
+fn device_requests(sizes: &[u32]) -> Vec<DeviceRequest> {
+    sizes.iter().map(|&size| DeviceRequest { resource: R.to_owned(), units: units(size) }).collect()
 }
 
 fn allocation(pod: &str, device: &str, size: u32) -> Allocation {
@@ -50,13 +50,13 @@ fn holders(all: &[(&str, Holder)]) -> BTreeMap<String, Holder> {
     all.iter().map(|(pod, holder)| ((*pod).to_owned(), *holder)).collect()
 }
 
-fn waiting<'a>(pod: &'a str, priority: i32, asks: &'a [Ask]) -> Waiting<'a> {
-    Waiting { pod, priority, asks }
+fn waiting<'a>(pod: &'a str, priority: i32, device_requests: &'a [DeviceRequest]) -> PendingPod<'a> {
+    PendingPod { pod, priority, device_requests }
 }
 
-/// Preempts for a pod of priority 100 with these asks on node `n`.
+/// Preempts for a pod of priority 100 with these requests on node `n`.
 fn preempt(ledger: &Ledger, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Preemption> {
-    ledger.preempt(waiting("p", 100, &asks(sizes)), ["n"], &holders(known))
+    ledger.preempt(waiting("p", 100, &device_requests(sizes)), ["n"], &holders(known))
 }
 
 fn victims(facts: NodeFacts, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Vec<String>> {
@@ -129,7 +129,7 @@ fn the_cheapest_device_is_chosen() {
 }
 
 #[test]
-fn as_many_pods_as_possible_stay() {
+fn as_few_pods_as_possible_are_preempted() {
     let facts = node(&["a"], &[("v", "a", 2), ("w", "a", 2), ("x", "a", 3), ("y", "a", 3)]);
     let late = |priority| Holder { started: Moment(9), ..holder(priority) };
     for (size, known, expected) in [
@@ -182,7 +182,7 @@ fn a_victim_on_several_devices_must_help_on_one() {
 }
 
 #[test]
-fn asks_go_to_the_devices_with_the_lowest_total_cost() {
+fn requests_are_placed_on_the_devices_with_the_lowest_total_cost() {
     let facts = node(&["a", "b", "c"], &[("a1", "a", 10), ("b1", "b", 10), ("c1", "c", 10)]);
     let known = [("a1", holder(3)), ("b1", holder(1)), ("c1", holder(2))];
     let mut ledger = Ledger::default();
@@ -191,7 +191,7 @@ fn asks_go_to_the_devices_with_the_lowest_total_cost() {
     assert_eq!(preemption.victims, ["b1", "c1"]);
     let takes: Vec<(&str, u32)> =
         preemption.takes.iter().map(|take| (take.device.as_str(), take.units.get())).collect();
-    assert!(takes == [("b", 4), ("c", 8)] || takes == [("c", 4), ("b", 8)], "in the order of the asks: {takes:?}");
+    assert!(takes == [("b", 4), ("c", 8)] || takes == [("c", 4), ("b", 8)], "in the order of the requests: {takes:?}");
     assert_eq!(preempt(&ledger, &[4, 6], &known).unwrap().victims, ["b1"]);
     let many = preempt(&ledger, &[1; 30], &known).unwrap();
     assert_eq!((many.takes.len(), many.victims.len()), (30, 3), "too many combinations to check");
@@ -199,7 +199,7 @@ fn asks_go_to_the_devices_with_the_lowest_total_cost() {
 }
 
 #[test]
-fn a_hidden_placement_is_found() {
+fn a_placement_that_needs_backtracking_is_found() {
     let sizes = [14, 14, 12, 11, 11, 10, 10, 10, 9, 8, 8, 8, 7, 6, 5, 3, 2];
     let mut facts = node(&["a", "b", "c", "d", "e"], &[("v", "a", 1)]);
     for (device, capacity) in facts.devices.iter_mut().zip([29, 30, 30, 30, 29]) {
@@ -210,18 +210,18 @@ fn a_hidden_placement_is_found() {
 }
 
 #[test]
-fn reserved_units_are_not_room() {
+fn reserved_units_are_not_free() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[("v", "a", 5)]));
-    let wanted = asks(&[4]);
+    let wanted = device_requests(&[4]);
     let fits = ledger.fit(&wanted, ["n"], 1, &Tightest).unwrap();
     ledger.reserve("low", &fits, Moment(9)).unwrap();
     assert_eq!(preempt(&ledger, &[7], &[("v", holder(1))]), None);
     assert_eq!(preempt(&ledger, &[6], &[("v", holder(1))]).unwrap().victims, ["v"]);
     // More units are claimed than exist, so units that become free are reserved for the claims
     // first.
-    ledger.bind("around", "n", &asks(&[3]));
-    assert!(!ledger.short("n").is_empty());
+    ledger.bind("around", "n", &device_requests(&[3]));
+    assert!(!ledger.unplaced_requests("n").is_empty());
     assert_eq!(preempt(&ledger, &[1], &[("v", holder(1))]), None);
 }
 
@@ -233,11 +233,11 @@ fn nomination(priority: i32, preemption: &Preemption) -> Nomination {
 fn units_freed_by_victims_are_kept_for_the_preemptor() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[("v", "a", 8)]));
-    let want = asks(&[6]);
+    let want = device_requests(&[6]);
     let preemption = preempt(&ledger, &[6], &[("v", holder(1))]).unwrap();
     ledger.nominate("p", nomination(100, &preemption)).unwrap();
     let fit = |ledger: &Ledger, pod: &str, priority: i32, size: u32| {
-        ledger.fit_for(waiting(pod, priority, &asks(&[size])), ["n"], 1, &Tightest)
+        ledger.fit_for(waiting(pod, priority, &device_requests(&[size])), ["n"], 1, &Tightest)
     };
     let most = |ledger: &Ledger, pod: &str, priority: i32| {
         (1..=10).rev().find(|&size| fit(ledger, pod, priority, size).is_ok()).unwrap_or(0)
@@ -245,7 +245,7 @@ fn units_freed_by_victims_are_kept_for_the_preemptor() {
     assert_eq!((most(&ledger, "new", 100), most(&ledger, "new", 101)), (0, 2));
     assert_eq!(
         fit(&ledger, "new", 100, 1).unwrap_err(),
-        NoFit::NotFree { resource: R.to_owned(), asked: units(1), most: 0 }
+        NoFit::NotFree { resource: R.to_owned(), requested: units(1), most: 0 }
     );
     ledger.observe("n", node(&["a"], &[]));
     assert_eq!((most(&ledger, "low", -1), most(&ledger, "same", 100)), (4, 4));
@@ -263,7 +263,7 @@ fn a_fit_is_stale_after_a_nomination() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[]));
     let (want, takes) =
-        (asks(&[6]), vec![Reservation { resource: R.to_owned(), units: units(5), device: "a".to_owned() }]);
+        (device_requests(&[6]), vec![Reservation { resource: R.to_owned(), units: units(5), device: "a".to_owned() }]);
     let low = ledger.fit_for(waiting("low", 1, &want), ["n"], 1, &Tightest).unwrap();
     let high = ledger.fit_for(waiting("high", 101, &want), ["n"], 1, &Tightest).unwrap();
     ledger.nominate("p", Nomination { priority: 100, node: "n".to_owned(), takes }).unwrap();
@@ -286,7 +286,7 @@ fn two_preemptors_do_not_use_the_same_room() {
     ledger.nominate("first", nomination(100, &first)).unwrap();
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["w"]);
     assert_eq!(preempt(&ledger, &[4], &known).unwrap().victims, ["v"], "more units remain than the first pod requests");
-    let higher = asks(&[6]);
+    let higher = device_requests(&[6]);
     let higher = ledger.preempt(waiting("higher", 101, &higher), ["n"], &holders(&known)).unwrap();
     assert_eq!(higher.victims, ["v"], "room nominated for lower ones is no obstacle");
     ledger.release("first");
@@ -303,7 +303,7 @@ struct PreemptionCase {
     nodes: BTreeMap<&'static str, NodeFacts>,
     holders: BTreeMap<String, Holder>,
     reserved: Vec<u32>,
-    asks: Vec<Ask>,
+    device_requests: Vec<DeviceRequest>,
     priority: i32,
 }
 
@@ -347,10 +347,11 @@ fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
     );
     // Some pods are not in `holders`.
     let holders = prop::collection::btree_map((0_u32..5).prop_map(|pod| format!("h{pod}")), holder, 3..6);
-    let asks = prop::collection::vec((resource(), 1_u32..6), 1..4)
-        .prop_map(|asks| asks.into_iter().map(|(resource, size)| Ask { resource, units: units(size) }).collect());
-    (facts(), facts(), holders, prop::collection::vec(1_u32..3, 0..3), asks, 0_i32..5).prop_map(
-        |(m, n, mut holders, reserved, asks, priority)| {
+    let device_requests = prop::collection::vec((resource(), 1_u32..6), 1..4).prop_map(|device_requests| {
+        device_requests.into_iter().map(|(resource, size)| DeviceRequest { resource, units: units(size) }).collect()
+    });
+    (facts(), facts(), holders, prop::collection::vec(1_u32..3, 0..3), device_requests, 0_i32..5).prop_map(
+        |(m, n, mut holders, reserved, device_requests, priority)| {
             // A pod is on only one node.
             let (mut m, mut n) = (m, n);
             for held in &mut m.allocations {
@@ -365,12 +366,12 @@ fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
                     holders.insert(format!("{pod}@{node}"), holder);
                 }
             }
-            PreemptionCase { nodes: BTreeMap::from([("m", m), ("n", n)]), holders, reserved, asks, priority }
+            PreemptionCase { nodes: BTreeMap::from([("m", m), ("n", n)]), holders, reserved, device_requests, priority }
         },
     )
 }
 
-type Rooms = BTreeMap<(String, String), i64>;
+type FreeUnits = BTreeMap<(String, String), i64>;
 
 impl PreemptionCase {
     fn ledger(&self) -> Ledger {
@@ -379,7 +380,7 @@ impl PreemptionCase {
             ledger.observe(name, facts.clone());
         }
         for (index, &size) in self.reserved.iter().enumerate() {
-            if let Ok(fits) = ledger.fit(&asks(&[size]), NODES, 1, &Tightest) {
+            if let Ok(fits) = ledger.fit(&device_requests(&[size]), NODES, 1, &Tightest) {
                 ledger.reserve(&format!("let-through-{index}"), &fits, Moment(9)).unwrap();
             }
         }
@@ -387,11 +388,11 @@ impl PreemptionCase {
     }
 
     fn preempt(&self, ledger: &Ledger) -> Option<Preemption> {
-        ledger.preempt(waiting("p", self.priority, &self.asks), NODES, &self.holders)
+        ledger.preempt(waiting("p", self.priority, &self.device_requests), NODES, &self.holders)
     }
 
     /// Free units of a node after these pods and the terminating pods have ended.
-    fn rooms(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> Rooms {
+    fn free_units(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> FreeUnits {
         let facts = &self.nodes[node];
         let leaves = |held: &&Allocation| {
             gone.contains(held.pod.as_str()) || self.holders.get(&held.pod).is_some_and(|holder| holder.ending)
@@ -433,12 +434,12 @@ impl PreemptionCase {
         )
     }
 
-    /// All ways to place the asks on a node's devices.
-    fn ways(&self, node: &str) -> Vec<Vec<(String, String)>> {
+    /// All ways to place the requests on a node's devices.
+    fn device_choices(&self, node: &str) -> Vec<Vec<(String, String)>> {
         let devices = &self.nodes[node].devices;
-        self.asks.iter().fold(vec![Vec::new()], |ways, ask| {
+        self.device_requests.iter().fold(vec![Vec::new()], |ways, request| {
             let offers = |way: &Vec<(String, String)>| {
-                let on = devices.iter().filter(|facts| facts.resource == ask.resource);
+                let on = devices.iter().filter(|facts| facts.resource == request.resource);
                 on.map(|facts| [way.clone(), vec![(facts.resource.clone(), facts.device.clone())]].concat())
                     .collect::<Vec<_>>()
             };
@@ -446,17 +447,17 @@ impl PreemptionCase {
         })
     }
 
-    fn has_room(&self, rooms: &Rooms, way: &[(String, String)]) -> bool {
-        let mut left = rooms.clone();
-        way.iter().zip(&self.asks).all(|(spot, ask)| {
+    fn has_room(&self, free_units: &FreeUnits, way: &[(String, String)]) -> bool {
+        let mut left = free_units.clone();
+        way.iter().zip(&self.device_requests).all(|(spot, request)| {
             let left = left.get_mut(spot).unwrap();
-            *left -= i64::from(ask.units.get());
+            *left -= i64::from(request.units.get());
             *left >= 0
         })
     }
 
-    fn fits(&self, rooms: &Rooms, node: &str) -> bool {
-        self.ways(node).iter().any(|way| self.has_room(rooms, way))
+    fn fits(&self, free_units: &FreeUnits, node: &str) -> bool {
+        self.device_choices(node).iter().any(|way| self.has_room(free_units, way))
     }
 }
 
@@ -470,7 +471,7 @@ fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
-    /// For each way to place the asks, the victims equal the best set of all subsets, and the
+    /// For each way to place the requests, the victims equal the best set of all subsets, and the
     /// chosen way has the lowest cost. The victims make room, each victim is needed, and all
     /// victims have a lower priority.
     #[test]
@@ -479,13 +480,13 @@ proptest! {
         let mut least = None;
         let (mut needs_protected, mut lowest) = (true, None);
         for node in NODES {
-            if ledger.short(node).iter().any(|short| case.asks.iter().any(|ask| ask.resource == short.resource)) {
+            if ledger.unplaced_requests(node).iter().any(|short| case.device_requests.iter().any(|request| request.resource == short.resource)) {
                 continue;
             }
             let lower = case.lower(node);
             let sets = subsets(&lower);
-            for way in case.ways(node) {
-                let helps = sets.iter().filter(|gone| case.has_room(&case.rooms(&ledger, node, &gone.iter().copied().collect()), &way));
+            for way in case.device_choices(node) {
+                let helps = sets.iter().filter(|gone| case.has_room(&case.free_units(&ledger, node, &gone.iter().copied().collect()), &way));
                 // Pods that come first are kept if possible, whatever happens to later ones.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
@@ -493,7 +494,7 @@ proptest! {
                     least = Some(least.map_or(cost, |least| cost.min(least)));
                 }
             }
-            for gone in sets.iter().filter(|gone| case.fits(&case.rooms(&ledger, node, &gone.iter().copied().collect()), node)) {
+            for gone in sets.iter().filter(|gone| case.fits(&case.free_units(&ledger, node, &gone.iter().copied().collect()), node)) {
                 if !gone.iter().any(|pod| case.holders[*pod].protected) {
                     needs_protected = false;
                     let highest = gone.iter().map(|pod| case.holders[*pod].priority).max();
@@ -517,14 +518,14 @@ proptest! {
         prop_assert!(victims.iter().all(|victim| lower.contains(victim)));
         let way: Vec<(String, String)> =
             found.takes.iter().map(|take| (take.resource.clone(), take.device.clone())).collect();
-        prop_assert!(found.takes.iter().zip(&case.asks).all(|(take, ask)| take.resource == ask.resource && take.units == ask.units));
-        prop_assert_eq!(found.takes.len(), case.asks.len());
+        prop_assert!(found.takes.iter().zip(&case.device_requests).all(|(take, request)| take.resource == request.resource && take.units == request.units));
+        prop_assert_eq!(found.takes.len(), case.device_requests.len());
         let all: BTreeSet<&str> = victims.iter().copied().collect();
-        prop_assert!(case.has_room(&case.rooms(&ledger, node, &all), &way), "{:?}", found);
+        prop_assert!(case.has_room(&case.free_units(&ledger, node, &all), &way), "{:?}", found);
         for victim in &victims {
             let mut but_one = all.clone();
             but_one.remove(victim);
-            prop_assert!(!case.has_room(&case.rooms(&ledger, node, &but_one), &way), "{} need not go: {:?}", victim, found);
+            prop_assert!(!case.has_room(&case.free_units(&ledger, node, &but_one), &way), "{} need not go: {:?}", victim, found);
         }
     }
 
@@ -542,7 +543,7 @@ proptest! {
         }
         let other = turned.ledger();
         let nodes = ["n", "unknown", "m", "n"];
-        prop_assert_eq!(&other.preempt(waiting("p", turned.priority, &turned.asks), nodes, &turned.holders), &found);
+        prop_assert_eq!(&other.preempt(waiting("p", turned.priority, &turned.device_requests), nodes, &turned.holders), &found);
         let Some(found) = found else { return Ok(()) };
         let mut updated = case.clone();
         for victim in &found.victims {
@@ -555,7 +556,7 @@ proptest! {
     /// The preemptor receives the nominated units, whatever pods of the same or lower priority
     /// arrive while its victims terminate one by one.
     #[test]
-    fn nominated_room_goes_to_its_pod(
+    fn nominated_units_are_allocated_to_their_pod(
         case in preemption_case(),
         newcomers in prop::collection::vec((-1_i32..5, prop::collection::vec((resource(), 1_u32..5), 1..3)), 0..8),
     ) {
@@ -570,10 +571,10 @@ proptest! {
         let mut count = 0;
         loop {
             for (priority, wants) in newcomers.by_ref().take(2) {
-                let asks: Vec<Ask> = wants.into_iter().map(|(resource, size)| Ask { resource, units: units(size) }).collect();
+                let device_requests: Vec<DeviceRequest> = wants.into_iter().map(|(resource, size)| DeviceRequest { resource, units: units(size) }).collect();
                 let (name, priority) = (format!("new-{count}"), priority.min(case.priority));
                 count += 1;
-                if let Ok(fits) = ledger.fit_for(waiting(&name, priority, &asks), NODES, 2, &Tightest) {
+                if let Ok(fits) = ledger.fit_for(waiting(&name, priority, &device_requests), NODES, 2, &Tightest) {
                     ledger.reserve(&name, &fits, Moment(9)).unwrap();
                 }
             }
@@ -585,7 +586,7 @@ proptest! {
             facts.allocations.retain(|held| held.pod != pod);
             ledger.observe(&found.node, facts.clone());
         }
-        let fits = ledger.fit_for(waiting("p", case.priority, &case.asks), [found.node.as_str()], 1, &Tightest);
+        let fits = ledger.fit_for(waiting("p", case.priority, &case.device_requests), [found.node.as_str()], 1, &Tightest);
         prop_assert!(fits.is_ok(), "{:?} is not there: {:?}", found, fits);
         prop_assert!(ledger.reserve("p", &fits.unwrap(), Moment(9)).is_ok());
     }

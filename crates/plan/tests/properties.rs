@@ -64,8 +64,8 @@ fn slice() -> impl Strategy<Value = Slice> {
 }
 
 /// Slices that a GPU can have: the slices of a plan for these requests, some of them in use.
-fn possible_slices(gpu: &Gpu, asked: &[String], taken: &[bool]) -> Vec<Slice> {
-    let pods = asked.iter().enumerate().map(|(at, resource)| Pod {
+fn possible_slices(gpu: &Gpu, requested: &[String], taken: &[bool]) -> Vec<Slice> {
+    let pods = requested.iter().enumerate().map(|(at, resource)| Pod {
         name: format!("p{at}"),
         requests: BTreeMap::from([(resource.clone(), Quantity::whole(1))]),
         ..Pod::default()
@@ -81,10 +81,10 @@ fn possible_slices(gpu: &Gpu, asked: &[String], taken: &[bool]) -> Vec<Slice> {
 
 fn gpu(odd: bool) -> impl Strategy<Value = Gpu> {
     let kinds = if odd { 0..8_usize } else { 0..6_usize };
-    let asked = prop::collection::vec(resource(), 0..6);
+    let requested = prop::collection::vec(resource(), 0..6);
     let taken = prop::collection::vec(any::<bool>(), 6);
     let wild = prop::collection::vec(slice(), 0..5);
-    (kinds, asked, taken, wild, 0..8_u32, 0..8_u32).prop_map(move |(kind, asked, taken, wild, dice, other)| {
+    (kinds, requested, taken, wild, 0..8_u32, 0..8_u32).prop_map(move |(kind, requested, taken, wild, dice, other)| {
         let (model, memory, mode) = KINDS[kind];
         let mut gpu = Gpu {
             model: model.to_owned(),
@@ -94,13 +94,13 @@ fn gpu(odd: bool) -> impl Strategy<Value = Gpu> {
             replicas: Some(3),
             mig_sharing: (dice == 7).then_some(MigSharing { units: 3, resource_name: None }),
             fixed: other == 0,
-            left_out: (odd && other == 1).then(|| "the GPU is lost".to_owned()),
+            exclusion: (odd && other == 1).then(|| "the GPU is lost".to_owned()),
             ..Gpu::default()
         };
         gpu.slices = if odd && other < 4 {
             wild
         } else {
-            possible_slices(&Gpu { fixed: false, left_out: None, ..gpu.clone() }, &asked, &taken)
+            possible_slices(&Gpu { fixed: false, exclusion: None, ..gpu.clone() }, &requested, &taken)
         };
         gpu
     })
@@ -125,7 +125,7 @@ fn node(odd: bool) -> impl Strategy<Value = Node> {
                 ("pods".to_owned(), Quantity::whole(8)),
             ]),
             gpus,
-            left_out: (odd && dice == 2).then(|| "the GPU does not answer".to_owned()),
+            exclusion: (odd && dice == 2).then(|| "the GPU does not answer".to_owned()),
             ..Node::default()
         }
     })
@@ -280,7 +280,7 @@ fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
             };
             let cpu = node.allocatable["cpu"].milli()?.saturating_sub(used("cpu"));
             let room = plan.placements.iter().filter(|placement| placement.node == node.name).count() < 8;
-            let open = node.taints.is_empty() && !node.unschedulable && node.left_out.is_none();
+            let open = node.taints.is_empty() && !node.unschedulable && node.exclusion.is_none();
             if !open || !room || cpu < pod.requests["cpu"].milli()? {
                 continue;
             }
@@ -362,7 +362,7 @@ proptest! {
         let before = planned(&snapshot);
         let mut other = snapshot;
         let gpus = strange.gpus.into_iter().enumerate().map(|(at, gpu)| Gpu { uuid: format!("GPU-odd-{at}"), ..gpu });
-        other.nodes.insert(0, Node { name: "a-odd".to_owned(), left_out: Some("the GPU does not answer".to_owned()), gpus: gpus.collect(), ..strange });
+        other.nodes.insert(0, Node { name: "a-odd".to_owned(), exclusion: Some("the GPU does not answer".to_owned()), gpus: gpus.collect(), ..strange });
         let after = planned(&other);
         prop_assert_eq!(&before.placements, &after.placements);
         prop_assert!(after.gpus.iter().filter(|gpu| gpu.node == "a-odd").all(|gpu| !gpu.changed));

@@ -88,7 +88,7 @@ fn describe(name: &str, command: &Command) -> String {
     let _ = writeln!(out, "Usage: `{name}{options}{}`", positionals.collect::<String>());
     if !arguments.is_empty() {
         let rows: Vec<Vec<String>> =
-            arguments.iter().map(|arg| vec![format!("`{}`", form(arg)), meaning(arg)]).collect();
+            arguments.iter().map(|arg| vec![format!("`{}`", syntax(arg)), meaning(arg)]).collect();
         out.push('\n');
         out.push_str(&table(&["argument", "meaning"], &rows));
     }
@@ -104,7 +104,7 @@ fn value(arg: &Arg) -> String {
 }
 
 /// Returns the syntax of an argument.
-fn form(arg: &Arg) -> String {
+fn syntax(arg: &Arg) -> String {
     if arg.is_positional() {
         return value(arg);
     }

@@ -70,7 +70,7 @@ impl Page {
         // outermost is described.
         let mut described = Vec::new();
         for (name, field) in properties {
-            let inner = inner(field);
+            let inner = element_schema(field);
             if let Some(fields) = inner.get("properties")
                 && !is_conditions(inner)
                 && self.section_of(inner).is_none()
@@ -97,7 +97,7 @@ impl Page {
             }
         }
         for (name, field) in &described {
-            self.object(&child(path, name, field), level.min(3) + usize::from(level == 2), inner(field));
+            self.object(&child(path, name, field), level.min(3) + usize::from(level == 2), element_schema(field));
         }
     }
 
@@ -120,7 +120,7 @@ impl Page {
         if !choices.is_empty() {
             let _ = write!(text, " One of {}.", choices.join(", "));
         }
-        let rules: Vec<String> = [field, inner(field)]
+        let rules: Vec<String> = [field, element_schema(field)]
             .into_iter()
             .filter(|schema| schema.get("properties").is_none())
             .flat_map(messages)
@@ -139,7 +139,7 @@ impl Page {
 
     /// Returns a short name of a field's type.
     fn type_of(&self, path: &str, name: &str, field: &Value) -> String {
-        let inner = inner(field);
+        let inner = element_schema(field);
         let of = if is_conditions(inner) {
             return CONDITIONS_TYPE.to_owned();
         } else if inner.get("properties").is_some() {
@@ -167,7 +167,7 @@ impl Page {
 }
 
 /// Returns the schema of a list's or map's elements, or the schema itself.
-fn inner(field: &Value) -> &Value {
+fn element_schema(field: &Value) -> &Value {
     field.get("items").or_else(|| field.get("additionalProperties")).filter(|inner| inner.is_object()).unwrap_or(field)
 }
 
@@ -186,7 +186,7 @@ fn description(schema: &Value) -> Option<String> {
 }
 
 fn choices(field: &Value) -> Vec<String> {
-    let values = inner(field).get("enum").and_then(Value::as_array);
+    let values = element_schema(field).get("enum").and_then(Value::as_array);
     values.into_iter().flatten().filter_map(Value::as_str).map(|value| format!("`{value}`")).collect()
 }
 

@@ -46,7 +46,7 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
     for source in SOURCES {
         for (path, text) in rust_files(&root.join(source))? {
-            let unknown = written(&text).into_iter().filter(|name| !known.contains(name.as_str()));
+            let unknown = written_reasons(&text).into_iter().filter(|name| !known.contains(name.as_str()));
             problems.extend(unknown.map(|name| format!("{path}: crates/api/src/reasons.rs has no {name}")));
         }
     }
@@ -55,7 +55,7 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
 
 /// Returns the reasons that a source writes: the word after `reason:`, an Event's type, or
 /// `warning(`.
-fn written(source: &str) -> BTreeSet<String> {
+fn written_reasons(source: &str) -> BTreeSet<String> {
     let code = source.split("\n#[cfg(test)]\nmod ").next().unwrap_or(source);
     let mut names = BTreeSet::new();
     for before in ["reason: \"", "EventType::Normal, \"", "EventType::Warning, \"", " warning(\""] {
@@ -90,7 +90,7 @@ mod tests {
     #[test]
     fn reasons_are_found_in_code_and_not_in_tests() {
         let code = "event(EventType::Warning, \"NoGpu\", x); E { reason: \"Split\", };\n#[cfg(test)]\nmod tests { reason: \"R\" }";
-        assert_eq!(written(code).iter().collect::<Vec<_>>(), ["NoGpu", "Split"]);
+        assert_eq!(written_reasons(code).iter().collect::<Vec<_>>(), ["NoGpu", "Split"]);
     }
 
     #[test]

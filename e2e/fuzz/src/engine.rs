@@ -7,7 +7,7 @@ use std::{fs, io};
 use fastrand::Rng;
 
 use crate::mutate::mutated;
-use crate::{Seen, Target, guard};
+use crate::{ReadResult, Target, guard};
 
 /// Maximum number of samples kept in addition to the initial ones.
 const MAX_KEPT_SAMPLES: usize = 200;
@@ -32,9 +32,9 @@ pub struct Progress {
 
 impl Progress {
     /// Counts one input.
-    fn count(&mut self, seen: Seen) {
+    fn count(&mut self, seen: ReadResult) {
         self.inputs += 1;
-        self.read += u64::from(seen == Seen::Read);
+        self.read += u64::from(seen == ReadResult::Read);
     }
 
     /// Percentage of inputs that the target could read.
@@ -96,7 +96,7 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
         progress.count(seen);
         // Some valid inputs become samples, so that mutations accumulate. Long inputs are slow and
         // do not.
-        if seen == Seen::Read && rng.u8(..8) == 0 && input.len() < 8192 {
+        if seen == ReadResult::Read && rng.u8(..8) == 0 && input.len() < 8192 {
             if samples.len() < first + MAX_KEPT_SAMPLES {
                 samples.push(input);
             } else {

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use crate::{Seen, Target};
+use crate::{ReadResult, Target};
 
 /// Time limit of one input. Generous: the build may be unoptimized and the machine busy.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
@@ -39,7 +39,7 @@ fn running() -> MutexGuard<'static, Option<HashMap<ThreadId, Running>>> {
 ///
 /// # Panics
 /// If the target panics, after the input was printed and kept.
-pub fn run(target: &Target, input: &[u8]) -> Seen {
+pub fn run(target: &Target, input: &[u8]) -> ReadResult {
     static WATCH: Once = Once::new();
     WATCH.call_once(watch);
     let thread = thread::current().id();
@@ -51,7 +51,7 @@ pub fn run(target: &Target, input: &[u8]) -> Seen {
 }
 
 /// Folder of the failing inputs.
-pub fn folder() -> PathBuf {
+pub fn failures_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/fuzz-failures")
 }
 
@@ -59,7 +59,7 @@ pub fn folder() -> PathBuf {
 ///
 /// # Errors
 /// If the file cannot be written.
-pub fn keep(folder: &Path, target: &str, input: &[u8]) -> io::Result<PathBuf> {
+pub fn save_input(folder: &Path, target: &str, input: &[u8]) -> io::Result<PathBuf> {
     let mut hash = DefaultHasher::new();
     input.hash(&mut hash);
     let path = folder.join(format!("{target}-{:016x}", hash.finish()));
@@ -75,7 +75,7 @@ fn failure_message(target: &str, input: &[u8], why: &str) -> String {
         hex
     });
     let more = if input.len() > MAX_PRINTED_BYTES { "…" } else { "" };
-    let repeat = match keep(&folder(), target, input) {
+    let repeat = match save_input(&failures_folder(), target, input) {
         Ok(path) => format!("repeat with: cargo run -p cleave-fuzz -- {target} --input {}", path.display()),
         Err(error) => format!("failed to keep the input: {error}"),
     };
@@ -143,14 +143,14 @@ mod tests {
         inputs: 0,
         run: |input| {
             assert!(input != b"bad", "expected by the test");
-            Seen::Read
+            ReadResult::Read
         },
     };
 
     #[test]
     fn only_an_input_that_panics_is_kept() {
-        assert_eq!(run(&FAILS, b"good"), Seen::Read);
-        let kept = keep(&folder(), FAILS.name, b"bad").unwrap();
+        assert_eq!(run(&FAILS, b"good"), ReadResult::Read);
+        let kept = save_input(&failures_folder(), FAILS.name, b"bad").unwrap();
         std::fs::remove_file(&kept).unwrap();
         thread::spawn(|| run(&FAILS, b"bad")).join().unwrap_err();
         assert_eq!(std::fs::read(&kept).unwrap(), b"bad");

@@ -27,7 +27,7 @@ use crate::mutate::Shape;
 
 /// Whether a target could read its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Seen {
+pub enum ReadResult {
     /// The input is valid for the target.
     Read,
     /// The input is invalid, and was refused with an error.
@@ -50,14 +50,14 @@ pub struct Target {
     /// Number of inputs that `cargo test` runs: about a second without optimization.
     pub inputs: u32,
     /// Reads an input. Panics if an assertion fails.
-    pub run: fn(&[u8]) -> Seen,
+    pub run: fn(&[u8]) -> ReadResult,
 }
 
 /// Asserts that an error message can be shown in a status.
 ///
 /// # Panics
 /// If the message is empty or has more than 2 KiB.
-pub fn assert_tells(error: &str) {
+pub fn assert_printable(error: &str) {
     assert!(!error.trim().is_empty(), "an error has no message");
     assert!(
         error.len() <= 2048,

@@ -3,7 +3,7 @@ use fastrand::Rng;
 use serde_json::{Map, Value};
 
 /// Maximum length of an input, in bytes.
-pub const LONGEST: usize = 64 << 10;
+pub const MAX_LENGTH: usize = 64 << 10;
 
 /// Format of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +86,7 @@ pub fn mutated(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &
         (0..changes).for_each(|_| change_bytes(&mut bytes, other, words, rng));
         bytes
     });
-    input.truncate(LONGEST);
+    input.truncate(MAX_LENGTH);
     input
 }
 
@@ -107,7 +107,7 @@ fn text(words: &[&str], rng: &mut Rng) -> String {
 }
 
 /// Returns a random range of `length` bytes.
-fn part(length: usize, rng: &mut Rng) -> std::ops::Range<usize> {
+fn random_range(length: usize, rng: &mut Rng) -> std::ops::Range<usize> {
     let start = rng.usize(..=length);
     // Mostly short, because a long range replaces most of the sample.
     let most = if rng.u8(..4) > 0 { 16 } else { length };
@@ -116,7 +116,7 @@ fn part(length: usize, rng: &mut Rng) -> std::ops::Range<usize> {
 
 /// Applies one random mutation to bytes.
 fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng) {
-    let range = part(bytes.len(), rng);
+    let range = random_range(bytes.len(), rng);
     match rng.u8(..10) {
         0 => bytes.truncate(range.start),
         1 => drop(bytes.drain(range)),
@@ -131,12 +131,12 @@ fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng
             insert(bytes, range.end, &copied);
         }
         5 => {
-            let from = part(other.len(), rng);
+            let from = random_range(other.len(), rng);
             let spliced = other.get(from).unwrap_or_default().to_vec();
             drop(bytes.splice(range, spliced));
         }
         6 => {
-            let tail = other.get(part(other.len(), rng).start..).unwrap_or_default().to_vec();
+            let tail = other.get(random_range(other.len(), rng).start..).unwrap_or_default().to_vec();
             bytes.truncate(range.start);
             bytes.extend(tail);
         }
@@ -151,7 +151,7 @@ fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng
         8 => drop(bytes.splice(range, text(words, rng).into_bytes())),
         _ => insert(bytes, range.start, &text(words, rng).into_bytes()),
     }
-    bytes.truncate(LONGEST);
+    bytes.truncate(MAX_LENGTH);
 }
 
 /// Inserts bytes at a position.
@@ -169,24 +169,24 @@ fn count(tree: &Value) -> usize {
 }
 
 /// The value with this number, in the order of [`count`].
-fn nth<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
+fn value_at<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     if *number == 0 {
         return Some(tree);
     }
     *number -= 1;
     match tree {
-        Value::Array(values) => values.iter_mut().find_map(|value| nth(value, number)),
-        Value::Object(fields) => fields.values_mut().find_map(|value| nth(value, number)),
+        Value::Array(values) => values.iter_mut().find_map(|value| value_at(value, number)),
+        Value::Object(fields) => fields.values_mut().find_map(|value| value_at(value, number)),
         _ => None,
     }
 }
 
 /// Picks a value of a document. Either each value is equally likely, or the choice descends from
 /// the root at random, so that long lists do not dominate.
-fn somewhere<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
+fn random_subvalue<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
     if rng.bool() {
         let mut number = rng.usize(..count(tree));
-        return nth(tree, &mut number);
+        return value_at(tree, &mut number);
     }
     let mut here = tree;
     loop {
@@ -208,9 +208,9 @@ fn somewhere<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
 }
 
 /// Returns a copy of a random value of a document.
-fn any(tree: &Value, rng: &mut Rng) -> Value {
+fn random_value(tree: &Value, rng: &mut Rng) -> Value {
     let mut tree = tree.clone();
-    somewhere(&mut tree, rng).map(Value::take).unwrap_or_default()
+    random_subvalue(&mut tree, rng).map(Value::take).unwrap_or_default()
 }
 
 /// Picks one of [`NUMBERS`], often a large one.
@@ -219,27 +219,27 @@ fn digits_of_number(rng: &mut Rng) -> &'static str {
 }
 
 /// The JSON number of [`digits_of_number`].
-fn number(rng: &mut Rng) -> Value {
+fn random_number(rng: &mut Rng) -> Value {
     serde_json::from_str(digits_of_number(rng)).unwrap_or_default()
 }
 
 /// Returns a random JSON scalar.
-fn scalar(words: &[&str], rng: &mut Rng) -> Value {
+fn random_scalar(words: &[&str], rng: &mut Rng) -> Value {
     match rng.u8(..6) {
         0 => Value::Null,
         1 => Value::Bool(rng.bool()),
-        2 | 3 => number(rng),
+        2 | 3 => random_number(rng),
         _ => Value::String(text(words, rng)),
     }
 }
 
 /// Applies one random mutation to a document.
 fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
-    let whole = if rng.bool() { any(tree, rng) } else { any(donor, rng) };
-    let Some(value) = somewhere(tree, rng) else { return };
+    let whole = if rng.bool() { random_value(tree, rng) } else { random_value(donor, rng) };
+    let Some(value) = random_subvalue(tree, rng) else { return };
     match rng.u8(..10) {
         0 => *value = whole,
-        1 => *value = scalar(words, rng),
+        1 => *value = random_scalar(words, rng),
         2 => {
             // Includes depths that a reader rejects.
             let depth = [1, 2, 100, 200][rng.usize(..4)];
@@ -259,9 +259,9 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
                 let near = value.as_i64().unwrap_or_default();
                 *value = near.wrapping_add(rng.i64(-2..=2)).into();
             }
-            Value::Number(_) => *value = number(rng),
+            Value::Number(_) => *value = random_number(rng),
             Value::Bool(bool) => *bool = !*bool,
-            Value::Null => *value = scalar(words, rng),
+            Value::Null => *value = random_scalar(words, rng),
         },
     }
 }
@@ -304,7 +304,7 @@ mod tests {
 
     const SAMPLE: &[u8] = br#"{"a": [1, {"b": "c"}], "d": null}"#;
 
-    fn some(shape: Shape, seed: u64) -> Vec<Vec<u8>> {
+    fn random_inputs(shape: Shape, seed: u64) -> Vec<Vec<u8>> {
         let mut rng = Rng::with_seed(seed);
         (0..2000).map(|_| mutated(shape, &["word"], SAMPLE, b"[2,\"other\"]", &mut rng)).collect()
     }
@@ -312,14 +312,14 @@ mod tests {
     #[test]
     fn inputs_depend_only_on_the_seed() {
         for shape in [Shape::Bytes, Shape::Json] {
-            assert_eq!(some(shape, 1), some(shape, 1));
-            assert_ne!(some(shape, 1), some(shape, 2));
+            assert_eq!(random_inputs(shape, 1), random_inputs(shape, 1));
+            assert_ne!(random_inputs(shape, 1), random_inputs(shape, 2));
         }
     }
 
     #[test]
     fn mutated_documents_are_mostly_valid_and_include_words_and_parts_of_others() {
-        let all = some(Shape::Json, 7);
+        let all = random_inputs(Shape::Json, 7);
         let documents: Vec<Value> = all.iter().filter_map(|input| serde_json::from_slice(input).ok()).collect();
         assert!((1200..2000).contains(&documents.len()), "{}", documents.len());
         for part in ["other", "word", "18446744073709551615", "[[[["] {
@@ -338,7 +338,7 @@ mod tests {
             let shape = if round % 2 == 0 { Shape::Bytes } else { Shape::Json };
             let other = std::mem::take(&mut input);
             input = mutated(shape, &[], if round % 50 == 0 { b"" } else { &other }, &other, &mut rng);
-            assert!(input.len() <= LONGEST);
+            assert!(input.len() <= MAX_LENGTH);
         }
     }
 }

@@ -2,17 +2,17 @@
 use std::io;
 
 use cleave_fuzz::engine::{Budget, corpus, fuzz};
-use cleave_fuzz::{Seen, all, guard, named};
+use cleave_fuzz::{ReadResult, all, guard, named};
 
 const SEED: u64 = 1;
 
 /// Runs a target on its samples, its corpus and its mutations.
-fn bounded(name: &str) -> io::Result<()> {
+fn run_target(name: &str) -> io::Result<()> {
     let target = named(name).ok_or_else(|| io::Error::other("unknown target"))?;
     for sample in (target.samples)() {
         assert_eq!(
             guard::run(target, &sample),
-            Seen::Read,
+            ReadResult::Read,
             "{name} cannot read its sample {}",
             String::from_utf8_lossy(&sample)
         );
@@ -32,7 +32,7 @@ macro_rules! targets {
     ($($name:ident),* $(,)?) => {
         $(#[test]
         fn $name() -> io::Result<()> {
-            bounded(stringify!($name))
+            run_target(stringify!($name))
         })*
 
         #[test]

@@ -21,13 +21,13 @@ fn found(files: &[(&str, &str)]) -> Vec<Finding> {
     check(&sources(files)).unwrap()
 }
 
-fn whats(files: &[(&str, &str)]) -> Vec<String> {
+fn finding_texts(files: &[(&str, &str)]) -> Vec<String> {
     found(files).into_iter().map(|finding| finding.what).collect()
 }
 
 /// Findings in a library of two modules with these texts.
-fn pair(a: &str, b: &str) -> Vec<String> {
-    whats(&[("src/lib.rs", "mod a;\nmod b;\n"), ("src/a.rs", a), ("src/b.rs", b)])
+fn findings_of_two_modules(a: &str, b: &str) -> Vec<String> {
+    finding_texts(&[("src/lib.rs", "mod a;\nmod b;\n"), ("src/a.rs", a), ("src/b.rs", b)])
 }
 
 const CYCLE: [&str; 1] = ["cycle it a -> b -> a"];
@@ -55,12 +55,12 @@ fn a_cycle_is_found_with_the_lines_that_make_it() {
 
 #[test]
 fn uses_in_one_direction_are_not_a_cycle() {
-    assert!(pair("use crate::b::B; pub struct A(B);", "pub struct B;").is_empty());
+    assert!(findings_of_two_modules("use crate::b::B; pub struct A(B);", "pub struct B;").is_empty());
 }
 
 #[test]
 fn every_use_within_a_component_is_in_a_cycle() {
-    let found = whats(&[
+    let found = finding_texts(&[
         ("src/lib.rs", "mod a; mod b; mod c;"),
         ("src/a.rs", "use crate::b::B; use crate::c::C; pub struct A;"),
         ("src/b.rs", "use crate::c::C; pub struct B;"),
@@ -74,22 +74,22 @@ fn a_child_that_uses_its_parent_makes_a_cycle_if_the_parent_uses_the_child() {
     let child = ("src/a/b.rs", "use super::Shared; pub fn work(_: Shared) {}");
     let declares = ("src/a/mod.rs", "mod b; pub use b::work; pub struct Shared;");
     let calls = ("src/a/mod.rs", "mod b; pub struct Shared; fn run() { b::work(Shared) }");
-    assert!(whats(&[("src/lib.rs", "mod a;"), declares, child]).is_empty());
-    assert_eq!(whats(&[("src/lib.rs", "mod a;"), calls, child]), ["cycle it a -> a::b -> a"]);
+    assert!(finding_texts(&[("src/lib.rs", "mod a;"), declares, child]).is_empty());
+    assert_eq!(finding_texts(&[("src/lib.rs", "mod a;"), calls, child]), ["cycle it a -> a::b -> a"]);
 }
 
 #[test]
 fn a_parent_that_calls_what_it_re_exports_uses_the_child() {
     let parent = "mod b; pub use b::work; pub struct Shared; fn run() { work(Shared) }";
     let child = ("src/a/b.rs", "use super::Shared; pub fn work(_: Shared) {}");
-    assert_eq!(whats(&[("src/lib.rs", "mod a;"), ("src/a.rs", parent), child]), ["cycle it a -> a::b -> a"]);
+    assert_eq!(finding_texts(&[("src/lib.rs", "mod a;"), ("src/a.rs", parent), child]), ["cycle it a -> a::b -> a"]);
 }
 
 #[test]
 fn a_variable_does_not_use_a_function_of_the_same_name() {
     let parent = "mod b; pub use b::work; pub struct Shared; fn run() -> u8 { let work = 1; work }";
     let child = ("src/a/b.rs", "use super::Shared; pub fn work(_: Shared) {}");
-    assert!(whats(&[("src/lib.rs", "mod a;"), ("src/a.rs", parent), child]).is_empty());
+    assert!(finding_texts(&[("src/lib.rs", "mod a;"), ("src/a.rs", parent), child]).is_empty());
 }
 
 #[test]
@@ -98,12 +98,17 @@ fn re_exports_are_followed_to_the_definition() {
     let root = ("src/lib.rs", "mod a; mod b; mod c; pub use c::C;");
     let re_export = ("src/a.rs", "pub use crate::b::B; use crate::C; pub struct A(C);");
     assert!(
-        whats(&[root, re_export, ("src/b.rs", "pub struct B;"), ("src/c.rs", "use crate::a::B; pub struct C(B);")])
-            .is_empty()
+        finding_texts(&[
+            root,
+            re_export,
+            ("src/b.rs", "pub struct B;"),
+            ("src/c.rs", "use crate::a::B; pub struct C(B);")
+        ])
+        .is_empty()
     );
     // `c` names `crate::A`, which `a` defines.
     let root = ("src/lib.rs", "mod a; mod b; mod c; pub use a::A; pub use c::*;");
-    let found = whats(&[
+    let found = finding_texts(&[
         root,
         ("src/a.rs", "use crate::C; pub struct A(C);"),
         ("src/b.rs", ""),
@@ -114,10 +119,19 @@ fn re_exports_are_followed_to_the_definition() {
 
 #[test]
 fn names_are_found_through_module_and_glob_imports() {
-    assert_eq!(pair("use crate::b; fn f() { b::g() }", "use super::a::*; pub fn g() { f() }"), CYCLE);
-    assert_eq!(pair("use crate::b as other; fn f() { other::g() }", "use crate::a::{self}; fn g() { a::f() }"), CYCLE);
+    assert_eq!(
+        findings_of_two_modules("use crate::b; fn f() { b::g() }", "use super::a::*; pub fn g() { f() }"),
+        CYCLE
+    );
+    assert_eq!(
+        findings_of_two_modules(
+            "use crate::b as other; fn f() { other::g() }",
+            "use crate::a::{self}; fn g() { a::f() }"
+        ),
+        CYCLE
+    );
     // An import is not a use unless a path resolves through it.
-    assert!(pair("use crate::b; fn f() {}", "use super::a::*; pub fn g() { h() }").is_empty());
+    assert!(findings_of_two_modules("use crate::b; fn f() {}", "use super::a::*; pub fn g() { h() }").is_empty());
 }
 
 #[test]
@@ -125,16 +139,16 @@ fn a_function_is_distinguished_from_a_module_of_the_same_name() {
     let root = ("src/lib.rs", "mod run; mod b; pub use run::run;");
     let files =
         [root, ("src/run.rs", "use crate::b::B; pub fn run() {}"), ("src/b.rs", "use crate::run; pub struct B;")];
-    assert_eq!(whats(&files), ["cycle it run -> b -> run"]);
+    assert_eq!(finding_texts(&files), ["cycle it run -> b -> run"]);
     let parent = ("src/a.rs", "pub mod run; pub fn run(_: run::X) {}");
     let child = ("src/a/run.rs", "use crate::a::run::X as Y; pub struct X;");
-    assert!(whats(&[("src/lib.rs", "mod a;"), parent, child]).is_empty());
+    assert!(finding_texts(&[("src/lib.rs", "mod a;"), parent, child]).is_empty());
 }
 
 #[test]
 fn circular_imports_are_resolved() {
-    assert!(pair("pub use crate::b::X;", "pub use crate::a::X;").is_empty());
-    assert!(pair("pub use crate::b::*; fn f() { x() }", "pub use crate::a::*;").is_empty());
+    assert!(findings_of_two_modules("pub use crate::b::X;", "pub use crate::a::X;").is_empty());
+    assert!(findings_of_two_modules("pub use crate::b::*; fn f() { x() }", "pub use crate::a::*;").is_empty());
 }
 
 #[test]
@@ -149,14 +163,14 @@ fn test_code_is_ignored() {
     ] {
         let files =
             [("src/lib.rs", "mod a; mod b;"), ("src/a.rs", a), ("src/b.rs", b), ("src/b/tests.rs", "use crate::a::A;")];
-        assert!(whats(&files).is_empty(), "{b}");
+        assert!(finding_texts(&files).is_empty(), "{b}");
     }
     for b in [
         "pub struct B; #[cfg(not(test))] use crate::a::A;",
         "pub struct B; #[cfg(any(test, feature = \"fake\"))] use crate::a::A;",
         "pub struct B; mod inner { use super::super::a::A; }",
     ] {
-        assert_eq!(pair(a, b), CYCLE, "{b}");
+        assert_eq!(findings_of_two_modules(a, b), CYCLE, "{b}");
     }
 }
 
@@ -170,7 +184,7 @@ fn paths_in_macros_and_attributes_count() {
         "pub struct B { #[serde(default = \"crate::a::f\")] x: u8 }",
         "pub struct B { #[arg(value_parser = crate::a::f)] x: u8 }",
     ] {
-        assert_eq!(pair(a, b), CYCLE, "{b}");
+        assert_eq!(findings_of_two_modules(a, b), CYCLE, "{b}");
     }
     for b in [
         "pub struct B; fn g() { println!(\"crate::a::f\") }",
@@ -179,26 +193,32 @@ fn paths_in_macros_and_attributes_count() {
         "pub struct B; pub(in crate::a::A) fn g() {}",
         "pub struct B; macro_rules! a { () => {} } fn g() { a!() }",
     ] {
-        assert!(pair(a, b).is_empty(), "{b}");
+        assert!(findings_of_two_modules(a, b).is_empty(), "{b}");
     }
 }
 
 #[test]
 fn a_macro_is_assumed_to_define_unknown_names() {
-    assert_eq!(pair("use crate::b::B; make!(A);", "use crate::a::A; pub struct B;"), CYCLE);
+    assert_eq!(findings_of_two_modules("use crate::b::B; make!(A);", "use crate::a::A; pub struct B;"), CYCLE);
 }
 
 #[test]
 fn other_crates_are_not_modules() {
-    assert!(pair("use crate::b::B; use ::b::C; pub struct A;", "use std::fmt; pub struct B(serde::a::A);").is_empty());
+    assert!(
+        findings_of_two_modules(
+            "use crate::b::B; use ::b::C; pub struct A;",
+            "use std::fmt; pub struct B(serde::a::A);"
+        )
+        .is_empty()
+    );
 }
 
 #[test]
 fn paths_of_other_crates_in_macros_are_not_modules() {
     let child = ("src/a.rs", "use crate::Root; pub fn f() {}");
     let root = |code: &str| format!("mod a; pub struct Root; fn g() {{ println!(\"{{}}\", {code}) }}");
-    assert_eq!(whats(&[("src/lib.rs", &root("a::f()")), child]), ["cycle it crate -> a -> crate"]);
-    assert!(whats(&[("src/lib.rs", &root("::a::f()")), child]).is_empty());
+    assert_eq!(finding_texts(&[("src/lib.rs", &root("a::f()")), child]), ["cycle it crate -> a -> crate"]);
+    assert!(finding_texts(&[("src/lib.rs", &root("::a::f()")), child]).is_empty());
 }
 
 #[test]
@@ -208,7 +228,7 @@ fn files_of_modules_are_found() {
         ("src/common.rs", "use crate::outer::inner::I; pub struct C;"),
         ("src/bin/outer/inner.rs", "use crate::common::C; pub struct I;"),
     ];
-    assert_eq!(whats(&files), ["cycle it common -> inner -> common"]);
+    assert_eq!(finding_texts(&files), ["cycle it common -> inner -> common"]);
     let missing = check(&sources(&[("src/lib.rs", "\nmod a;")]));
     assert!(matches!(missing, Err(Error::NoFile { line: 2, .. })), "{missing:?}");
     let broken = check(&sources(&[("src/lib.rs", "fn")]));
@@ -224,7 +244,7 @@ fn function(lines: usize) -> String {
 fn a_function_over_80_lines_needs_a_reason_above_it() {
     let over = function(81);
     let long = ["long-function src/lib.rs long"];
-    assert!(whats(&[("src/lib.rs", &function(80))]).is_empty());
+    assert!(finding_texts(&[("src/lib.rs", &function(80))]).is_empty());
     assert_eq!(found(&[("src/lib.rs", &over)])[0].places, ["src/lib.rs:1: 81 lines, at most 80"]);
     for (above, expected) in [
         ("", long.as_slice()),
@@ -234,24 +254,24 @@ fn a_function_over_80_lines_needs_a_reason_above_it() {
         ("// long:\n", &long),
         ("// long: of another\nfn other() {}\n\n", &long),
     ] {
-        assert_eq!(whats(&[("src/lib.rs", &format!("{above}{over}"))]), expected, "{above}");
+        assert_eq!(finding_texts(&[("src/lib.rs", &format!("{above}{over}"))]), expected, "{above}");
     }
     let method = format!("impl<T> Of<T> {{\n{over}}}\n#[cfg(test)] mod tests {{ {over} }}");
     let both = ["long-function src/lib.rs Of::long", "long-function src/lib.rs long"];
-    assert_eq!(whats(&[("src/lib.rs", &method)]), both);
+    assert_eq!(finding_texts(&[("src/lib.rs", &method)]), both);
 }
 
 #[test]
 fn a_file_over_800_lines_needs_a_reason_at_its_top() {
     let items = |lines: usize| "fn f() {}\n".repeat(lines);
-    assert!(whats(&[("src/lib.rs", &items(800))]).is_empty());
-    assert_eq!(whats(&[("src/lib.rs", &items(801))]), ["long-file src/lib.rs"]);
-    assert!(whats(&[("src/lib.rs", &format!("//! A list.\n// long: a list\n{}", items(800)))]).is_empty());
-    assert_eq!(whats(&[("src/lib.rs", &format!("{}// long: late\n", items(800)))]), ["long-file src/lib.rs"]);
+    assert!(finding_texts(&[("src/lib.rs", &items(800))]).is_empty());
+    assert_eq!(finding_texts(&[("src/lib.rs", &items(801))]), ["long-file src/lib.rs"]);
+    assert!(finding_texts(&[("src/lib.rs", &format!("//! A list.\n// long: a list\n{}", items(800)))]).is_empty());
+    assert_eq!(finding_texts(&[("src/lib.rs", &format!("{}// long: late\n", items(800)))]), ["long-file src/lib.rs"]);
 }
 
 /// The findings in a repository with one file and an empty library.
-fn beside(path: &str, text: &str) -> Vec<Finding> {
+fn findings_beside_library(path: &str, text: &str) -> Vec<Finding> {
     let mut sources = sources(&[("src/lib.rs", "")]);
     sources.others.insert(path.to_owned(), text.to_owned());
     check(&sources).unwrap()
@@ -261,7 +281,7 @@ fn beside(path: &str, text: &str) -> Vec<Finding> {
 fn a_comment_over_100_characters_is_found() {
     // Characters count, not bytes.
     let comment = |characters: usize| format!("// {}", "é".repeat(characters - 3));
-    assert!(whats(&[("src/lib.rs", &comment(100))]).is_empty());
+    assert!(finding_texts(&[("src/lib.rs", &comment(100))]).is_empty());
     let text = format!("/{}\nfn f() {{\n    {}\n}}\n", comment(100), comment(97));
     let expected = Finding {
         what: "wide-comment src/lib.rs 2".to_owned(),
@@ -278,10 +298,10 @@ fn wide_comments_are_found_in_other_languages() {
     let words = "word ".repeat(25);
     for path in ["a.sh", "a/b.yaml", "a.yml", "a.toml", "a.py", "Makefile", "deploy/Containerfile"] {
         let expected = format!("wide-comment {path} 1");
-        assert_eq!(beside(path, &format!("  # {words}\nkey: {words}\n"))[0].what, expected);
+        assert_eq!(findings_beside_library(path, &format!("  # {words}\nkey: {words}\n"))[0].what, expected);
     }
-    assert_eq!(beside("a.go", &format!("\t// {words}")).len(), 1);
-    assert_eq!(beside("e2e/test", &format!("#!/bin/sh\n# {words}")).len(), 1);
+    assert_eq!(findings_beside_library("a.go", &format!("\t// {words}")).len(), 1);
+    assert_eq!(findings_beside_library("e2e/test", &format!("#!/bin/sh\n# {words}")).len(), 1);
     for (path, text) in [
         ("LICENSE", format!("# {words}")),
         ("a.md", format!("# {words}")),
@@ -291,7 +311,7 @@ fn wide_comments_are_found_in_other_languages() {
         ("Cargo.lock", format!("# {words}")),
         ("a.yaml", format!("# | {words} |")),
     ] {
-        assert!(beside(path, &text).is_empty(), "{path}");
+        assert!(findings_beside_library(path, &text).is_empty(), "{path}");
     }
 }
 
@@ -299,9 +319,9 @@ fn wide_comments_are_found_in_other_languages() {
 fn a_line_that_is_an_address_may_be_wide() {
     let address = format!("https://example.com/{}", "a".repeat(100));
     for comment in [format!("// {address}"), format!("/// <{address}>"), format!("//! [name]: {address}")] {
-        assert!(beside("a.go", &comment).is_empty(), "{comment}");
+        assert!(findings_beside_library("a.go", &comment).is_empty(), "{comment}");
     }
-    assert_eq!(beside("a.go", &format!("// See {address}")).len(), 1);
+    assert_eq!(findings_beside_library("a.go", &format!("// See {address}")).len(), 1);
 }
 
 #[test]

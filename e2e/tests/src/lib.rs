@@ -335,7 +335,7 @@ impl<'a> Scope<'a> {
     /// Creates the namespace. First deletes the objects of an earlier run that was killed.
     pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
-        scope.sweep()?;
+        scope.delete_test_objects()?;
         let namespace = format!("/api/v1/namespaces/{}", scope.namespace);
         wait_until("the namespace of an earlier run is gone", || Ok(cluster.find(&namespace)?.is_none()))?;
         cluster
@@ -349,7 +349,7 @@ impl<'a> Scope<'a> {
 
     /// Deletes the namespace and the policies of all tests. Waits until the namespace has no pods
     /// and all GPUs are offered as whole GPUs. Other objects of the namespace may remain longer.
-    fn sweep(&self) -> Result<()> {
+    fn delete_test_objects(&self) -> Result<()> {
         for policy in self.cluster.list(&format!("{POLICIES}?labelSelector={LABEL}"))? {
             self.cluster.delete(&format!("{POLICIES}/{}", text(&policy["metadata"]["name"])), None)?;
         }
@@ -471,7 +471,7 @@ impl Drop for Scope<'_> {
             }
             let _ = writeln!(std::io::stderr(), "pods of {} at the failure:\n{pods}", self.namespace);
         }
-        if let Err(error) = self.sweep() {
+        if let Err(error) = self.delete_test_objects() {
             let _ = writeln!(std::io::stderr(), "failed to clean up {}: {error:#}", self.namespace);
         }
     }

@@ -26,7 +26,7 @@ pub struct ResourceView<'a> {
 impl<'a> ResourceView<'a> {
     fn pool(&self, id: &str) -> Option<&'a Pool> {
         let (device, number) = parse_id(id)?;
-        self.pools.iter().find(|pool| pool.resource == self.resource && pool.holds(device, number))
+        self.pools.iter().find(|pool| pool.resource == self.resource && pool.contains(device, number))
     }
 }
 
@@ -117,7 +117,7 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
     let mut first: Option<&Pool> = None;
     for id in ids {
         let Some(pool) = view.pool(id) else {
-            return invalid(format!("{:?} is not a device of {resource} on this node", echo(id)));
+            return invalid(format!("{:?} is not a device of {resource} on this node", quote(id)));
         };
         if !sorted.insert(id.clone()) {
             return invalid(format!("{id} is requested twice"));
@@ -158,7 +158,7 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
     })
 }
 
-fn echo(text: &str) -> String {
+fn quote(text: &str) -> String {
     text.chars().take(MAX_QUOTED_CHARS).collect()
 }
 

@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use cleave_kubelet::HeldDevices;
+use cleave_kubelet::ContainerDevices;
 
 use crate::gpu::layout::parse_id;
 
@@ -162,7 +162,7 @@ impl PendingAllocations {
 
     /// Whether a known pod has a pending request of this size. Also true if the watch is disabled
     /// or unreliable, because the pod may never become known.
-    pub fn expects(&self, resource: &str, units: u32) -> bool {
+    pub fn expects_request(&self, resource: &str, units: u32) -> bool {
         let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
         matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
             || self.pods.values().flat_map(|pod| &pod.requests).any(wanted)
@@ -257,15 +257,15 @@ impl PendingAllocations {
         });
     }
 
-    /// Records the kubelet's list, which was requested at `asked`.
-    pub fn record_listed(&mut self, rows: &[HeldDevices], asked: Instant) {
+    /// Records the kubelet's list, which was requested at `requested_at`.
+    pub fn record_listed(&mut self, rows: &[ContainerDevices], requested_at: Instant) {
         for row in rows {
             let Some((device, _)) = row.ids.first().and_then(|id| parse_id(id)) else { continue };
             let of_row = self.find_requests(|pod, request| {
                 (pod.namespace.as_str(), pod.name.as_str()) == (row.namespace.as_str(), row.pod.as_str())
                     && (request.wanted.container.as_str(), request.wanted.resource.as_str())
                         == (row.container.as_str(), row.resource.as_str())
-                    && pod.known_since <= asked
+                    && pod.known_since <= requested_at
             });
             let found: Vec<RequestKey> = of_row.map(|(key, _, _)| key).collect();
             for key in found {
@@ -279,12 +279,12 @@ impl PendingAllocations {
             // The kubelet does not list this pod, so the call was for a container of a pod that no
             // longer exists.
             for request in &mut pod.requests {
-                if matches!(request.state, RequestState::Answered(at) if at + LIST_DELAY < asked) {
+                if matches!(request.state, RequestState::Answered(at) if at + LIST_DELAY < requested_at) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);
                 }
             }
         }
-        self.unmatched.retain(|answer| answer.at + LIST_DELAY >= asked);
+        self.unmatched.retain(|answer| answer.at + LIST_DELAY >= requested_at);
         self.swap_reservations();
     }
 
@@ -490,8 +490,8 @@ mod tests {
         }
     }
 
-    fn row(pod: &str, container: &str, device: &str, units: u32) -> HeldDevices {
-        HeldDevices {
+    fn row(pod: &str, container: &str, device: &str, units: u32) -> ContainerDevices {
+        ContainerDevices {
             namespace: "ns".into(),
             pod: pod.into(),
             container: container.into(),
@@ -515,13 +515,15 @@ mod tests {
         let now = Instant::now();
         let mut pending = with(&[bound("a", &[(3, "A"), (2, "B")])], now);
         assert_eq!(reserved(&pending), [("A", 3, vec![3]), ("B", 2, vec![2])]);
-        assert!(pending.expects(MPS, 3) && !pending.expects(MPS, 4) && !pending.expects("other", 3));
+        assert!(
+            pending.expects_request(MPS, 3) && !pending.expects_request(MPS, 4) && !pending.expects_request("other", 3)
+        );
         assert!(pending.reserved("other").is_empty());
         pending.record_answer(MPS, 3, "A", now);
         assert_eq!(reserved(&pending), [("B", 2, vec![2])]);
-        assert!(!pending.expects(MPS, 3), "the reservation is used");
+        assert!(!pending.expects_request(MPS, 3), "the reservation is used");
         pending.record_listed(&[row("a", "c0", "A", 3)], now);
-        assert!(!pending.expects(MPS, 3));
+        assert!(!pending.expects_request(MPS, 3));
         pending.remove_pod("uid-a");
         assert!(reserved(&pending).is_empty());
     }
@@ -540,7 +542,7 @@ mod tests {
         pending.remove_pod("uid-a");
         assert_eq!(reserved(&pending), [("A", 3, vec![3])], "the reservation is b's now");
         pending.record_answer(MPS, 3, "A", now);
-        assert!(!pending.expects(MPS, 3));
+        assert!(!pending.expects_request(MPS, 3));
     }
 
     #[test]
@@ -557,27 +559,27 @@ mod tests {
         let mut pending = with(&[bound("a", &[(3, "A")])], now);
         pending.record_answer(MPS, 3, "A", now);
         pending.record_listed(&[], now + LIST_DELAY);
-        assert!(!pending.expects(MPS, 3), "it may not be listed yet");
+        assert!(!pending.expects_request(MPS, 3), "it may not be listed yet");
         pending.record_listed(&[], now + 2 * LIST_DELAY);
         assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
-    fn a_call_may_come_before_its_pod_is_known() {
+    fn a_call_may_precede_the_report_of_its_pod() {
         let now = Instant::now();
         let mut pending = PendingAllocations::with_watch();
         pending.record_answer(MPS, 3, "B", now);
         pending.update_pod(bound("a", &[(3, "A")]), now);
-        assert!(!pending.expects(MPS, 3), "its call was answered already");
+        assert!(!pending.expects_request(MPS, 3), "its call was answered already");
         pending.update_pod(bound("b", &[(3, "B")]), now);
-        assert!(pending.expects(MPS, 3));
+        assert!(pending.expects_request(MPS, 3));
         // Only the reservation on A remains, whichever pod the call was for.
         assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
         late.record_answer(MPS, 3, "A", now);
         late.record_listed(&[], now + 2 * LIST_DELAY);
         late.update_pod(bound("a", &[(3, "A")]), now + 2 * LIST_DELAY);
-        assert!(late.expects(MPS, 3), "that call was for another pod");
+        assert!(late.expects_request(MPS, 3), "that call was for another pod");
     }
 
     #[test]
@@ -587,8 +589,8 @@ mod tests {
         let terminating = BoundPod { terminating: true, ..bound("b", &[(4, "B")]) };
         let pending = with(&[admitted, terminating], now);
         assert!(reserved(&pending).is_empty());
-        assert!(!pending.expects(MPS, 3));
-        assert!(pending.expects(MPS, 4), "the kubelet may still call Allocate for it");
+        assert!(!pending.expects_request(MPS, 3));
+        assert!(pending.expects_request(MPS, 4), "the kubelet may still call Allocate for it");
     }
 
     #[test]
@@ -609,11 +611,11 @@ mod tests {
         assert_eq!(reserved(&pending), [("A", 3, vec![5])]);
         let mut restarted = with(&[pod], now);
         restarted.record_listed(&[row("a", "main", "A", 5)], now);
-        assert!(!restarted.expects(MPS, 2) && reserved(&restarted).is_empty());
+        assert!(!restarted.expects_request(MPS, 2) && reserved(&restarted).is_empty());
     }
 
     #[test]
-    fn a_list_older_than_the_pod_is_about_an_earlier_pod_of_that_name() {
+    fn a_list_from_before_the_pod_describes_an_earlier_pod_of_that_name() {
         let now = Instant::now();
         let mut pending = with(&[bound("a", &[(3, "A")])], now + LIST_DELAY);
         pending.record_listed(&[row("a", "c0", "B", 3)], now);
@@ -626,26 +628,26 @@ mod tests {
         let mut pending = with(&[bound("a", &[(3, "A")]), bound("b", &[(1, "")])], now);
         pending.update_pod(bound("a", &[(3, "B")]), now);
         assert_eq!(reserved(&pending), [("B", 3, vec![3])]);
-        assert!(pending.expects(MPS, 1), "known, without a reservation");
+        assert!(pending.expects_request(MPS, 1), "known, without a reservation");
         pending.retain_pods(&BTreeSet::from(["uid-b".to_owned()]));
-        assert!(reserved(&pending).is_empty() && pending.expects(MPS, 1));
+        assert!(reserved(&pending).is_empty() && pending.expects_request(MPS, 1));
     }
 
     #[test]
-    fn no_request_waits_where_no_watch_reports_pods() {
+    fn no_request_waits_if_no_watch_reports_pods() {
         let mut pending = PendingAllocations::default();
-        assert!(pending.expects(MPS, 1));
+        assert!(pending.expects_request(MPS, 1));
         pending.set_watch_working(true);
-        assert!(pending.expects(MPS, 1), "there is no API server");
+        assert!(pending.expects_request(MPS, 1), "there is no API server");
         let mut pending = PendingAllocations::with_watch();
-        assert!(!pending.expects(MPS, 1));
+        assert!(!pending.expects_request(MPS, 1));
         pending.wait_timed_out();
-        assert!(!pending.expects(MPS, 1), "the next pod may be reported in time");
+        assert!(!pending.expects_request(MPS, 1), "the next pod may be reported in time");
         pending.set_watch_working(false);
-        assert!(!pending.expects(MPS, 1), "the watch may recover in time");
+        assert!(!pending.expects_request(MPS, 1), "the watch may recover in time");
         pending.wait_timed_out();
-        assert!(pending.expects(MPS, 1), "the watch did not recover");
+        assert!(pending.expects_request(MPS, 1), "the watch did not recover");
         pending.set_watch_working(true);
-        assert!(!pending.expects(MPS, 1));
+        assert!(!pending.expects_request(MPS, 1));
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use cleave_kubelet::{AllocatedDevices, HeldDevices};
+use cleave_kubelet::{AllocatedDevices, ContainerDevices};
 
 use crate::allocation::Allocation;
 use crate::gpu::layout::parse_id;
@@ -54,8 +54,8 @@ impl Allocations {
     }
 
     /// Removes the allocations that have ended according to a PodResources list requested at
-    /// `asked`. An allocation has ended if it was listed before but not now, or was not listed
-    /// within `grace`.
+    /// `requested_at`. An allocation has ended if it was listed before but not now, or was not
+    /// listed within `grace`.
     ///
     /// An allocation is kept while `busy` reports clients for it. It is also kept while the
     /// kubelet's checkpoint contains one of its slices: a kubelet that restarted now would count
@@ -65,8 +65,8 @@ impl Allocations {
     /// PodResources omits init containers. Their slices pass to the other containers of the pod.
     pub fn collect(
         &mut self,
-        listed: &[HeldDevices],
-        asked: Instant,
+        listed: &[ContainerDevices],
+        requested_at: Instant,
         grace: Duration,
         busy: impl Fn(&str) -> bool,
         kubelet_checkpoint: &AllocatedDevices,
@@ -75,8 +75,8 @@ impl Allocations {
         let used = listed_slices(listed);
         let mut collected = Collected::default();
         self.0.retain(|id, Entry { allocation, at, seen }| {
-            let young = !*seen && asked.saturating_duration_since(*at) < grace;
-            if is_listed(allocation, &used) || *at > asked || young || busy(id) {
+            let young = !*seen && requested_at.saturating_duration_since(*at) < grace;
+            if is_listed(allocation, &used) || *at > requested_at || young || busy(id) {
                 return true;
             }
             let slice = |id: &String| (allocation.resource.clone(), id.clone());
@@ -92,7 +92,7 @@ impl Allocations {
     }
 
     /// Marks the listed allocations. Removes no allocation, because the list may be incomplete.
-    pub fn mark_listed(&mut self, listed: &[HeldDevices]) {
+    pub fn mark_listed(&mut self, listed: &[ContainerDevices]) {
         let used = listed_slices(listed);
         for entry in self.0.values_mut() {
             entry.seen |= is_listed(&entry.allocation, &used);
@@ -110,7 +110,7 @@ pub struct Collected {
 }
 
 /// The listed slices, by resource and id.
-fn listed_slices(listed: &[HeldDevices]) -> BTreeSet<(&str, &str)> {
+fn listed_slices(listed: &[ContainerDevices]) -> BTreeSet<(&str, &str)> {
     listed.iter().flat_map(|row| row.ids.iter().map(move |id| (row.resource.as_str(), id.as_str()))).collect()
 }
 
@@ -124,7 +124,7 @@ pub struct Usage(BTreeMap<(String, String), BTreeSet<String>>);
 
 impl Usage {
     /// Combines the kubelet's list and the agent's allocations.
-    pub fn new(listed: &[HeldDevices], allocations: &Allocations) -> Self {
+    pub fn new(listed: &[ContainerDevices], allocations: &Allocations) -> Self {
         let mut usage: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
         for row in listed {
             for id in &row.ids {
@@ -226,7 +226,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_allocation_with_clients_stays_whatever_the_kubelet_lists() {
+    fn an_allocation_with_clients_stays_even_if_the_kubelet_does_not_list_it() {
         let start = Instant::now();
         let mut allocations = Allocations::restore([allocation(&["GPU-a::0"])], start);
         assert!(

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use cleave_api::cordon::whole_seconds;
 use cleave_api::gpunode::Health;
-use cleave_gpu::nvml::{Census, Gpu, NvmlError, Observation, Process, Vitals};
+use cleave_gpu::nvml::{DriverInfo, Gpu, NvmlError, Observation, Process, Vitals};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
@@ -201,11 +201,11 @@ impl HardwareTracker {
         self.clock = Clock::new(now, wall);
     }
 
-    /// Records the driver's answer, which was requested at `asked`.
-    pub fn census(&mut self, answer: Result<Census, NvmlError>, asked: Instant) {
-        let since = self.since(asked);
+    /// Records the driver's answer, which was requested at `requested_at`.
+    pub fn record_driver_info(&mut self, answer: Result<DriverInfo, NvmlError>, requested_at: Instant) {
+        let since = self.since(requested_at);
         match answer {
-            Ok(Census { driver, count }) => {
+            Ok(DriverInfo { driver, count }) => {
                 self.driver = Driver::Present(driver);
                 self.driver_error = None;
                 if usize::try_from(count) != Ok(self.slots.len()) {
@@ -227,9 +227,9 @@ impl HardwareTracker {
         }
     }
 
-    /// Records the answer of the GPU at an index, which was requested at `asked`.
-    pub fn record_answer(&mut self, index: u32, answer: Result<Observation, NvmlError>, asked: Instant) {
-        let since = self.since(asked);
+    /// Records the answer of the GPU at an index, which was requested at `requested_at`.
+    pub fn record_answer(&mut self, index: u32, answer: Result<Observation, NvmlError>, requested_at: Instant) {
+        let since = self.since(requested_at);
         let at = usize::try_from(index).unwrap_or(usize::MAX);
         // NVML no longer lists a GPU at this index.
         let Some(before) = self.slots.get(at).cloned() else { return };
@@ -247,7 +247,7 @@ impl HardwareTracker {
                 if let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(&uuid) {
                     let devices = gpu.mig.iter().flat_map(|mig| &mig.instances);
                     let devices: Vec<&str> = devices.map(|instance| instance.uuid.as_str()).collect();
-                    history.answered(asked, &devices);
+                    history.record_answer(requested_at, &devices);
                 }
                 Slot::Gpu(uuid)
             }
@@ -308,8 +308,8 @@ impl HardwareTracker {
         }
     }
 
-    fn since(&self, asked: Instant) -> Time {
-        whole_seconds(self.clock.stamp(asked).wall)
+    fn since(&self, requested_at: Instant) -> Time {
+        whole_seconds(self.clock.stamp(requested_at).wall)
     }
 
     /// Records NVML's description of a GPU.
@@ -318,7 +318,7 @@ impl HardwareTracker {
             Some(entry) => {
                 // The GPU was lost and answers again, so it was reset. The reset ended its faults.
                 if entry.lost.take().is_some_and(|lost| lost.for_good) {
-                    entry.history.was_reset();
+                    entry.history.record_reset();
                 }
                 (entry.gpu, entry.observed, entry.processes) = (gpu, true, processes);
             }
@@ -331,11 +331,11 @@ impl HardwareTracker {
         }
     }
 
-    /// Records a GPU's error counters and recovery action, which were requested at `asked`.
-    pub fn vitals(&mut self, uuid: &str, vitals: Vitals, asked: Instant) {
-        let at = self.stamp(uuid, asked);
+    /// Records a GPU's error counters and recovery action, which were requested at `requested_at`.
+    pub fn record_vitals(&mut self, uuid: &str, vitals: Vitals, requested_at: Instant) {
+        let at = self.stamp(uuid, requested_at);
         if let Some(entry) = self.gpus.get_mut(uuid) {
-            entry.history.vitals(vitals, at);
+            entry.history.record_vitals(vitals, at);
         }
     }
 
@@ -349,12 +349,12 @@ impl HardwareTracker {
 
     /// Ends the faults that an administrator cleared: those up to `until`. After a restart, call
     /// this before any new fault is recorded.
-    pub fn cleared(&mut self, uuid: &str, until: &Time) {
+    pub fn clear_faults(&mut self, uuid: &str, until: &Time) {
         if self.cleared.get(uuid).is_none_or(|before| before < until) {
             self.cleared.insert(uuid.to_owned(), until.clone());
         }
         if let Some(entry) = self.gpus.get_mut(uuid) {
-            entry.history.cleared(until);
+            entry.history.clear_faults(until);
         }
     }
 
@@ -371,7 +371,14 @@ impl HardwareTracker {
     }
 
     /// Records an XID and returns its class.
-    pub fn xid(&mut self, uuid: &str, xid: u64, gpu_instance: Option<u32>, ignored: &[u64], now: Instant) -> Class {
+    pub fn record_xid(
+        &mut self,
+        uuid: &str,
+        xid: u64,
+        gpu_instance: Option<u32>,
+        ignored: &[u64],
+        now: Instant,
+    ) -> Class {
         let at = self.stamp(uuid, now);
         let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
             return crate::gpu::xid::classify(xid, ignored);
@@ -379,7 +386,7 @@ impl HardwareTracker {
         let instances = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances);
         let of = instances.filter(|instance| Some(instance.gpu_instance) == gpu_instance);
         let device = of.map(|instance| instance.uuid.as_str()).find(|uuid| !uuid.is_empty());
-        history.xid(xid, device, ignored, at)
+        history.record_xid(xid, device, ignored, at)
     }
 
     /// The current state of the driver and the GPUs.
@@ -429,29 +436,29 @@ pub(crate) mod tests {
     use crate::fixtures::gpu;
 
     impl HardwareTracker {
-        fn observe(&mut self, answer: Result<Inventory, NvmlError>, asked: Instant) {
+        fn observe(&mut self, answer: Result<Inventory, NvmlError>, requested_at: Instant) {
             match answer {
                 Ok(inventory) => {
-                    let (census, gpus) = inventory.answers();
-                    self.census(Ok(census), asked);
-                    gpus.for_each(|(index, answer)| self.record_answer(index, answer, asked));
+                    let (record_driver_info, gpus) = inventory.answers();
+                    self.record_driver_info(Ok(record_driver_info), requested_at);
+                    gpus.for_each(|(index, answer)| self.record_answer(index, answer, requested_at));
                 }
-                Err(error) => self.census(Err(error), asked),
+                Err(error) => self.record_driver_info(Err(error), requested_at),
             }
         }
     }
 
     #[expect(clippy::unnecessary_wraps, reason = "the type of an NVML answer")]
-    fn seen(uuid: &str, index: u32) -> Result<Observation, NvmlError> {
+    fn observation(uuid: &str, index: u32) -> Result<Observation, NvmlError> {
         Ok(Observation { gpu: gpu(uuid, index), processes: Vec::new() })
     }
 
-    fn hung() -> Result<Observation, NvmlError> {
+    fn no_answer() -> Result<Observation, NvmlError> {
         Err(NvmlError::Hung(Duration::from_secs(20)))
     }
 
-    fn census(tracker: &mut HardwareTracker, count: u32, now: Instant) {
-        tracker.census(Ok(Census { driver: "580.159".into(), count }), now);
+    fn driver_info(tracker: &mut HardwareTracker, count: u32, now: Instant) {
+        tracker.record_driver_info(Ok(DriverInfo { driver: "580.159".into(), count }), now);
     }
 
     fn unhealthy(tracker: &HardwareTracker) -> Vec<String> {
@@ -465,7 +472,7 @@ pub(crate) mod tests {
         Ok(Inventory { driver: "580.159".into(), gpus, processes: BTreeMap::new() })
     }
 
-    fn both() -> Result<Inventory, NvmlError> {
+    fn two_gpus() -> Result<Inventory, NvmlError> {
         inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-b", 1)))])
     }
 
@@ -473,16 +480,16 @@ pub(crate) mod tests {
         HardwareTracker::restore(gpus, same_boot, Clock::new(Instant::now(), Timestamp::UNIX_EPOCH))
     }
 
-    fn two() -> HardwareTracker {
+    fn two_gpu_tracker() -> HardwareTracker {
         tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], true)
     }
 
     #[test]
     fn one_hanging_gpu_is_unreachable_others_keep_answering_and_it_recovers() {
         let now = Instant::now();
-        let mut tracker = two();
-        tracker.observe(both(), now);
-        tracker.record_answer(1, hung(), now);
+        let mut tracker = two_gpu_tracker();
+        tracker.observe(two_gpus(), now);
+        tracker.record_answer(1, no_answer(), now);
         assert_eq!(
             (unhealthy(&tracker), reason_of(&tracker, "GPU-b")),
             (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
@@ -492,11 +499,11 @@ pub(crate) mod tests {
         let process = Process { pid: 7, memory: None, mps: false, gpu_instance: None };
         let answer = Observation { gpu: gpu("GPU-a", 0), processes: vec![process] };
         tracker.record_answer(0, Ok(answer), now);
-        census(&mut tracker, 2, now);
+        driver_info(&mut tracker, 2, now);
         let hardware = tracker.hardware();
         assert_eq!(hardware.gpus["GPU-a"].processes.len(), 1, "the other GPU's answer is recorded");
         assert_eq!((unhealthy(&tracker), hardware.driver.version()), (vec!["GPU-b".to_owned()], Some("580.159")));
-        tracker.record_answer(1, seen("GPU-b", 1), now);
+        tracker.record_answer(1, observation("GPU-b", 1), now);
         assert!(unhealthy(&tracker).is_empty());
     }
 
@@ -504,15 +511,15 @@ pub(crate) mod tests {
     fn a_gpu_that_hangs_from_the_start_is_known_by_index_and_others_serve() {
         let now = Instant::now();
         let mut tracker = tracker(vec![], true);
-        census(&mut tracker, 2, now);
-        tracker.record_answer(0, seen("GPU-a", 0), now);
+        driver_info(&mut tracker, 2, now);
+        tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!((tracker.hardware().gpus.len(), tracker.is_complete()), (1, false));
-        tracker.record_answer(1, hung(), now);
+        tracker.record_answer(1, no_answer(), now);
         assert!(tracker.is_complete());
         let hardware = tracker.hardware();
         assert!(hardware.gpus["GPU-a"].health.healthy);
         assert_eq!(hardware.unnamed, BTreeMap::from([(1, "NVML did not answer for 20 s".to_owned())]));
-        tracker.record_answer(1, seen("GPU-b", 1), now);
+        tracker.record_answer(1, observation("GPU-b", 1), now);
         assert_eq!((tracker.hardware().gpus.len(), tracker.hardware().unnamed.len()), (2, 0));
     }
 
@@ -521,9 +528,9 @@ pub(crate) mod tests {
         let now = Instant::now();
         for same_boot in [true, false] {
             let mut tracker = tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], same_boot);
-            census(&mut tracker, 2, now);
-            tracker.record_answer(1, hung(), now);
-            tracker.record_answer(0, seen("GPU-a", 0), now);
+            driver_info(&mut tracker, 2, now);
+            tracker.record_answer(1, no_answer(), now);
+            tracker.record_answer(0, observation("GPU-a", 0), now);
             assert_eq!(
                 (unhealthy(&tracker), reason_of(&tracker, "GPU-b")),
                 (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
@@ -535,15 +542,15 @@ pub(crate) mod tests {
     #[test]
     fn a_failing_driver_affects_all_gpus_until_it_answers() {
         let now = Instant::now();
-        let mut tracker = two();
-        tracker.observe(both(), now);
-        tracker.record_answer(1, hung(), now);
-        tracker.census(Err(NvmlError::Hung(Duration::from_secs(20))), now);
+        let mut tracker = two_gpu_tracker();
+        tracker.observe(two_gpus(), now);
+        tracker.record_answer(1, no_answer(), now);
+        tracker.record_driver_info(Err(NvmlError::Hung(Duration::from_secs(20))), now);
         // A GPU that answers is unusable while its driver does not answer.
-        tracker.record_answer(0, seen("GPU-a", 0), now);
+        tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!(unhealthy(&tracker), ["GPU-a", "GPU-b"]);
         assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
-        census(&mut tracker, 2, now);
+        driver_info(&mut tracker, 2, now);
         assert_eq!(
             (unhealthy(&tracker), reason_of(&tracker, "GPU-b")),
             (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
@@ -553,19 +560,19 @@ pub(crate) mod tests {
     #[test]
     fn gpus_that_swap_indices_are_not_missing_in_between() {
         let now = Instant::now();
-        let mut tracker = two();
-        tracker.observe(both(), now);
-        tracker.xid("GPU-a", 48, None, &[], now);
-        tracker.record_answer(0, seen("GPU-b", 0), now);
+        let mut tracker = two_gpu_tracker();
+        tracker.observe(two_gpus(), now);
+        tracker.record_xid("GPU-a", 48, None, &[], now);
+        tracker.record_answer(0, observation("GPU-b", 0), now);
         assert_eq!(unhealthy(&tracker), ["GPU-a"]);
-        tracker.record_answer(1, seen("GPU-a", 1), now);
+        tracker.record_answer(1, observation("GPU-a", 1), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
         // The driver now lists one GPU fewer. The missing GPU is known once all
         // remaining indices have answered or failed.
-        census(&mut tracker, 1, now);
+        driver_info(&mut tracker, 1, now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
-        tracker.record_answer(1, hung(), now);
-        tracker.record_answer(0, seen("GPU-a", 0), now);
+        tracker.record_answer(1, no_answer(), now);
+        tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!((unhealthy(&tracker).len(), reason_of(&tracker, "GPU-b")), (2, "GpuLost".into()));
     }
 
@@ -574,11 +581,11 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_lost_gpu_does_not_affect_others_and_comes_back() {
+    fn a_lost_gpu_does_not_affect_others_and_recovers() {
         let now = Instant::now();
-        let mut tracker = two();
-        tracker.observe(both(), now);
-        tracker.xid("GPU-b", 79, None, &[], now);
+        let mut tracker = two_gpu_tracker();
+        tracker.observe(two_gpus(), now);
+        tracker.record_xid("GPU-b", 79, None, &[], now);
         tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now);
         let hardware = tracker.hardware();
         assert!(hardware.gpus["GPU-a"].health.healthy);
@@ -587,7 +594,7 @@ pub(crate) mod tests {
             ("GpuLost", "Lost")
         );
         assert_eq!(hardware.by_index()[1].gpu.model, "NVIDIA H200", "still described");
-        tracker.observe(both(), now);
+        tracker.observe(two_gpus(), now);
         assert!(tracker.hardware().gpus["GPU-b"].health.healthy, "a reset also ends the fault of the XID");
     }
 
@@ -603,12 +610,12 @@ pub(crate) mod tests {
             (Err(NvmlError::NoDriver), true),
         ] {
             let what = format!("{answer:?}");
-            let mut tracker = two();
-            tracker.xid("GPU-b", 119, None, &[], now);
+            let mut tracker = two_gpu_tracker();
+            tracker.record_xid("GPU-b", 119, None, &[], now);
             tracker.observe(answer, now);
             // A driver that hangs does not prove a loss, but does not cancel earlier proof either.
             tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
-            tracker.observe(both(), now);
+            tracker.observe(two_gpus(), now);
             assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");
         }
     }
@@ -617,7 +624,7 @@ pub(crate) mod tests {
     fn a_gpu_that_vanishes_from_the_list_is_lost() {
         let now = Instant::now();
         let mut tracker = tracker(vec![], true);
-        tracker.observe(both(), now);
+        tracker.observe(two_gpus(), now);
         tracker.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "GpuLost");
         assert_eq!(tracker.hardware().gpus["GPU-b"].gpu.index, 0);
@@ -626,27 +633,27 @@ pub(crate) mod tests {
     #[test]
     fn recorded_faults_outlive_the_agent_but_not_a_reboot() {
         let now = Instant::now();
-        let mut before = two();
-        before.xid("GPU-a", 48, None, &[], now);
-        before.xid("GPU-none", 48, None, &[], now);
+        let mut before = two_gpu_tracker();
+        before.record_xid("GPU-a", 48, None, &[], now);
+        before.record_xid("GPU-none", 48, None, &[], now);
         let records = before.records();
         assert_eq!(records.keys().collect::<Vec<_>>(), ["GPU-a"]);
         let later = now + 100 * DEFAULT_QUIET_PERIOD;
-        let mut after = two().with_health_records(records.clone(), later);
-        after.observe(both(), later);
+        let mut after = two_gpu_tracker().with_health_records(records.clone(), later);
+        after.observe(two_gpus(), later);
         assert_eq!(reason_of(&after, "GPU-a"), "ResetRequired", "an agent restart is no reset");
         let mut rebooted = tracker(vec![gpu("GPU-a", 0)], false).with_health_records(records, later);
-        rebooted.observe(both(), later);
+        rebooted.observe(two_gpus(), later);
         assert!(rebooted.hardware().gpus["GPU-a"].health.healthy);
     }
 
     #[test]
     fn the_quiet_period_applies_to_checkpointed_and_new_gpus() {
         let (now, quiet) = (Instant::now(), Duration::from_secs(7));
-        let mut before = two();
-        before.xid("GPU-a", 999, None, &[], now);
+        let mut before = two_gpu_tracker();
+        before.record_xid("GPU-a", 999, None, &[], now);
         for early in [true, false] {
-            let mut tracker = two();
+            let mut tracker = two_gpu_tracker();
             if early {
                 tracker.set_quiet(quiet);
             }
@@ -656,7 +663,7 @@ pub(crate) mod tests {
             }
             let gpus = ["GPU-a", "GPU-new"];
             tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-new", 1)))]), now);
-            tracker.xid("GPU-new", 999, None, &[], now);
+            tracker.record_xid("GPU-new", 999, None, &[], now);
             let healthy = |tracker: &HardwareTracker| gpus.map(|uuid| tracker.hardware().gpus[uuid].health.healthy);
             let again = |tracker: &mut HardwareTracker, after: Duration| {
                 let gpus = gpus.iter().zip(0..).map(|(uuid, index)| (index, Ok(gpu(uuid, index)))).collect();
@@ -674,12 +681,12 @@ pub(crate) mod tests {
     #[test]
     fn a_lost_gpu_that_is_reset_between_two_agents_is_healthy() {
         let now = Instant::now();
-        let mut before = two();
-        before.xid("GPU-b", 79, None, &[], now);
+        let mut before = two_gpu_tracker();
+        before.record_xid("GPU-b", 79, None, &[], now);
         before.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now);
-        let mut after = two().with_health_records(before.records(), now);
+        let mut after = two_gpu_tracker().with_health_records(before.records(), now);
         assert!(!after.hardware().gpus["GPU-b"].health.healthy);
-        after.observe(both(), now);
+        after.observe(two_gpus(), now);
         assert!(after.hardware().gpus["GPU-b"].health.healthy);
         assert!(after.records().is_empty());
     }
@@ -712,27 +719,27 @@ pub(crate) mod tests {
     fn clearing_faults_does_not_end_later_ones_if_the_clock_was_set_back() {
         let now = Instant::now();
         let cleared = whole_seconds(Timestamp::from_second(3_600).unwrap());
-        let mut ahead = two();
+        let mut ahead = two_gpu_tracker();
         ahead.set_time(now, cleared.0);
-        ahead.xid("GPU-a", 48, None, &[], now);
-        ahead.cleared("GPU-a", &cleared);
+        ahead.record_xid("GPU-a", 48, None, &[], now);
+        ahead.clear_faults("GPU-a", &cleared);
         assert!(ahead.hardware().gpus["GPU-a"].health.healthy);
         // The clock is corrected while the same agent runs, or before the next agent starts. The
         // next agent has the cleared time from its checkpoint.
-        let mut next = two().with_health_records(ahead.records(), now);
-        next.cleared("GPU-a", &cleared);
+        let mut next = two_gpu_tracker().with_health_records(ahead.records(), now);
+        next.clear_faults("GPU-a", &cleared);
         for mut tracker in [ahead, next] {
             tracker.set_time(now, Timestamp::UNIX_EPOCH);
-            tracker.xid("GPU-a", 48, None, &[], now);
-            tracker.xid("GPU-b", 48, None, &[], now);
+            tracker.record_xid("GPU-a", 48, None, &[], now);
+            tracker.record_xid("GPU-b", 48, None, &[], now);
             // Each change of the spec repeats the cleared time.
-            tracker.cleared("GPU-a", &cleared);
+            tracker.clear_faults("GPU-a", &cleared);
             let health = tracker.hardware().gpus["GPU-a"].health.clone();
             assert_eq!(health.reason, "ResetRequired");
             let last = health.last.unwrap();
             assert!(last > cleared, "{last:?}: an administrator could not clear it");
             assert_eq!(tracker.hardware().gpus["GPU-b"].health.last.as_ref().unwrap().0, Timestamp::UNIX_EPOCH);
-            tracker.cleared("GPU-a", &last);
+            tracker.clear_faults("GPU-a", &last);
             assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
         }
     }
@@ -743,17 +750,17 @@ pub(crate) mod tests {
             events in proptest::collection::vec((prop_oneof![Just(13_u64), Just(48), Just(79), Just(94), Just(500)], 0_u32..5, 0_u64..200, 0_u64..5), 0..20),
         ) {
             let mut now = Instant::now();
-            let mut tracker = two();
-            tracker.observe(both(), now);
-            tracker.vitals("GPU-a", Vitals { uncorrected: Some(0), ..Vitals::default() }, now);
+            let mut tracker = two_gpu_tracker();
+            tracker.observe(two_gpus(), now);
+            tracker.record_vitals("GPU-a", Vitals { uncorrected: Some(0), ..Vitals::default() }, now);
             for (xid, what, wait, errors) in events {
                 now += Duration::from_secs(wait);
                 match what {
-                    0 => { tracker.xid("GPU-b", xid, Some(1), &[], now); }
+                    0 => { tracker.record_xid("GPU-b", xid, Some(1), &[], now); }
                     1 => tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now),
-                    2 => tracker.observe(both(), now),
-                    3 => tracker.record_answer(1, hung(), now),
-                    _ => tracker.vitals("GPU-b", Vitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..Vitals::default() }, now),
+                    2 => tracker.observe(two_gpus(), now),
+                    3 => tracker.record_answer(1, no_answer(), now),
+                    _ => tracker.record_vitals("GPU-b", Vitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..Vitals::default() }, now),
                 }
                 prop_assert_eq!(&tracker.hardware().gpus["GPU-a"].health, &Health { healthy: true, ..Health::default() });
             }

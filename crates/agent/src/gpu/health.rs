@@ -178,7 +178,7 @@ impl History {
 
     /// Records an XID and returns its class. `instance` is the MIG device that the XID is limited
     /// to, if any.
-    pub fn xid(&mut self, xid: u64, instance: Option<&str>, ignored: &[u64], at: Stamp) -> Class {
+    pub fn record_xid(&mut self, xid: u64, instance: Option<&str>, ignored: &[u64], at: Stamp) -> Class {
         let class = classify(xid, ignored);
         if class != Class::Application {
             self.record_fault(class, Cause::Xid(xid), instance, at);
@@ -186,15 +186,15 @@ impl History {
         class
     }
 
-    /// Records a full answer of NVML, requested at `asked`, with the UUIDs of the GPU's MIG
+    /// Records a full answer of NVML, requested at `requested_at`, with the UUIDs of the GPU's MIG
     /// devices.
-    pub fn answered(&mut self, asked: Instant, devices: &[&str]) {
+    pub fn record_answer(&mut self, requested_at: Instant, devices: &[&str]) {
         if std::mem::take(&mut self.was_lost) {
-            self.was_reset();
+            self.record_reset();
         }
         let long = self.quiet;
         self.faults.retain(|TrackedFault { recorded, quiet }| {
-            let quiet = asked.checked_duration_since(*quiet).is_some_and(|quiet| quiet >= long);
+            let quiet = requested_at.checked_duration_since(*quiet).is_some_and(|quiet| quiet >= long);
             // A fault of an instance ends with the instance.
             let gone = recorded.instance.as_deref().is_some_and(|instance| !devices.contains(&instance));
             recorded.class != Class::Suspect || !(quiet || gone)
@@ -202,10 +202,10 @@ impl History {
     }
 
     /// Records the error counters and recovery action that the driver reports.
-    pub fn vitals(&mut self, vitals: Vitals, at: Stamp) {
+    pub fn record_vitals(&mut self, vitals: Vitals, at: Stamp) {
         if let Some(count) = vitals.uncorrected {
             match self.uncorrected.replace(count) {
-                Some(before) if count < before => self.was_reset(),
+                Some(before) if count < before => self.record_reset(),
                 Some(before) if count > before => {
                     self.record_fault(Class::Suspect, Cause::EccErrors(count - before), None, at);
                 }
@@ -216,7 +216,7 @@ impl History {
             Some(Recovery::Reset | Recovery::Reboot) => {
                 self.reset_wanted.get_or_insert_with(|| whole_seconds(at.wall));
             }
-            Some(Recovery::Nothing) if self.reset_wanted.is_some() => self.was_reset(),
+            Some(Recovery::Nothing) if self.reset_wanted.is_some() => self.record_reset(),
             Some(Recovery::Nothing | Recovery::Drain) | None => {}
         }
         if vitals.remap_failed == Some(true) {
@@ -228,13 +228,13 @@ impl History {
     }
 
     /// Records proof of a reset, which ends all faults.
-    pub fn was_reset(&mut self) {
+    pub fn record_reset(&mut self) {
         self.faults.clear();
         self.reset_wanted = None;
     }
 
     /// Ends the faults that an administrator cleared: those up to `until`.
-    pub fn cleared(&mut self, until: &Time) {
+    pub fn clear_faults(&mut self, until: &Time) {
         self.faults.retain(|fault| fault.recorded.last > *until);
     }
 
@@ -367,11 +367,11 @@ pub(crate) mod tests {
         history.health().class
     }
 
-    fn counted(uncorrected: u64) -> Vitals {
+    fn with_errors(uncorrected: u64) -> Vitals {
         Vitals { uncorrected: Some(uncorrected), ..Vitals::default() }
     }
 
-    fn wanting(recovery: Recovery) -> Vitals {
+    fn with_recovery(recovery: Recovery) -> Vitals {
         Vitals { recovery: Some(recovery), ..Vitals::default() }
     }
 
@@ -379,14 +379,14 @@ pub(crate) mod tests {
     fn a_suspect_gpu_needs_both_a_quiet_period_and_an_answer_to_be_healthy() {
         let start = Instant::now();
         let mut history = History::default();
-        assert_eq!(history.xid(999, None, &[], stamp(start)), Class::Suspect);
-        history.answered(start + DEFAULT_QUIET_PERIOD.saturating_sub(Duration::from_millis(1)), &[]);
+        assert_eq!(history.record_xid(999, None, &[], stamp(start)), Class::Suspect);
+        history.record_answer(start + DEFAULT_QUIET_PERIOD.saturating_sub(Duration::from_millis(1)), &[]);
         assert_eq!(class(&history), "Suspect", "the answer came too early");
-        history.xid(999, None, &[], stamp(start + DEFAULT_QUIET_PERIOD / 2));
-        history.answered(start + DEFAULT_QUIET_PERIOD, &[]);
+        history.record_xid(999, None, &[], stamp(start + DEFAULT_QUIET_PERIOD / 2));
+        history.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
         assert_eq!(class(&history), "Suspect", "the second XID restarts the quiet period");
         // Time alone ends no fault: NVML has to answer.
-        history.answered(start + DEFAULT_QUIET_PERIOD / 2 + DEFAULT_QUIET_PERIOD, &[]);
+        history.record_answer(start + DEFAULT_QUIET_PERIOD / 2 + DEFAULT_QUIET_PERIOD, &[]);
         assert!(history.health().healthy);
     }
 
@@ -395,34 +395,34 @@ pub(crate) mod tests {
         let (start, later) = (Instant::now(), Instant::now() + 1000 * DEFAULT_QUIET_PERIOD);
         let faulty = || {
             let mut history = History::default();
-            history.vitals(counted(3), stamp(start));
-            history.xid(48, None, &[], stamp(start));
-            history.xid(999, None, &[], stamp(start));
+            history.record_vitals(with_errors(3), stamp(start));
+            history.record_xid(48, None, &[], stamp(start));
+            history.record_xid(999, None, &[], stamp(start));
             history
         };
         let mut history = faulty();
-        history.answered(later, &[]);
-        history.vitals(counted(3), stamp(later));
-        history.vitals(wanting(Recovery::Nothing), stamp(later));
+        history.record_answer(later, &[]);
+        history.record_vitals(with_errors(3), stamp(later));
+        history.record_vitals(with_recovery(Recovery::Nothing), stamp(later));
         assert_eq!(class(&history), "NeedsReset");
         assert!(history.health().message.contains("XID 48 (double-bit ECC error)"));
 
         let mut counters = history.clone();
-        counters.vitals(counted(0), stamp(later));
+        counters.record_vitals(with_errors(0), stamp(later));
         assert!(counters.health().healthy, "its counters start at 0 again");
         let mut driver = history.clone();
-        driver.vitals(wanting(Recovery::Reset), stamp(later));
+        driver.record_vitals(with_recovery(Recovery::Reset), stamp(later));
         assert_eq!(class(&driver), "NeedsReset");
-        driver.vitals(wanting(Recovery::Nothing), stamp(later));
+        driver.record_vitals(with_recovery(Recovery::Nothing), stamp(later));
         assert!(driver.health().healthy, "the driver no longer requests a reset");
         let mut lost = History::restore(history.record(true), later);
         assert_eq!(class(&lost), "Lost");
-        lost.answered(later, &[]);
+        lost.record_answer(later, &[]);
         assert!(lost.health().healthy, "lost and back");
         let mut person = history.clone();
-        person.cleared(&whole_seconds(Timestamp::from_second(-1).unwrap()));
+        person.clear_faults(&whole_seconds(Timestamp::from_second(-1).unwrap()));
         assert_eq!(class(&person), "NeedsReset", "an earlier fault was cleared");
-        person.cleared(&whole_seconds(Timestamp::UNIX_EPOCH));
+        person.clear_faults(&whole_seconds(Timestamp::UNIX_EPOCH));
         assert!(person.health().healthy, "an administrator cleared it");
     }
 
@@ -431,11 +431,11 @@ pub(crate) mod tests {
         let start = Instant::now();
         for xid in [79, 999] {
             let mut before = History::default();
-            before.xid(xid, None, &[], stamp(start));
+            before.record_xid(xid, None, &[], stamp(start));
             let json = serde_json::to_string(&before.record(false)).unwrap();
             let mut after = History::restore(serde_json::from_str(&json).unwrap(), start + DEFAULT_QUIET_PERIOD);
             assert_eq!(after.health(), before.health());
-            after.answered(start + DEFAULT_QUIET_PERIOD, &[]);
+            after.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
             assert!(!after.health().healthy, "XID {xid}");
         }
     }
@@ -444,14 +444,14 @@ pub(crate) mod tests {
     fn only_new_memory_errors_count_also_across_a_restart() {
         let start = Instant::now();
         let mut history = History::default();
-        history.vitals(counted(7), stamp(start));
+        history.record_vitals(with_errors(7), stamp(start));
         assert!(history.health().healthy, "those are old errors");
         let mut history = History::restore(history.record(false), start);
-        history.vitals(counted(9), stamp(start));
+        history.record_vitals(with_errors(9), stamp(start));
         let health = history.health();
         assert_eq!((health.class.as_str(), health.reason.as_str()), ("Suspect", "EccErrors"));
         assert!(health.message.starts_with("2 uncorrected memory errors"), "{}", health.message);
-        history.vitals(Vitals::default(), stamp(start));
+        history.record_vitals(Vitals::default(), stamp(start));
         assert_eq!(class(&history), "Suspect", "no counter is no proof");
     }
 
@@ -459,18 +459,18 @@ pub(crate) mod tests {
     fn a_failed_remapping_needs_a_reset_and_a_pending_one_is_reported() {
         let start = stamp(Instant::now());
         let mut history = History::default();
-        history.vitals(Vitals { remap_pending: Some(true), ..Vitals::default() }, start);
+        history.record_vitals(Vitals { remap_pending: Some(true), ..Vitals::default() }, start);
         let health = history.health();
         assert!(
             health.healthy && health.reason == "ResetPending" && health.message.contains("drain and reset"),
             "{health:?}"
         );
-        history.vitals(Vitals { remap_failed: Some(true), ..Vitals::default() }, start);
+        history.record_vitals(Vitals { remap_failed: Some(true), ..Vitals::default() }, start);
         assert_eq!((class(&history).as_str(), history.health().reason.as_str()), ("NeedsReset", "RowRemapFailed"));
-        history.cleared(&whole_seconds(Timestamp::MAX));
-        history.was_reset();
+        history.clear_faults(&whole_seconds(Timestamp::MAX));
+        history.record_reset();
         assert_eq!(history.health().reason, "RowRemapFailed", "while NVML reports it");
-        history.vitals(Vitals::default(), start);
+        history.record_vitals(Vitals::default(), start);
         assert!(history.health().healthy);
     }
 
@@ -478,14 +478,14 @@ pub(crate) mod tests {
     fn a_fault_of_one_instance_affects_only_it_and_ends_with_it() {
         let start = Instant::now();
         let mut history = History::default();
-        history.xid(94, Some("MIG-a"), &[], stamp(start));
+        history.record_xid(94, Some("MIG-a"), &[], stamp(start));
         assert!(history.health().healthy);
         assert_eq!(history.instances().into_keys().collect::<Vec<_>>(), ["MIG-a"]);
-        history.answered(start, &["MIG-a", "MIG-b"]);
+        history.record_answer(start, &["MIG-a", "MIG-b"]);
         assert_eq!(history.instances().len(), 1);
-        history.answered(start, &["MIG-b"]);
+        history.record_answer(start, &["MIG-b"]);
         assert!(history.instances().is_empty());
-        history.xid(95, Some("MIG-b"), &[], stamp(start));
+        history.record_xid(95, Some("MIG-b"), &[], stamp(start));
         assert_eq!(class(&history), "NeedsReset", "a reset affects the whole GPU");
         assert!(history.instances().is_empty());
     }
@@ -494,8 +494,8 @@ pub(crate) mod tests {
     fn a_fault_does_not_end_before_it_began_if_the_clock_was_set_back() {
         let start = Instant::now();
         let mut history = History::default();
-        history.xid(48, None, &[], Stamp { now: start, wall: Timestamp::from_second(3_600).unwrap() });
-        history.xid(79, None, &[], stamp(start + DEFAULT_QUIET_PERIOD));
+        history.record_xid(48, None, &[], Stamp { now: start, wall: Timestamp::from_second(3_600).unwrap() });
+        history.record_xid(79, None, &[], stamp(start + DEFAULT_QUIET_PERIOD));
         let health = history.health();
         assert_eq!(health.since, health.last);
         assert!(health.message.contains("79"), "{}", health.message);
@@ -538,16 +538,16 @@ pub(crate) mod tests {
             let mut count = 0;
             for step in before.into_iter().chain([Step::Xid(79, true)]).chain(after) {
                 match step {
-                    Step::Xid(xid, instance) => { history.xid(xid, instance.then_some("MIG-a"), &[], stamp(now)); }
-                    Step::Answer => history.answered(now, &["MIG-a"]),
-                    Step::Errors(more) => { count += more; history.vitals(counted(count), stamp(now)); }
+                    Step::Xid(xid, instance) => { history.record_xid(xid, instance.then_some("MIG-a"), &[], stamp(now)); }
+                    Step::Answer => history.record_answer(now, &["MIG-a"]),
+                    Step::Errors(more) => { count += more; history.record_vitals(with_errors(count), stamp(now)); }
                     Step::Wait(seconds) => now += Duration::from_secs(seconds),
                     Step::Restart => history = History::restore(history.record(false), now),
                 }
                 prop_assert!(history.faults.len() <= 4, "bounded");
             }
             prop_assert_eq!(class(&history), "NeedsReset");
-            history.was_reset();
+            history.record_reset();
             prop_assert!(history.health().healthy && history.instances().is_empty());
         }
     }

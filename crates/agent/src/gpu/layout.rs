@@ -95,7 +95,7 @@ impl Pool {
     }
 
     /// Whether this pool contains the slice with this number of `device`.
-    pub fn holds(&self, device: &str, number: u32) -> bool {
+    pub fn contains(&self, device: &str, number: u32) -> bool {
         self.device == device && number >= self.first && number - self.first < self.count
     }
 }
@@ -123,7 +123,7 @@ impl Layout {
     }
 
     /// Replaces the pools and the daemon of a device with those in `before`.
-    pub fn keep(&mut self, device: &str, before: Option<&Self>) {
+    pub fn restore_device(&mut self, device: &str, before: Option<&Self>) {
         self.pools.retain(|pool| pool.device != device);
         self.daemons.remove(device);
         if let Some(before) = before {
@@ -177,7 +177,7 @@ pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result
         return Ok(match mig {
             Some(mig) if !was_mig => existing_instances(mig),
             _ => {
-                undivided_after(gpu, whole(&gpu.uuid, RESOURCE_GPU), if was_mig { Target::Off } else { Target::Keep })?
+                without_mig_mode(gpu, whole(&gpu.uuid, RESOURCE_GPU), if was_mig { Target::Off } else { Target::Keep })?
             }
         });
     };
@@ -203,12 +203,12 @@ pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result
         (None, None, None, Some(instances)) => return mig_layout(gpu, instances),
         _ => return Err("the spec must set exactly one of whole, mps, timeSlicing and mig".into()),
     };
-    let wanted = undivided_after(gpu, layout, Target::Off)?;
+    let wanted = without_mig_mode(gpu, layout, Target::Off)?;
     Ok(TargetLayout { note: interval_note(time_slicing.as_ref()), ..wanted })
 }
 
 /// A layout of the undivided GPU, which can be served only with MIG mode off.
-fn undivided_after(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<TargetLayout, String> {
+fn without_mig_mode(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<TargetLayout, String> {
     let mig_on = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
     let layout = if mig_on { empty(Mode::Mig) } else { layout };
     Ok(TargetLayout { layout, changes: changes(gpu, target)?, note: String::new() })

@@ -27,7 +27,7 @@ pub fn withheld(
                 .of(&device)
                 .filter(|(resource, id, _)| {
                     *resource == pool.resource
-                        && parse_id(id).is_some_and(|(device, number)| pool.holds(device, number))
+                        && parse_id(id).is_some_and(|(device, number)| pool.contains(device, number))
                 })
                 .map(|(_, id, _)| id)
                 .collect();
@@ -54,7 +54,7 @@ mod tests {
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    fn withheld_of(cordoned: bool, usage: Option<&Usage>, pending: &PendingAllocations) -> Vec<String> {
+    fn withheld_of_gpu(cordoned: bool, usage: Option<&Usage>, pending: &PendingAllocations) -> Vec<String> {
         let specs: Vec<_> = ["GPU-a", "GPU-b"].map(|uuid| mps_spec(uuid, 4)).into();
         let layout =
             |index: usize| target_layout(Some(&specs[index]), &gpu(&specs[index].uuid, 0), false).unwrap().layout;
@@ -68,9 +68,9 @@ mod tests {
     fn only_free_slices_of_a_cordoned_gpu_are_withheld() {
         let usage = Usage::new(&[listed("p", &["GPU-a::1", "GPU-b::0"])], &Allocations::default());
         let none = PendingAllocations::default();
-        assert_eq!(withheld_of(true, Some(&usage), &none), ["GPU-a::0", "GPU-a::2", "GPU-a::3"]);
-        assert!(withheld_of(false, Some(&usage), &none).is_empty());
-        assert!(withheld_of(true, None, &none).is_empty(), "usage is unknown");
+        assert_eq!(withheld_of_gpu(true, Some(&usage), &none), ["GPU-a::0", "GPU-a::2", "GPU-a::3"]);
+        assert!(withheld_of_gpu(false, Some(&usage), &none).is_empty());
+        assert!(withheld_of_gpu(true, None, &none).is_empty(), "usage is unknown");
     }
 
     #[test]
@@ -88,6 +88,6 @@ mod tests {
         let (uid, namespace, name) = ("u".into(), "ns".into(), "next".into());
         let bound = BoundPod { uid, namespace, name, terminating: false, admitted: false, requests: vec![want] };
         pending.update_pod(bound, Instant::now());
-        assert_eq!(withheld_of(true, Some(&usage), &pending), ["GPU-a::3"]);
+        assert_eq!(withheld_of_gpu(true, Some(&usage), &pending), ["GPU-a::3"]);
     }
 }

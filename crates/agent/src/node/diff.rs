@@ -130,7 +130,7 @@ impl Decision {
         }
         // Only the blocked MIG instances remain unchanged. The others change.
         for device in blocked.keys() {
-            layout.keep(device, before);
+            layout.restore_device(device, before);
             changes.retain(|change| !matches!(change, Change::Destroy(instance) if instance.uuid == *device));
         }
         self.applied &= changes.is_empty();
@@ -201,7 +201,7 @@ fn blocked_by_pods(
         let one = BTreeSet::from([device]);
         let mut pods: BTreeSet<&str> = BTreeSet::new();
         for (resource, id, users) in usage.of(&one) {
-            if ends(device) || !keeps(before, after, resource, id) {
+            if ends(device) || !is_unchanged(before, after, resource, id) {
                 pods.extend(users.iter().map(String::as_str));
             }
         }
@@ -248,10 +248,10 @@ fn blocked_by_processes(
 
 /// Whether a slice remains unchanged: both layouts contain it with the same limits, and its daemon
 /// need not restart.
-pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
+pub fn is_unchanged(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
     let Some((device, number)) = parse_id(id) else { return true };
     let find = |layout: &Layout| {
-        let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.holds(device, number))?;
+        let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.contains(device, number))?;
         Some((pool.kind.clone(), layout.daemons.get(device).cloned()))
     };
     match (before.and_then(find), find(after)) {
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_of_a_lost_checkpoint_stay_if_the_spec_has_them_and_block_a_change_otherwise() {
+    fn slices_missing_in_a_lost_checkpoint_stay_if_the_spec_has_them_and_block_a_change_otherwise() {
         let hardware = hardware(&["GPU-a"]);
         let usage = Usage::new(&[listed("p", &["GPU-a::3"])], &Allocations::default());
         let same = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), Some(&usage));

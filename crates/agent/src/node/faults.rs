@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::{Client, Fault};
-use cleave_kubelet::HeldDevices;
+use cleave_kubelet::ContainerDevices;
 
 use crate::allocation::allocation_id;
 use crate::allocation::pending::PendingAllocations;
@@ -31,7 +31,7 @@ const MAX_NAMED_PODS: usize = 8;
 #[derive(Debug, Clone, Copy)]
 pub struct Pods<'a> {
     /// The kubelet's PodResources list.
-    pub listed: &'a [HeldDevices],
+    pub listed: &'a [ContainerDevices],
     /// The agent's allocations.
     pub allocations: &'a Allocations,
     /// The node's pods, from the API server.
@@ -41,7 +41,7 @@ pub struct Pods<'a> {
 impl Pods<'_> {
     fn of(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
-        let is = |row: &&HeldDevices| {
+        let is = |row: &&ContainerDevices| {
             // An init container's slices pass to another container. The kubelet lists them for that
             // container.
             let shares = |slice: &String| {
@@ -50,7 +50,7 @@ impl Pods<'_> {
             };
             allocation_id(&row.resource, &row.ids) == id || row.ids.iter().any(shares)
         };
-        let HeldDevices { namespace, pod, .. } = self.listed.iter().find(is)?;
+        let ContainerDevices { namespace, pod, .. } = self.listed.iter().find(is)?;
         let uid = self.pending.uid(namespace, pod).unwrap_or_default().to_owned();
         Some(PodRef { namespace: namespace.clone(), name: pod.clone(), uid })
     }
@@ -221,7 +221,7 @@ impl ReportedFault {
         pods.dedup();
         let event = |pod: &PodRef| NodeEvent {
             warning: true,
-            reason: "EndedInGpuFault",
+            reason: "TerminatedInGpuFault",
             note: format!(
                 "pod {}/{}: the pod's program did not exit after the fatal GPU error on {device} and was terminated. No program can use the GPU until all affected programs have exited.",
                 pod.namespace, pod.name
@@ -308,7 +308,7 @@ mod tests {
 
     /// The tracked faults of a node, with their inputs.
     struct FaultTest {
-        listed: Vec<HeldDevices>,
+        listed: Vec<ContainerDevices>,
         allocations: Allocations,
         pending: PendingAllocations,
         faults: Faults,
@@ -350,7 +350,7 @@ mod tests {
             let mut pending = PendingAllocations::with_watch();
             let mut rows = Vec::new();
             for (number, (namespace, name)) in pods.iter().enumerate() {
-                rows.push(HeldDevices { namespace: (*namespace).to_owned(), ..listed(name, &[&id(number)]) });
+                rows.push(ContainerDevices { namespace: (*namespace).to_owned(), ..listed(name, &[&id(number)]) });
                 if !unknown.contains(name) {
                     pending.update_pod(bound(namespace, name), now);
                 }
@@ -489,7 +489,7 @@ mod tests {
         let report = test.update(&terminated(vec![client(1)]));
         assert_eq!(
             events(&report).iter().map(|event| (event.0, event.1)).collect::<Vec<_>>(),
-            [(Some("b"), "EndedInGpuFault")]
+            [(Some("b"), "TerminatedInGpuFault")]
         );
         assert_eq!(test.update(&terminated(vec![client(1)])), FaultReport::default());
         assert_eq!(

@@ -19,8 +19,8 @@ use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{FindingStatus, GpuNodeStatus, StepStatus};
 use cleave_api::names::finding;
 use cleave_gpu::mps::wire::{self, Desired};
-use cleave_gpu::nvml::{Census, Gpu, NvmlError, Observation, Vitals};
-use cleave_kubelet::{AllocatedDevices, DeviceList, HeldDevices, ResourceName};
+use cleave_gpu::nvml::{DriverInfo, Gpu, NvmlError, Observation, Vitals};
+use cleave_kubelet::{AllocatedDevices, ContainerDevices, DeviceList, ResourceName};
 use k8s_openapi::jiff::Timestamp;
 
 use self::absence::Absences;
@@ -69,7 +69,7 @@ pub struct Actions {
     pub list_interval: Duration,
     /// Whether directories of allocations that no longer exist may be removed.
     pub sweep_directories: bool,
-    /// MIG changes to start now. Their results go to [`Node::order_ended`].
+    /// MIG changes to start now. Their results go to [`Node::record_order_result`].
     pub orders: Vec<MigOrder>,
     /// Whether to poll NVML now.
     pub poll_nvml: bool,
@@ -91,7 +91,7 @@ pub struct Node {
     /// The last valid spec and its generation. It remains in force while the API server does not
     /// answer, and when the object is deleted or malformed.
     spec: Option<(i64, GpuNodeSpec)>,
-    pod_resources: Option<Vec<HeldDevices>>,
+    pod_resources: Option<Vec<ContainerDevices>>,
     pod_resources_error: Option<String>,
     /// Slices in the kubelet's checkpoint, if known. A kubelet that restarted now would count them
     /// as allocated.
@@ -152,7 +152,7 @@ impl Node {
         let clock = Clock::new(now, Timestamp::UNIX_EPOCH);
         let mut tracker = HardwareTracker::restore(gpus, written_in == boot_id, clock).with_health_records(health, now);
         for gpu in spec.iter().flat_map(|spec| &spec.gpus) {
-            gpu.cleared.iter().for_each(|until| tracker.cleared(&gpu.uuid, until));
+            gpu.cleared.iter().for_each(|until| tracker.clear_faults(&gpu.uuid, until));
         }
         let node = Self {
             reported_health: ReportedHealth::reported_earlier(&tracker.hardware()),
@@ -191,7 +191,7 @@ impl Node {
 
     /// Sets whether the agent leaves the MIG mode of all GPUs unchanged.
     #[must_use]
-    pub fn keeping_mig_mode(self, keep_mig_mode: bool) -> Self {
+    pub fn with_fixed_mig_mode(self, keep_mig_mode: bool) -> Self {
         Self { keep_mig_mode, ..self }
     }
 
@@ -212,26 +212,26 @@ impl Node {
         self.tracker.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect()
     }
 
-    /// Records the driver's version and number of GPUs, requested at `asked`.
-    pub fn census(&mut self, answer: Result<Census, NvmlError>, asked: Instant) {
-        self.tracker.census(answer, asked);
+    /// Records the driver's version and number of GPUs, requested at `requested_at`.
+    pub fn record_driver_info(&mut self, answer: Result<DriverInfo, NvmlError>, requested_at: Instant) {
+        self.tracker.record_driver_info(answer, requested_at);
         self.inventoried |= self.tracker.is_complete();
     }
 
-    /// Records the answer of the GPU at one of NVML's indices, requested at `asked`.
-    pub fn gpu(&mut self, index: u32, mut answer: Result<Observation, NvmlError>, asked: Instant) {
+    /// Records the answer of the GPU at one of NVML's indices, requested at `requested_at`.
+    pub fn record_gpu(&mut self, index: u32, mut answer: Result<Observation, NvmlError>, requested_at: Instant) {
         if let Ok(Observation { gpu, .. }) = &mut answer
-            && self.changed.get(&gpu.uuid).is_some_and(|at| asked < *at)
+            && self.changed.get(&gpu.uuid).is_some_and(|at| requested_at < *at)
             && let Some(known) = self.tracker.known(&gpu.uuid)
         {
             gpu.clone_from(known);
         }
-        self.tracker.record_answer(index, answer, asked);
+        self.tracker.record_answer(index, answer, requested_at);
         self.inventoried |= self.tracker.is_complete();
     }
 
     /// Records the result of a MIG order, or that the order is slow.
-    pub fn order_ended(&mut self, ended: OrderResult, now: Instant) {
+    pub fn record_order_result(&mut self, ended: OrderResult, now: Instant) {
         let OrderResult { order: MigOrder { gpu: uuid, change }, outcome, after, at } = ended;
         if let Some((gpu, processes)) = after {
             self.tracker.record_gpu(gpu, processes);
@@ -247,18 +247,25 @@ impl Node {
     }
 
     /// Records an XID and returns its class. XIDs in `ignored` do not affect the GPU's health.
-    pub fn xid(&mut self, uuid: &str, xid: u64, gpu_instance: Option<u32>, ignored: &[u64], now: Instant) -> Class {
-        self.tracker.xid(uuid, xid, gpu_instance, ignored, now)
+    pub fn record_xid(
+        &mut self,
+        uuid: &str,
+        xid: u64,
+        gpu_instance: Option<u32>,
+        ignored: &[u64],
+        now: Instant,
+    ) -> Class {
+        self.tracker.record_xid(uuid, xid, gpu_instance, ignored, now)
     }
 
-    /// Records a GPU's error counters and recovery action, requested at `asked`.
-    pub fn vitals(&mut self, uuid: &str, vitals: Vitals, asked: Instant) {
-        self.tracker.vitals(uuid, vitals, asked);
+    /// Records a GPU's error counters and recovery action, requested at `requested_at`.
+    pub fn record_vitals(&mut self, uuid: &str, vitals: Vitals, requested_at: Instant) {
+        self.tracker.record_vitals(uuid, vitals, requested_at);
     }
 
     /// Replaces the findings about tenants that exceeded their limits. Each new finding causes an
     /// Event.
-    pub fn findings(&mut self, findings: Vec<FindingStatus>) {
+    pub fn record_findings(&mut self, findings: Vec<FindingStatus>) {
         let same = |a: &FindingStatus, b: &FindingStatus| {
             (&a.kind, &a.device, &a.uid, &a.container) == (&b.kind, &b.device, &b.uid, &b.container)
         };
@@ -274,14 +281,14 @@ impl Node {
     }
 
     /// Records the `GpuNode` as read from the API server.
-    pub fn object(&mut self, object: Object) {
+    pub fn record_object(&mut self, object: Object) {
         match &object {
             // The spec is empty because the operator has not seen the GPUs yet. Keep the current
             // layouts, so that no GPU is served whole for a moment.
             Object::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
             Object::Present(generation, spec) => {
                 for gpu in &spec.gpus {
-                    gpu.cleared.iter().for_each(|until| self.tracker.cleared(&gpu.uuid, until));
+                    gpu.cleared.iter().for_each(|until| self.tracker.clear_faults(&gpu.uuid, until));
                 }
                 self.spec = Some((*generation, spec.clone()));
             }
@@ -291,27 +298,27 @@ impl Node {
     }
 
     /// Records the state of the MPS host.
-    pub fn mps(&mut self, view: mps::HostView) {
+    pub fn record_mps_view(&mut self, view: mps::HostView) {
         self.view = view;
     }
 
     /// Records that the kubelet started.
-    pub fn kubelet_started(&mut self, now: Instant) {
+    pub fn record_kubelet_start(&mut self, now: Instant) {
         self.kubelet_since = now;
     }
 
     /// Records the kubelet's checkpoint. It must be newer than the list that the next call of
     /// [`pod_resources`](Self::pod_resources) records.
-    pub fn kubelet_checkpoint(&mut self, devices: Option<Arc<AllocatedDevices>>) {
+    pub fn record_kubelet_checkpoint(&mut self, devices: Option<Arc<AllocatedDevices>>) {
         self.kubelet_checkpoint = devices;
     }
 
-    /// Records the kubelet's PodResources list, requested at `asked`. Returns the number of
+    /// Records the kubelet's PodResources list, requested at `requested_at`. Returns the number of
     /// allocations that have ended.
-    pub fn pod_resources(
+    pub fn record_pod_resources(
         &mut self,
-        answer: Result<Vec<HeldDevices>, String>,
-        asked: Instant,
+        answer: Result<Vec<ContainerDevices>, String>,
+        requested_at: Instant,
         allocations: &mut Allocations,
     ) -> usize {
         let rows = match answer {
@@ -323,14 +330,14 @@ impl Node {
         };
         self.pod_resources_error = None;
         let kubelet_checkpoint = self.kubelet_checkpoint.clone();
-        let stays = |row: &HeldDevices| {
+        let stays = |row: &ContainerDevices| {
             let slice = |id: &String| (row.resource.clone(), id.clone());
             kubelet_checkpoint.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
         };
         // A kubelet that has just started lists its pods one by one. An agent that has just started
         // assumes that its kubelet has just started too. However, the kubelet removes nothing from
         // its checkpoint before all of its pods are known.
-        let settling = asked.saturating_duration_since(self.kubelet_since) < self.grace;
+        let settling = requested_at.saturating_duration_since(self.kubelet_since) < self.grace;
         let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
         let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();
         let over = if settling && kubelet_checkpoint.is_none() {
@@ -340,20 +347,20 @@ impl Node {
             let kubelet_checkpoint = kubelet_checkpoint.clone().unwrap_or_default();
             let busy = |id: &str| busy.contains(id);
             let Collected { ended, in_kubelet_checkpoint } =
-                allocations.collect(&rows, asked, self.grace, busy, &kubelet_checkpoint);
+                allocations.collect(&rows, requested_at, self.grace, busy, &kubelet_checkpoint);
             self.resend_lists = in_kubelet_checkpoint;
             ended.len()
         };
         let rows = match self.pod_resources.take() {
             Some(before) if settling => {
-                let mut all: BTreeSet<HeldDevices> = before.into_iter().filter(stays).collect();
+                let mut all: BTreeSet<ContainerDevices> = before.into_iter().filter(stays).collect();
                 all.extend(rows);
                 all.into_iter().collect()
             }
             _ => rows,
         };
         for row in &rows {
-            self.adopt(row, allocations, asked);
+            self.restore_allocation(row, allocations, requested_at);
         }
         self.pod_resources = Some(rows);
         over
@@ -361,7 +368,7 @@ impl Node {
 
     /// Restores an allocation after a lost checkpoint: the kubelet lists its ids, and the MPS host
     /// has its limits.
-    fn adopt(&mut self, row: &HeldDevices, allocations: &mut Allocations, now: Instant) {
+    fn restore_allocation(&mut self, row: &ContainerDevices, allocations: &mut Allocations, now: Instant) {
         let id = allocation_id(&row.resource, &row.ids);
         let Some(wire::Allocation { device, threads, memory_mib, max_clients }) = self.adopted_allocations.remove(&id)
         else {
@@ -379,19 +386,19 @@ impl Node {
 
 #[cfg(test)]
 impl Node {
-    /// Records answers of the driver and all of its GPUs, requested at `asked`.
-    pub(crate) fn inventory(
+    /// Records answers of the driver and all of its GPUs, requested at `requested_at`.
+    pub(crate) fn record_inventory(
         &mut self,
         answer: Result<crate::gpu::hardware::tests::Inventory, NvmlError>,
-        asked: Instant,
+        requested_at: Instant,
     ) {
         match answer {
             Ok(inventory) => {
-                let (census, gpus) = inventory.answers();
-                self.census(Ok(census), asked);
-                gpus.for_each(|(index, answer)| self.gpu(index, answer, asked));
+                let (record_driver_info, gpus) = inventory.answers();
+                self.record_driver_info(Ok(record_driver_info), requested_at);
+                gpus.for_each(|(index, answer)| self.record_gpu(index, answer, requested_at));
             }
-            Err(error) => self.census(Err(error), asked),
+            Err(error) => self.record_driver_info(Err(error), requested_at),
         }
     }
 }

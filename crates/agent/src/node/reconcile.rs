@@ -8,7 +8,7 @@ use cleave_gpu::mps::wire::{self, Desired};
 use cleave_gpu::nvml::Process;
 use cleave_kubelet::{Device, DeviceId, DeviceList, ResourceName};
 
-use super::diff::{Decision, Rules, decide, keeps};
+use super::diff::{Decision, Rules, decide, is_unchanged};
 use super::status::{self, StatusInput};
 use super::{Actions, Node, WITHDRAWAL_TIME, cordon, faults};
 use crate::allocation::pending::PendingAllocations;
@@ -60,7 +60,7 @@ impl Node {
         let orders = self.orders(&hardware, &partitions, changes, now);
         steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
         self.record_steps(steps, layouts_changed);
-        let lists = self.lists(&hardware, &table.pending, in_use.as_ref());
+        let lists = self.lists_slice(&hardware, &table.pending, in_use.as_ref());
         let mut events = self.events(&hardware);
         let pods = faults::Pods {
             listed: self.pod_resources.as_deref().unwrap_or_default(),
@@ -100,7 +100,7 @@ impl Node {
         self.mig_partitioned = mig_partitioned(hardware, partitions, &self.mig_partitioned, |uuid| {
             self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress)
         });
-        let processes = foreign(hardware, &self.view);
+        let processes = foreign_processes(hardware, &self.view);
         Rules { keep_mig_mode: self.keep_mig_mode, mig_partitioned: self.mig_partitioned.clone(), processes }
     }
 
@@ -138,7 +138,7 @@ impl Node {
             layouts: &self.layouts,
             spec: self.spec.as_ref().map(|(_, spec)| spec),
             view: &self.view,
-            held: self.pod_resources.as_deref().filter(|_| self.pod_resources_error.is_none()),
+            rows: self.pod_resources.as_deref().filter(|_| self.pod_resources_error.is_none()),
             allocations: &table.allocations,
             foreign: &rules.processes,
         })
@@ -189,7 +189,7 @@ impl Node {
         self.acknowledged.record_desired(desired);
         self.acknowledged.record_applied(&self.view.status.desired);
         let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
-        self.absences.update(daemons, &self.view, |device| self.acknowledged.has_current(device), now);
+        self.absences.update(daemons, &self.view, |device| self.acknowledged.host_read_settings(device), now);
     }
 
     /// Orders the next change of each GPU, if the change can start now.
@@ -254,7 +254,7 @@ impl Node {
                 "the MPS daemon may still run: the MPS host does not answer".into()
             });
         }
-        if self.acknowledged.has_removed(device) {
+        if self.acknowledged.host_read_removal(device) {
             Ok(())
         } else {
             Err("the MPS host has not yet read the request to stop the MPS daemon".into())
@@ -332,7 +332,7 @@ impl Node {
         known.then(|| Usage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
     }
 
-    fn lists(
+    fn lists_slice(
         &self,
         hardware: &Hardware,
         pending: &PendingAllocations,
@@ -372,7 +372,7 @@ impl Node {
         match pool.kind {
             Kind::Mps { .. } if self.absences.is_tolerated(&pool.device) => Ok(()),
             Kind::Mps { .. } => status::check_daemon(&self.view, &pool.device).and_then(|()| {
-                if self.acknowledged.has_current(&pool.device) {
+                if self.acknowledged.host_read_settings(&pool.device) {
                     Ok(())
                 } else {
                     Err("the MPS host has not read the latest settings yet".into())
@@ -400,7 +400,7 @@ impl Node {
 /// Served slices that the new layout removes or changes, each as resource and id.
 fn removed_or_changed(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
-    slices.filter(|(resource, id)| !keeps(Some(before), after, resource, id)).collect()
+    slices.filter(|(resource, id)| !is_unchanged(Some(before), after, resource, id)).collect()
 }
 
 /// The GPUs that a spec has partitioned by MIG and that are not whole again. A GPU remains in the
@@ -421,7 +421,7 @@ fn mig_partitioned(
 }
 
 /// The processes on each GPU, except its MPS daemons and their clients.
-fn foreign(hardware: &Hardware, view: &HostView) -> BTreeMap<String, Vec<Process>> {
+fn foreign_processes(hardware: &Hardware, view: &HostView) -> BTreeMap<String, Vec<Process>> {
     let daemons = || view.status.daemons.values();
     let mut ours: BTreeSet<u32> = daemons().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect();
     ours.extend(daemons().flat_map(|daemon| &daemon.clients).map(|client| client.pid));

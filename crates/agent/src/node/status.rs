@@ -6,10 +6,10 @@ use cleave_api::gpunode::{
     AllocationStatus, FindingStatus, GpuNodeStatus, GpuStatus, Health, MigInstanceStatus, MigProfileStatus, MigStatus,
     MpsStatus, SliceStatus, StepStatus, Summary,
 };
-use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_READY, STEP_DONE};
+use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_READY, STEP_DONE, daemon_state};
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile};
-use cleave_kubelet::{DeviceList, HeldDevices, ResourceName};
+use cleave_kubelet::{ContainerDevices, DeviceList, ResourceName};
 use cleave_plan::mps::{context, sms};
 use cleave_plan::units::{Percent, Sms};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -70,7 +70,7 @@ pub struct StatusInput<'a> {
     /// The slices in use, if known.
     pub usage: Option<&'a Usage>,
     /// The kubelet's PodResources list.
-    pub listed: &'a [HeldDevices],
+    pub listed: &'a [ContainerDevices],
     /// Why the kubelet did not answer the last PodResources request; `None` if it did.
     pub pod_resources_error: Option<&'a str>,
     /// The agent's allocations.
@@ -200,7 +200,7 @@ fn mig(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
 
 fn slices(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
-    let of_pool = |id: &str| parse_id(id).is_some_and(|(device, number)| pool.holds(device, number));
+    let of_pool = |id: &str| parse_id(id).is_some_and(|(device, number)| pool.contains(device, number));
     // While usage is unknown, all slices count as used, because the operator releases pods for free
     // slices.
     let in_use = input.usage.map_or(pool.count as usize, |usage| {
@@ -289,7 +289,7 @@ fn daemon(view: &HostView, device: &str) -> MpsStatus {
     let status = view.status.daemons.get(device).filter(|_| view.alive);
     MpsStatus {
         device: device.to_owned(),
-        state: status.map(|daemon| format!("{:?}", daemon.state)).unwrap_or_default(),
+        state: status.map(|daemon| state_name(daemon.state).to_owned()).unwrap_or_default(),
         pid: status.and_then(|daemon| daemon.pid),
         door: match status.map(|daemon| daemon.enforcement) {
             Some(Enforcement::Hard) => "Hard".into(),
@@ -301,6 +301,17 @@ fn daemon(view: &HostView, device: &str) -> MpsStatus {
             Some(daemon) => daemon.message.clone(),
             None => check_daemon(view, device).err().unwrap_or_default(),
         },
+    }
+}
+
+const fn state_name(state: DaemonState) -> &'static str {
+    match state {
+        DaemonState::Starting => daemon_state::STARTING,
+        DaemonState::Active => daemon_state::ACTIVE,
+        DaemonState::Fault => daemon_state::FAULT,
+        DaemonState::Restarting => daemon_state::RESTARTING,
+        DaemonState::BackOff => daemon_state::BACK_OFF,
+        DaemonState::Stopping => daemon_state::STOPPING,
     }
 }
 

@@ -55,10 +55,10 @@ fn reasons(actions: &Actions) -> Vec<&'static str> {
 /// A node that serves ten shares.
 fn serving(start: Instant) -> (Node, AllocationTable, Desired) {
     let (mut node, mut table) = node(None, None, start);
-    node.inventory(inventory(), start);
-    node.object(spec(10));
+    node.record_inventory(inventory(), start);
+    node.record_object(spec(10));
     let desired = node.reconcile(&mut table, start).desired;
-    node.mps(view(DaemonState::Active, 0, &desired));
+    node.record_mps_view(view(DaemonState::Active, 0, &desired));
     assert_eq!(healthy(&node.reconcile(&mut table, start)), 10);
     (node, table, desired)
 }
@@ -90,10 +90,10 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
         for gone in [start + MAX_ABSENCE, start + 5 * MAX_ABSENCE] {
             // The daemon serves for some time before its absence. Only the duration of the absence
             // counts.
-            node.mps(view(DaemonState::Active, 0, &desired));
+            node.record_mps_view(view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
             let gone = gone + MAX_ABSENCE;
-            node.mps(away.clone());
+            node.record_mps_view(away.clone());
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, Some(MAX_ABSENCE)), "{what}");
             let pools =
                 crate::allocation::allocate::ResourceView { resource: MPS, pools: &table.pools[MPS], reserved: &[] };
@@ -124,17 +124,17 @@ fn failures_make_shares_unhealthy_at_once() {
             (DaemonState::Starting, 0),
             (DaemonState::Active, 10),
         ] {
-            node.mps(view(state, 0, &desired));
+            node.record_mps_view(view(state, 0, &desired));
             let actions = node.reconcile(&mut table, start);
             assert_eq!(healthy(&actions), shares, "{state:?}");
             assert_eq!(actions.status.gpus[0].slices[0].unhealthy, 10 - u32::try_from(shares).unwrap());
         }
-        node.mps(mps::HostView { alive: false, ..view(state, 0, &desired) });
+        node.record_mps_view(mps::HostView { alive: false, ..view(state, 0, &desired) });
         assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the host's last status");
     }
     let (mut node, mut table, desired) = serving(start);
-    node.mps(view(DaemonState::Restarting, 0, &desired));
-    node.xid("GPU-a", 79, None, &[], start);
+    node.record_mps_view(view(DaemonState::Restarting, 0, &desired));
+    node.record_xid("GPU-a", 79, None, &[], start);
     let actions = node.reconcile(&mut table, start);
     assert_eq!(
         (healthy(&actions), actions.status.gpus[0].health.reason.as_str()),
@@ -148,24 +148,24 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     let start = Instant::now();
     for state in [DaemonState::Starting, DaemonState::Restarting] {
         let (mut node, mut table) = node(None, None, start);
-        node.inventory(inventory(), start);
-        node.object(spec(10));
+        node.record_inventory(inventory(), start);
+        node.record_object(spec(10));
         let desired = node.reconcile(&mut table, start).desired;
-        node.mps(view(state, 0, &desired));
+        node.record_mps_view(view(state, 0, &desired));
         assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?}, not served before");
     }
 
     let (mut first, mut table, desired) = serving(start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     let (mut next, mut table) = node(Some(checkpoint), None, start);
-    next.mps(view(DaemonState::Restarting, 0, &desired));
+    next.record_mps_view(view(DaemonState::Restarting, 0, &desired));
     assert_eq!(healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
     // The new layout has other limits. The daemon's default limits stay the same only with
     // `same_daemon`.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving(start);
-        node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
+        node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
         let Object::Present(generation, mut other) = spec(10) else { panic!() };
         let partition = other.gpus[0].partition.mps.as_mut().unwrap();
         if same_daemon {
@@ -173,18 +173,18 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
         } else {
             partition.multi_user = false;
         }
-        node.object(Object::Present(generation, other));
-        node.mps(view(DaemonState::Restarting, 0, &desired));
+        node.record_object(Object::Present(generation, other));
+        node.record_mps_view(view(DaemonState::Restarting, 0, &desired));
         node.reconcile(&mut table, start);
         let actions = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
         assert_eq!(actions.desired == desired, same_daemon);
         assert_eq!((healthy(&actions), actions.wake_after), (0, None), "the layout changed");
         for state in [DaemonState::Active, DaemonState::Restarting] {
-            node.mps(view(state, 0, &desired));
+            node.record_mps_view(view(state, 0, &desired));
             let shares = healthy(&node.reconcile(&mut table, start));
             assert_eq!(shares, if same_daemon { 10 } else { 0 }, "{state:?}, with its last settings?");
         }
-        node.mps(view(DaemonState::Active, 0, &actions.desired));
+        node.record_mps_view(view(DaemonState::Active, 0, &actions.desired));
         assert_eq!(healthy(&node.reconcile(&mut table, start)), 10);
     }
 }
@@ -206,15 +206,15 @@ fn a_new_allocation_that_the_host_has_not_read_leaves_shares_healthy() {
 fn a_whole_gpu_waits_until_its_daemon_has_exited() {
     let start = Instant::now();
     let (mut node, mut table, desired) = serving(start);
-    node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
-    node.object(Object::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
+    node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
+    node.record_object(Object::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
     node.reconcile(&mut table, start);
     let actions = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
     assert!(actions.desired.daemons.is_empty());
     assert_eq!((actions.lists.values().flatten().count(), healthy(&actions)), (1, 0));
     let mut gone = view(DaemonState::Active, 0, &desired);
     gone.status.daemons.clear();
-    node.mps(gone);
+    node.record_mps_view(gone);
     assert_eq!(healthy(&node.reconcile(&mut table, start)), 1);
 }
 
@@ -223,7 +223,7 @@ fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
     let start = Instant::now();
     let (mut node, mut table, desired) = serving(start);
     let mut reported = |view: mps::HostView| {
-        node.mps(view);
+        node.record_mps_view(view);
         reasons(&node.reconcile(&mut table, start))
     };
     assert!(reported(view(DaemonState::Active, 0, &desired)).is_empty());
@@ -243,16 +243,16 @@ fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
 fn a_failed_start_is_an_event_and_a_normal_one_is_not() {
     let start = Instant::now();
     let (mut node, mut table) = node(None, None, start);
-    node.inventory(inventory(), start);
-    node.object(spec(10));
+    node.record_inventory(inventory(), start);
+    node.record_object(spec(10));
     let desired = node.reconcile(&mut table, start).desired;
     for state in [DaemonState::Stopping, DaemonState::Starting] {
-        node.mps(view(state, 0, &desired));
+        node.record_mps_view(view(state, 0, &desired));
         assert!(reasons(&node.reconcile(&mut table, start)).is_empty());
     }
-    node.mps(view(DaemonState::BackOff, 0, &desired));
+    node.record_mps_view(view(DaemonState::BackOff, 0, &desired));
     assert_eq!(reasons(&node.reconcile(&mut table, start)), ["MpsUnavailable"]);
-    node.mps(view(DaemonState::Active, 3, &desired));
+    node.record_mps_view(view(DaemonState::Active, 3, &desired));
     assert_eq!(reasons(&node.reconcile(&mut table, start)), ["Recovered"]);
 }
 
@@ -264,13 +264,13 @@ fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     for (checkpoint, pending) in [(Some(checkpoint), 1), (None, 10)] {
         let (mut next, mut table) = node(checkpoint, None, start);
-        next.inventory(inventory(), start);
-        next.object(spec(10));
+        next.record_inventory(inventory(), start);
+        next.record_object(spec(10));
         let in_use = |actions: Actions| actions.status.gpus[0].slices[0].in_use;
         assert_eq!(in_use(next.reconcile(&mut table, start)), pending);
-        next.pod_resources(Err("it starts".into()), start, &mut table.allocations);
+        next.record_pod_resources(Err("it starts".into()), start, &mut table.allocations);
         assert_eq!(in_use(next.reconcile(&mut table, start)), pending);
-        next.pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), start, &mut table.allocations);
+        next.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), start, &mut table.allocations);
         assert_eq!(in_use(next.reconcile(&mut table, start)), 1);
     }
 }
@@ -281,16 +281,16 @@ fn slices_in_the_kubelets_checkpoint_are_in_use() {
     let (mut node, mut table, _) = serving(start);
     let later = start + 2 * GRACE;
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
-    node.pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
+    node.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
     let in_use = |actions: &Actions| actions.status.gpus[0].slices[0].in_use;
     assert_eq!(in_use(&node.reconcile(&mut table, later)), 1);
-    node.kubelet_checkpoint(Some(Arc::new([(MPS.to_owned(), "GPU-a::1".to_owned())].into())));
-    assert_eq!(node.pod_resources(Ok(vec![]), later, &mut table.allocations), 0);
+    node.record_kubelet_checkpoint(Some(Arc::new([(MPS.to_owned(), "GPU-a::1".to_owned())].into())));
+    assert_eq!(node.record_pod_resources(Ok(vec![]), later, &mut table.allocations), 0);
     let actions = node.reconcile(&mut table, later);
     assert_eq!((in_use(&actions), actions.resend), (1, BTreeSet::from([MPS.to_owned()])));
     assert!(node.reconcile(&mut table, later).resend.is_empty(), "once for each list");
-    node.kubelet_checkpoint(Some(Arc::default()));
-    assert_eq!(node.pod_resources(Ok(vec![]), later, &mut table.allocations), 1);
+    node.record_kubelet_checkpoint(Some(Arc::default()));
+    assert_eq!(node.record_pod_resources(Ok(vec![]), later, &mut table.allocations), 1);
     let actions = node.reconcile(&mut table, later);
     assert_eq!((in_use(&actions), actions.resend), (0, BTreeSet::new()));
 }
@@ -304,16 +304,16 @@ fn allocations_end_if_a_new_kubelet_removed_them_from_its_checkpoint() {
         table.allocations.insert(allocation(&[id]), start);
     }
     let both = [listed("p", &["GPU-a::1"]), listed("q", &["GPU-a::2"])];
-    node.pod_resources(Ok(both.to_vec()), later, &mut table.allocations);
-    node.kubelet_started(later);
+    node.record_pod_resources(Ok(both.to_vec()), later, &mut table.allocations);
+    node.record_kubelet_start(later);
     let slice = |id: &str| (MPS.to_owned(), id.to_owned());
-    node.kubelet_checkpoint(Some(Arc::new([slice("GPU-a::1"), slice("GPU-a::2")].into())));
-    assert_eq!(node.pod_resources(Ok(vec![]), later, &mut table.allocations), 0);
+    node.record_kubelet_checkpoint(Some(Arc::new([slice("GPU-a::1"), slice("GPU-a::2")].into())));
+    assert_eq!(node.record_pod_resources(Ok(vec![]), later, &mut table.allocations), 0);
     let actions = node.reconcile(&mut table, later);
     assert_eq!(actions.status.gpus[0].allocations.len(), 2, "the kubelet does not know its pods yet");
     assert_eq!(actions.resend.len(), 1);
-    node.kubelet_checkpoint(Some(Arc::new([slice("GPU-a::2")].into())));
-    assert_eq!(node.pod_resources(Ok(vec![both[1].clone()]), later, &mut table.allocations), 1);
+    node.record_kubelet_checkpoint(Some(Arc::new([slice("GPU-a::2")].into())));
+    assert_eq!(node.record_pod_resources(Ok(vec![both[1].clone()]), later, &mut table.allocations), 1);
     let gpu = &node.reconcile(&mut table, later).status.gpus[0];
     assert_eq!((gpu.slices[0].in_use, gpu.allocations.len()), (1, 1));
 }
@@ -323,15 +323,15 @@ fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving(start);
     let later = start + 2 * GRACE;
-    node.pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
+    node.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
-    node.kubelet_started(later);
-    assert_eq!(node.pod_resources(Ok(vec![]), later + GRACE / 2, &mut table.allocations), 0);
-    node.object(spec(5));
+    node.record_kubelet_start(later);
+    assert_eq!(node.record_pod_resources(Ok(vec![]), later + GRACE / 2, &mut table.allocations), 0);
+    node.record_object(spec(5));
     let actions = node.reconcile(&mut table, later + GRACE / 2);
     assert_eq!(actions.lists.values().flatten().count(), 10, "{:?}", actions.status.steps);
     assert_eq!(actions.list_interval, LIST_INTERVAL_IN_USE);
-    assert_eq!(node.pod_resources(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
+    assert_eq!(node.record_pod_resources(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
     node.reconcile(&mut table, later + GRACE);
     assert_eq!(node.reconcile(&mut table, later + GRACE + WITHDRAWAL_TIME).lists.values().flatten().count(), 5);
 }
@@ -340,8 +340,8 @@ fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
 fn slices_are_unhealthy_before_their_removal_and_stay_if_allocated_meanwhile() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving(start);
-    node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
-    node.object(spec(5));
+    node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
+    node.record_object(spec(5));
     let withdrawn = node.reconcile(&mut table, start);
     assert_eq!((withdrawn.lists.values().flatten().count(), healthy(&withdrawn)), (10, 0));
     assert_eq!(withdrawn.wake_after, Some(WITHDRAWAL_TIME));
@@ -352,7 +352,7 @@ fn slices_are_unhealthy_before_their_removal_and_stay_if_allocated_meanwhile() {
     assert_eq!(blocked.status.steps[0].result, "Waiting");
     table.allocations = Allocations::default();
     assert_eq!(healthy(&node.reconcile(&mut table, start + 2 * WITHDRAWAL_TIME)), 0, "listed as unhealthy again");
-    node.object(spec(10));
+    node.record_object(spec(10));
     let back = node.reconcile(&mut table, start + 3 * WITHDRAWAL_TIME);
     assert_eq!((healthy(&back), back.status.plan_id.as_str()), (10, "p10"));
 }
@@ -363,8 +363,8 @@ fn an_error_of_the_kubelet_ends_no_allocation() {
     let (mut node, mut table, _) = serving(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let later = start + 2 * GRACE;
-    assert_eq!(node.pod_resources(Err("no".into()), later, &mut table.allocations), 0);
-    node.object(spec(5));
+    assert_eq!(node.record_pod_resources(Err("no".into()), later, &mut table.allocations), 0);
+    node.record_object(spec(5));
     let actions = node.reconcile(&mut table, later);
     assert_eq!(actions.lists.values().flatten().count(), 10);
     assert!(actions.status.conditions.iter().any(|condition| condition.message.contains("no")));
@@ -378,7 +378,7 @@ fn the_checkpoint_serves_before_other_inputs_answer() {
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let left = first.reconcile(&mut table, start).checkpoint;
     let (mut second, mut table) = node(Some(left.clone()), None, start);
-    second.mps(view(DaemonState::Active, 0, &desired));
+    second.record_mps_view(view(DaemonState::Active, 0, &desired));
     let actions = second.reconcile(&mut table, start);
     assert_eq!(healthy(&actions), 10);
     assert_eq!(actions.checkpoint, left);
@@ -396,15 +396,15 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
 
     let (mut second, mut table) = node(None, Some(desired.clone()), start);
     assert_eq!(second.reconcile(&mut table, start).desired, desired, "before any input");
-    second.inventory(inventory(), start);
-    second.object(Object::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
-    second.pod_resources(Ok(vec![listed("p", &["GPU-a::1", "GPU-a::0"])]), start, &mut table.allocations);
+    second.record_inventory(inventory(), start);
+    second.record_object(Object::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
+    second.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1", "GPU-a::0"])]), start, &mut table.allocations);
     let actions = second.reconcile(&mut table, start);
     assert_eq!(actions.desired, desired, "in use");
     let row = &actions.status.gpus[0].allocations[0];
     assert_eq!((row.sms, row.memory_mib, row.context_mib), (Some(26), Some(5), Some(123)));
     assert_eq!(actions.status.steps[0].message, "in use by ns/p");
-    second.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
+    second.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
     let actions = second.reconcile(&mut table, start + GRACE);
     assert!(actions.desired.daemons.is_empty() && actions.desired.allocations.is_empty());
     assert!(actions.sweep_directories);
@@ -414,18 +414,18 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
 fn an_unplanned_spec_counts_as_none_and_a_malformed_one_leaves_the_last() {
     let start = Instant::now();
     let (mut node, mut table) = node(None, None, start);
-    node.inventory(inventory(), start);
-    node.object(Object::Present(1, GpuNodeSpec::default()));
+    node.record_inventory(inventory(), start);
+    node.record_object(Object::Present(1, GpuNodeSpec::default()));
     let actions = node.reconcile(&mut table, start);
     assert!(actions.lists.is_empty(), "no whole GPU for a moment");
     assert_eq!(actions.status.observed_generation, 1);
-    node.object(spec(10));
+    node.record_object(spec(10));
     node.reconcile(&mut table, start);
-    node.object(Object::Malformed("units: what?".into()));
+    node.record_object(Object::Malformed("units: what?".into()));
     let actions = node.reconcile(&mut table, start);
     assert_eq!(actions.lists.values().flatten().count(), 10);
     let applied = actions.status.conditions.iter().find(|condition| condition.type_ == "Applied").unwrap();
     assert_eq!((applied.reason.as_str(), applied.status.as_str()), ("Malformed", "False"));
-    node.object(Object::Missing);
+    node.record_object(Object::Missing);
     assert_eq!(node.reconcile(&mut table, start).lists.values().flatten().count(), 10);
 }

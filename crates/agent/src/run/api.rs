@@ -61,7 +61,7 @@ async fn connect(metrics: &Metrics) -> Client {
         match connect::in_cluster() {
             Ok(client) => return client,
             Err(error) => {
-                metrics.error("api-configuration");
+                metrics.count_error("api-configuration");
                 tracing::warn!(
                     error = &error as &dyn std::error::Error,
                     "failed to configure a client for the API server; retrying"
@@ -102,7 +102,7 @@ async fn follow(
                 Object::Missing
             }
             Err(error) => {
-                metrics.error("api-watch");
+                metrics.count_error("api-watch");
                 tracing::warn!(error = &error as &dyn std::error::Error, "failed to watch the GpuNode");
                 continue;
             }
@@ -166,7 +166,7 @@ async fn write_status(
                     let version = match write(&api, &name, version, &status).await {
                         Ok(version) => version,
                         Err(error) => {
-                            metrics.error("api-status");
+                            metrics.count_error("api-status");
                             tracing::warn!(
                                 error = &error as &dyn std::error::Error,
                                 "failed to write the GpuNode's status"
@@ -258,7 +258,7 @@ async fn write_events(
         let on_pod = pod.iter().map(|pod| (None, pod));
         for (related, object) in on_pod.chain([(related.clone(), &of_node), (related.clone(), &node)]) {
             if let Err(error) = recorder.publish(&event(related), object).await {
-                metrics.error("api-event");
+                metrics.count_error("api-event");
                 tracing::warn!(error = &error as &dyn std::error::Error, reason, "failed to publish an Event");
             }
         }
@@ -332,7 +332,7 @@ async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiv
         let event =
             Event { type_: EventType::Warning, reason, note: Some(note), action: "Watch".into(), secondary: None };
         if let Err(error) = recorder.publish(&event, &regarding).await {
-            metrics.error("api-event");
+            metrics.count_error("api-event");
             tracing::warn!(error = &error as &dyn std::error::Error, "failed to publish a pod Event");
         }
     }
@@ -362,12 +362,12 @@ mod tests {
     /// Receives the next request and answers it.
     async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
         let (request, reply) = timeout(TIMEOUT, server.next_request()).await.unwrap().unwrap();
-        let asked = format!("{} {}", request.method(), request.uri());
+        let line = format!("{} {}", request.method(), request.uri());
         let sent = request.into_body().collect_bytes().await.unwrap();
         reply.send_response(
             http::Response::builder().status(status).body(Body::from(body.to_string().into_bytes())).unwrap(),
         );
-        (asked, serde_json::from_slice(&sent).unwrap_or_default())
+        (line, serde_json::from_slice(&sent).unwrap_or_default())
     }
 
     fn object(status: &GpuNodeStatus) -> Value {
@@ -422,18 +422,18 @@ mod tests {
             object["metadata"]["resourceVersion"] = version.into();
             object
         };
-        let (asked, sent) = answer(&mut api, 200, &with("8", &status("1"))).await;
-        assert_eq!(asked, "PUT /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
+        let (request, sent) = answer(&mut api, 200, &with("8", &status("1"))).await;
+        assert_eq!(request, "PUT /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
         assert_eq!((&sent["metadata"]["resourceVersion"], &sent["status"]["driver"]), (&json!("7"), &json!("1")));
 
         wanted.send_replace(Some(status("2")));
         let conflict =
             json!({ "kind": "Status", "status": "Failure", "code": 409, "message": "", "reason": "Conflict" });
-        let (asked, sent) = answer(&mut api, 409, &conflict).await;
-        assert!(asked.starts_with("PUT "), "{asked}");
+        let (request, sent) = answer(&mut api, 409, &conflict).await;
+        assert!(request.starts_with("PUT "), "{request}");
         assert_eq!(sent["metadata"]["resourceVersion"], "8", "the version of its own last write");
-        let (asked, sent) = answer(&mut api, 200, &with("10", &status("2"))).await;
-        assert_eq!((asked.starts_with("PATCH "), &sent["status"]["driver"]), (true, &json!("2")), "{asked}");
+        let (request, sent) = answer(&mut api, 200, &with("10", &status("2"))).await;
+        assert_eq!((request.starts_with("PATCH "), &sent["status"]["driver"]), (true, &json!("2")), "{request}");
 
         wanted.send_replace(Some(status("3")));
         assert_eq!(answer(&mut api, 200, &with("11", &status("3"))).await.1["metadata"]["resourceVersion"], "10");
@@ -491,9 +491,9 @@ mod tests {
                 .unwrap();
             let mut published = Vec::new();
             for _ in 0..3 {
-                let (asked, sent) = answer(&mut api, 201, &json!({})).await;
+                let (request, sent) = answer(&mut api, 201, &json!({})).await;
                 assert_eq!((&sent["note"], &sent["type"]), (&json!(format!("of {name}")), &json!("Warning")));
-                published.push((asked, sent["regarding"]["kind"].clone(), sent["regarding"]["uid"].clone()));
+                published.push((request, sent["regarding"]["kind"].clone(), sent["regarding"]["uid"].clone()));
                 let related = if published.len() == 1 { Value::Null } else { json!(name) };
                 assert_eq!(sent["related"]["name"], related);
             }
@@ -514,8 +514,8 @@ mod tests {
             let event = NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(pod) };
             events.send(event).await.unwrap();
             for kind in ["GpuNode", "Node"] {
-                let (asked, sent) = answer(&mut api, 201, &json!({})).await;
-                assert_eq!(asked, "POST /apis/events.k8s.io/v1/namespaces/default/events?");
+                let (request, sent) = answer(&mut api, 201, &json!({})).await;
+                assert_eq!(request, "POST /apis/events.k8s.io/v1/namespaces/default/events?");
                 assert_eq!((&sent["note"], &sent["regarding"]["kind"]), (&json!(format!("from {name}")), &json!(kind)));
             }
         }
@@ -529,8 +529,8 @@ mod tests {
         tokio::spawn(follow(client, "n".into(), objects, server, Metrics::new()));
         let bad = json!({ "metadata": { "name": "n", "resourceVersion": "1" }, "spec": { "gpus": "none" } });
         let list = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNodeList", "metadata": { "resourceVersion": "1" }, "items": [bad] });
-        let (asked, _) = answer(&mut api, 200, &list).await;
-        assert!(asked.contains("fieldSelector=metadata.name%3Dn"), "{asked}");
+        let (request, _) = answer(&mut api, 200, &list).await;
+        assert!(request.contains("fieldSelector=metadata.name%3Dn"), "{request}");
         assert!(matches!(timeout(TIMEOUT, read.recv()).await.unwrap(), Some(Object::Malformed(_))));
         let good = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "resourceVersion": "2", "generation": 2 }, "spec": { "planId": "p" } });
         answer(&mut api, 200, &json!({ "type": "MODIFIED", "object": good })).await;

@@ -44,7 +44,7 @@ pub(super) async fn write(
         match written.await.context("the writer failed")? {
             Ok(written) => done = written,
             Err(error) => {
-                metrics.error("files");
+                metrics.count_error("files");
                 tracing::error!(%error, "failed to write files; retrying");
                 tokio::time::sleep(WRITE_RETRY_DELAY).await;
                 continue;

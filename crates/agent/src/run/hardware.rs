@@ -1,11 +1,12 @@
 //! Polls NVML for the GPUs and their state.
 //!
 //! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
-//! hangs delays no other GPU. The census, which calls no GPU, has its own worker too. If the census
-//! fails, all GPUs are unavailable. At most one thread is blocked for each GPU and purpose.
+//! hangs delays no other GPU. The query of the driver, which calls no GPU, has its own worker too.
+//! If that query fails, all GPUs are unavailable. At most one thread is blocked for each GPU and
+//! purpose.
 //!
 //! ```text
-//!  census ─┐
+//!  driver ─┐
 //!  GPU 0 ──┼─▶ gather: answers that arrive close together are one input ─▶ main loop
 //!  GPU 1 ──┘                                                                  ▲
 //!  events of each GPU ────────────────────────────────────────────────────────┘
@@ -55,16 +56,17 @@ pub(crate) async fn watch(
         }
         anyhow::Ok(())
     };
-    let census = async {
+    let driver = async {
         let (mut watched, mut gpus) = (0, JoinSet::new());
         let mut answered = false;
         loop {
-            let asked = Instant::now();
-            let answer = node.call(GPU_DEADLINE, |gpus| gpus.census()).await;
-            let count = answer.as_ref().map_or(0, |census| census.count);
+            let requested_at = Instant::now();
+            let answer = node.call(GPU_DEADLINE, |gpus| gpus.driver_info()).await;
+            let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
             let before = std::mem::replace(&mut answered, answer.is_ok());
-            // The main loop needs the census before the answers of the GPUs that it counts.
-            if answers.send(Input::Census(answer, asked)).await.is_err() {
+            // The main loop needs the driver's answer before the answers of the GPUs that it
+            // counts.
+            if answers.send(Input::DriverInfo(answer, requested_at)).await.is_err() {
                 return Ok(());
             }
             if answered && !before {
@@ -85,11 +87,11 @@ pub(crate) async fn watch(
             }
         }
     };
-    tokio::try_join!(forward, census, gather(gathered, &inputs)).map(drop)
+    tokio::try_join!(forward, driver, gather(gathered, &inputs)).map(drop)
 }
 
-/// Forwards answers. Answers within [`GATHER_TIME`] form one input. A census and the first answers
-/// of its GPUs within [`FIRST_ANSWERS_TIMEOUT`] also form one input.
+/// Forwards answers. Answers within [`GATHER_TIME`] form one input. The driver's answer and the
+/// first answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`] also form one input.
 async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);
@@ -103,8 +105,8 @@ async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>
         match next {
             Ok(Some(answer)) => {
                 match &answer {
-                    Input::Census(Ok(census), _) if census.count != count => {
-                        count = census.count;
+                    Input::DriverInfo(Ok(driver_info), _) if driver_info.count != count => {
+                        count = driver_info.count;
                         awaited = (0..count).collect();
                         until = Some(now + FIRST_ANSWERS_TIMEOUT);
                     }
@@ -137,7 +139,7 @@ async fn watch_gpu(
 ) {
     let mut answered = true;
     loop {
-        let asked = Instant::now();
+        let requested_at = Instant::now();
         let answer = worker.call(GPU_DEADLINE, move |gpus| gpus.observe(index)).await;
         if answer.is_ok() != std::mem::replace(&mut answered, answer.is_ok()) {
             match &answer {
@@ -148,14 +150,14 @@ async fn watch_gpu(
             }
         }
         let uuid = answer.as_ref().ok().map(|seen| seen.gpu.uuid.clone());
-        if answers.send(Input::Gpu(index, answer, asked)).await.is_err() {
+        if answers.send(Input::Gpu(index, answer, requested_at)).await.is_err() {
             return;
         }
         if let Some(uuid) = uuid {
             let of = uuid.clone();
             // Do not send missing values: the next poll requests them again.
             if let Ok(vitals) = worker.call(GPU_DEADLINE, move |gpus| gpus.vitals(&of)).await
-                && answers.send(Input::Vitals(uuid, vitals, asked)).await.is_err()
+                && answers.send(Input::Vitals(uuid, vitals, requested_at)).await.is_err()
             {
                 return;
             }
@@ -172,12 +174,12 @@ async fn watch_gpu(
 
 #[cfg(test)]
 mod tests {
-    use cleave_gpu::nvml::{Census, NvmlError};
+    use cleave_gpu::nvml::{DriverInfo, NvmlError};
 
     use super::*;
 
-    fn census(count: u32) -> Input {
-        Input::Census(Ok(Census { driver: "1".into(), count }), Instant::now())
+    fn driver_info(count: u32) -> Input {
+        Input::DriverInfo(Ok(DriverInfo { driver: "1".into(), count }), Instant::now())
     }
 
     fn gpu(index: u32) -> Input {
@@ -200,7 +202,7 @@ mod tests {
         let (inputs, mut received) = mpsc::channel(64);
         tokio::spawn(async move { gather(gathered, &inputs).await });
         let begun = tokio::time::Instant::now();
-        for input in [census(3), gpu(0), gpu(2)] {
+        for input in [driver_info(3), gpu(0), gpu(2)] {
             send.send(input).await.unwrap();
         }
         tokio::time::sleep(FIRST_ANSWERS_TIMEOUT / 2).await;
@@ -209,12 +211,12 @@ mod tests {
         assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "no wait once all have answered");
 
         // A fourth GPU appears, and hangs.
-        for input in [census(4), gpu(0), gpu(1)] {
+        for input in [driver_info(4), gpu(0), gpu(1)] {
             send.send(input).await.unwrap();
         }
         assert_eq!(answers(received.recv().await), [0, 1]);
         let begun = tokio::time::Instant::now();
-        for input in [census(4), gpu(0), gpu(1)] {
+        for input in [driver_info(4), gpu(0), gpu(1)] {
             send.send(input).await.unwrap();
         }
         assert_eq!(answers(received.recv().await), [0, 1]);

@@ -3,8 +3,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use cleave_api::gpunode::FindingStatus;
-use cleave_gpu::nvml::{Census, GpuEvent, NvmlError, Observation, Vitals};
-use cleave_kubelet::{AllocatedDevices, HeldDevices};
+use cleave_gpu::nvml::{DriverInfo, GpuEvent, NvmlError, Observation, Vitals};
+use cleave_kubelet::{AllocatedDevices, ContainerDevices};
 
 use crate::gpu::mig::OrderResult;
 use crate::mps;
@@ -15,7 +15,7 @@ pub(super) enum Input {
     /// Several inputs that arrived together. The main loop reconciles once for all of them.
     Many(Vec<Self>),
     /// The driver's answer, and when it was requested.
-    Census(Result<Census, NvmlError>, Instant),
+    DriverInfo(Result<DriverInfo, NvmlError>, Instant),
     /// The answer of the GPU at an index, and when it was requested.
     Gpu(u32, Result<Observation, NvmlError>, Instant),
     /// A GPU's error counters and recovery action, and when they were requested.
@@ -26,7 +26,7 @@ pub(super) enum Input {
     Mps(mps::HostView),
     /// The kubelet's PodResources list, when it was requested, and the kubelet's checkpoint as read
     /// afterwards.
-    PodResources(Result<Vec<HeldDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
+    PodResources(Result<Vec<ContainerDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
     KubeletStarted,
     Findings(Vec<FindingStatus>),
 }

@@ -73,14 +73,14 @@ pub(super) async fn list(
     let mut kubelet = SocketTracker::default();
     let (mut resent, mut checkpoint_delay) = (0, CHECKPOINT_DELAY);
     loop {
-        let asked = Instant::now();
+        let requested_at = Instant::now();
         kubelet.has_restarted(socket_id(socket));
         let answer = pods.list().await.map_err(|error| {
-            metrics.error("pod-resources");
+            metrics.count_error("pod-resources");
             error_chain(&error)
         });
         let kubelet_checkpoint = checkpoint.devices().await.unwrap_or_else(|error| {
-            metrics.error("kubelet-checkpoint");
+            metrics.count_error("kubelet-checkpoint");
             tracing::warn!(%error, "failed to read the kubelet's checkpoint");
             None
         });
@@ -92,7 +92,7 @@ pub(super) async fn list(
                 return Ok(());
             }
         }
-        if inputs.send(Input::PodResources(answer, asked, kubelet_checkpoint)).await.is_err() {
+        if inputs.send(Input::PodResources(answer, requested_at, kubelet_checkpoint)).await.is_err() {
             return Ok(());
         }
         let Listing { interval, resent: so_far, .. } = *listing.borrow_and_update();
@@ -118,7 +118,7 @@ pub(super) async fn list(
 }
 
 /// Detects restarts of the kubelet by repeated registrations of plugins.
-pub(super) async fn watch_starts(
+pub(super) async fn watch_restarts(
     mut states: watch::Receiver<PluginsState>,
     inputs: mpsc::Sender<Input>,
     stopping: CancellationToken,

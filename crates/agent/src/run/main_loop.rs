@@ -97,25 +97,25 @@ impl Main {
             Input::OrderResult(ended) => {
                 let OrderResult { order, outcome, .. } = &ended;
                 tracing::info!(gpu = order.gpu, change = %order.change, ?outcome, "changed a GPU");
-                self.metrics.change(&order.change, outcome);
-                self.node.order_ended(ended, Instant::now());
+                self.metrics.count_change(&order.change, outcome);
+                self.node.record_order_result(ended, Instant::now());
             }
             Input::Many(inputs) => inputs.into_iter().for_each(|input| self.handle(input)),
-            Input::Census(answer, asked) => {
+            Input::DriverInfo(answer, requested_at) => {
                 if let Err(error) = &answer {
-                    self.metrics.error("nvml");
+                    self.metrics.count_error("nvml");
                     tracing::warn!(error = error as &dyn std::error::Error, "failed to list the GPUs");
                 }
-                self.node.census(answer, asked);
+                self.node.record_driver_info(answer, requested_at);
             }
-            Input::Gpu(index, answer, asked) => {
+            Input::Gpu(index, answer, requested_at) => {
                 if answer.is_err() {
-                    self.metrics.error("gpu");
+                    self.metrics.count_error("gpu");
                 }
-                self.node.gpu(index, answer, asked);
+                self.node.record_gpu(index, answer, requested_at);
             }
             Input::Event(GpuEvent::Xid { uuid, xid, gpu_instance }) => {
-                let class = self.node.xid(&uuid, xid, gpu_instance, &self.args.ignore_xids, Instant::now());
+                let class = self.node.record_xid(&uuid, xid, gpu_instance, &self.args.ignore_xids, Instant::now());
                 tracing::warn!(
                     gpu = uuid,
                     xid,
@@ -124,15 +124,15 @@ impl Main {
                     meaning = xid::describe(xid),
                     "XID"
                 );
-                self.metrics.xid(&uuid, xid, class);
+                self.metrics.count_xid(&uuid, xid, class);
                 self.poll.send_replace(());
             }
-            Input::Vitals(uuid, vitals, asked) => self.node.vitals(&uuid, vitals, asked),
+            Input::Vitals(uuid, vitals, requested_at) => self.node.record_vitals(&uuid, vitals, requested_at),
             Input::Event(GpuEvent::Rescan) => self.poll.send_replace(()),
-            Input::Object(object) => self.node.object(object),
-            Input::Mps(view) => self.node.mps(view),
-            Input::PodResources(answer, asked, kubelet_checkpoint) => {
-                self.node.kubelet_checkpoint(kubelet_checkpoint);
+            Input::Object(object) => self.node.record_object(object),
+            Input::Mps(view) => self.node.record_mps_view(view),
+            Input::PodResources(answer, requested_at, kubelet_checkpoint) => {
+                self.node.record_kubelet_checkpoint(kubelet_checkpoint);
                 if answer.is_ok() != std::mem::replace(&mut self.kubelet_answers, answer.is_ok()) {
                     match &answer {
                         Ok(_) => tracing::info!("the kubelet lists pods again"),
@@ -146,16 +146,16 @@ impl Main {
                 }
                 let mut table = self.pods.allocator.table();
                 if let Ok(rows) = &answer {
-                    table.pending.record_listed(rows, asked);
+                    table.pending.record_listed(rows, requested_at);
                 }
-                let ended = self.node.pod_resources(answer, asked, &mut table.allocations);
+                let ended = self.node.record_pod_resources(answer, requested_at, &mut table.allocations);
                 drop(table);
                 if ended > 0 {
                     tracing::info!(ended, "removed allocations that no pod uses");
                 }
             }
-            Input::KubeletStarted => self.node.kubelet_started(Instant::now()),
-            Input::Findings(findings) => self.node.findings(findings),
+            Input::KubeletStarted => self.node.record_kubelet_start(Instant::now()),
+            Input::Findings(findings) => self.node.record_findings(findings),
         }
     }
 
@@ -176,12 +176,12 @@ impl Main {
         // first.
         self.serve(lists);
         let resent = resend.iter().filter_map(|name| self.served.get(name.as_str()));
-        if resent.map(|served| served.resend()).count() > 0 {
+        if resent.map(|served| served.resend_list()).count() > 0 {
             self.listing.send_modify(|listing| listing.resent += 1);
         }
         self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep_directories });
         for (device, faults) in &faults {
-            self.metrics.faults(device, *faults);
+            self.metrics.count_faults(device, *faults);
         }
         self.report(status, events.into_iter().chain(table_events));
         self.snapshot.send_if_modified(|last| {
@@ -212,7 +212,7 @@ impl Main {
         let gpus = self.node.gpus();
         let gpus: Vec<&Gpu> = gpus.iter().collect();
         if let Err(error) = cdi::create_capability_nodes(&gpus, &self.args.host_root) {
-            self.metrics.error("capability-nodes");
+            self.metrics.count_error("capability-nodes");
             tracing::warn!(%error, "failed to create the device nodes of MIG instances");
         }
         cdi::device_nodes(&gpus, &self.args.host_root)
@@ -220,7 +220,7 @@ impl Main {
 
     /// Publishes the status and events, and logs new steps and events.
     fn report(&mut self, status: GpuNodeStatus, events: impl Iterator<Item = NodeEvent>) {
-        self.metrics.node(&status);
+        self.metrics.set_node(&status);
         for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
             tracing::info!(gpu = step.gpu, action = step.action, result = step.result, message = step.message, "step");
         }
@@ -235,7 +235,7 @@ impl Main {
         for event in events {
             tracing::info!(warning = event.warning, reason = event.reason, note = event.note, "event");
             if self.events.try_send(event).is_err() {
-                self.metrics.error("event-dropped");
+                self.metrics.count_error("event-dropped");
             }
         }
     }
@@ -249,7 +249,7 @@ impl Main {
                 let _ = inputs.send(Input::OrderResult(ended)).await;
             }
         };
-        tokio::spawn(mig::carry_out(self.library.clone(), order, send_result));
+        tokio::spawn(mig::run_order(self.library.clone(), order, send_result));
     }
 
     /// Sends the lists to the open streams. Replaces the set of resources only if a name was added

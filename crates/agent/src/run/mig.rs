@@ -3,16 +3,16 @@ use std::time::{Duration, Instant};
 
 use cleave_gpu::nvml::{Library, Worker};
 
-use crate::act::perform;
 use crate::gpu::hardware::error_chain;
 use crate::gpu::mig::{ChangeOutcome, MigOrder, OrderResult};
+use crate::mig_order::apply_order;
 
 /// A change counts as slow after this time. Changing an instance takes a fraction of a second.
 /// Changing a GPU that the driver resets takes some seconds.
 const SLOW_CHANGE_TIME: Duration = Duration::from_secs(15);
 
 /// Performs a change and reports its result. Before the result, reports a change that is slow.
-pub(super) async fn carry_out(library: Library, order: MigOrder, report: impl AsyncFn(OrderResult)) {
+pub(super) async fn run_order(library: Library, order: MigOrder, report: impl AsyncFn(OrderResult)) {
     let worker = match Worker::start(&library, "nvml-change") {
         Ok(worker) => worker,
         Err(error) => {
@@ -23,7 +23,7 @@ pub(super) async fn carry_out(library: Library, order: MigOrder, report: impl As
     let begun = Instant::now();
     let ordered = order.clone();
     // No deadline: the result must be known before any other change of this GPU.
-    let call = worker.call(Duration::MAX, move |gpus| Ok(perform(gpus, &ordered)));
+    let call = worker.call(Duration::MAX, move |gpus| Ok(apply_order(gpus, &ordered)));
     let mut call = std::pin::pin!(call);
     let answer = match tokio::time::timeout(SLOW_CHANGE_TIME, &mut call).await {
         Ok(answer) => answer,

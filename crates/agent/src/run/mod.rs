@@ -114,7 +114,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let tenant_handles = (link.clone(), pods.names.clone(), metrics.clone());
     tasks.spawn(tenants::watch((library, args.proc.clone()), tenant_handles, snapshots, pod_events, inputs.clone()));
     tasks.spawn(kubelet::list(Arc::clone(&args), inputs.clone(), listings, metrics.clone()));
-    tasks.spawn(kubelet::watch_starts(plugin_states.clone(), inputs.clone(), stopping));
+    tasks.spawn(kubelet::watch_restarts(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(files::write(Arc::clone(&args), store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), heartbeats, plugin_states));
     let events = (to_publish, pod_events_to_publish);
@@ -140,9 +140,9 @@ fn restore(
     now: Instant,
 ) -> (Node, AllocationTable) {
     let (node, allocations) = restore_node(args, store, link, now);
-    let mut node = node.keeping_mig_mode(args.mig_mode == MigMode::Never);
-    node.mps(link.read_view());
-    node.object(source.map(|(spec, _)| spec.clone()).unwrap_or_default());
+    let mut node = node.with_fixed_mig_mode(args.mig_mode == MigMode::Never);
+    node.record_mps_view(link.read_view());
+    node.record_object(source.map(|(spec, _)| spec.clone()).unwrap_or_default());
     for (id, allocation) in allocations.iter().filter(|(_, allocation)| allocation.mps.is_some()) {
         // After a reboot the run directory is empty, and the kubelet restarts its containers
         // without calling Allocate again.
@@ -190,7 +190,7 @@ fn restore_node(args: &AgentArgs, store: &Store, link: &HostLink, now: Instant) 
             error = &error as &dyn std::error::Error,
             "failed to read the checkpoint; restoring allocations from the kubelet"
         );
-        match store.put_aside() {
+        match store.move_aside() {
             Ok(path) => tracing::info!(path = %path.display(), "kept the unreadable checkpoint"),
             Err(error) => tracing::warn!(%error, "failed to keep the unreadable checkpoint"),
         }

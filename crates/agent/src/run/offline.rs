@@ -63,7 +63,7 @@ impl OfflineDirectory {
                     Ok(pods) => {
                         to.terminating.send_if_modified(|terminating| {
                             let current = pods.iter().filter_map(PodObject::uid).cloned().collect();
-                            let gone = terminating.complete_list(&current, Instant::now());
+                            let gone = terminating.retain_listed(&current, Instant::now());
                             pods.iter().fold(gone, |changed, pod| {
                                 pod.record_termination(node, terminating, &mut shutdown) || changed
                             })

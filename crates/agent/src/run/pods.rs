@@ -74,12 +74,12 @@ impl TerminationWatch {
             }
             Event::InitDone => {
                 let listed = std::mem::take(listed);
-                shutdown.complete_list(&listed);
-                terminating.complete_list(&listed, Instant::now())
+                shutdown.retain_listed(&listed);
+                terminating.retain_listed(&listed, Instant::now())
             }
             Event::Delete(object) => uid(object).is_some_and(|uid| {
                 shutdown.remove(uid);
-                terminating.removed(uid, Instant::now())
+                terminating.record_removal(uid, Instant::now())
             }),
             Event::InitApply(object) | Event::Apply(object) => {
                 if matches!(event, Event::InitApply(_)) {
@@ -163,7 +163,7 @@ pub(super) async fn follow(
             }
             Err(error) => {
                 pods.allocator.update_pending(|pending| pending.set_watch_working(false));
-                metrics.error("api-pods");
+                metrics.count_error("api-pods");
                 tracing::warn!(error = &error as &dyn std::error::Error, "failed to watch the node's pods");
             }
         }
@@ -239,7 +239,7 @@ mod tests {
         for name in ["a", "b", "c", "d"] {
             assert!(handle(&mut terminating, Event::InitApply(guard(object(name, "", &spec)))));
         }
-        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.any());
+        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.has_terminating());
         assert!(handle(&mut terminating, Event::Apply(guard(deleted("a")))));
         assert_eq!(seconds_left(&terminating, "a"), Some(30));
         // A forced deletion is not preceded by a change of the pod object.
@@ -314,11 +314,11 @@ mod tests {
         let spec = |shares: u32| json!({"containers": [container("main", &json!({MPS: shares.to_string()}))]});
         let bad = json!({"metadata": {"name": "bad", "namespace": "ns", "uid": "bad"}, "spec": {"containers": 7}});
         let items = json!([bad, object("a", &placement(&[(MPS, 3, "GPU-a")]), &spec(3))]);
-        let asked = answer(
+        let request = answer(
             json!({"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}),
         )
         .await;
-        assert!(asked.contains("fieldSelector=spec.nodeName%3Dn") && asked.contains("limit=20"), "{asked}");
+        assert!(request.contains("fieldSelector=spec.nodeName%3Dn") && request.contains("limit=20"), "{request}");
         let mut arrivals = allocator.pending_changes();
         let mut until = async |what: &str, condition: &dyn Fn(&PendingAllocations) -> bool| {
             let arrived = async {

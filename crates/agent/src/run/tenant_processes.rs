@@ -194,7 +194,7 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
-    use cleave_gpu::nvml::{Census, ComputeMode, DeviceProcesses, Gpu, MigActivation, MigInstance, Process};
+    use cleave_gpu::nvml::{ComputeMode, DeviceProcesses, DriverInfo, Gpu, MigActivation, MigInstance, Process};
 
     use super::*;
     use crate::tenants::snapshot::SharedDevice;
@@ -203,7 +203,7 @@ mod tests {
     struct FakeNvml(Mutex<Receiver<()>>);
 
     impl Gpus for FakeNvml {
-        fn census(&self) -> Result<Census, NvmlError> {
+        fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
             Err(NvmlError::NoDriver)
         }
         fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {

@@ -63,7 +63,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         let before = Arc::clone(&snapshot.borrow_and_update());
         let devices = before.in_use();
         if devices.is_empty() && findings.is_empty() {
-            metrics.tenants(&[]);
+            metrics.set_tenants(&[]);
             if snapshot.changed().await.is_err() {
                 return Ok(());
             }
@@ -77,7 +77,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         let changes = {
             let names = names.lock();
             let assessment = find_violations(&now, &sample, &names);
-            metrics.tenants(&assessment.usage);
+            metrics.set_tenants(&assessment.usage);
             let state = |device: &str| {
                 if sample.devices.contains_key(device) || !before.devices.contains_key(device) {
                     SampleState::Sampled
@@ -93,11 +93,11 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         for finding in &changes.new {
             let FindingStatus { kind, device, namespace, pod, uid, pid, message, .. } = finding;
             tracing::warn!(kind, device, namespace, pod, uid, pid, message, "a tenant exceeded its limits");
-            metrics.finding(kind);
+            metrics.count_finding(kind);
         }
         for finding in changes.report {
             if pod_events.try_send(PodEvent::of(finding)).is_err() {
-                metrics.error("event-dropped");
+                metrics.count_error("event-dropped");
             }
         }
         for (device, process) in changes.terminate {
@@ -118,7 +118,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
 /// Logs each GPU once when it stops or starts to report its processes.
 fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut BTreeSet<String>, metrics: &Metrics) {
     for (gpu, error) in &round.unreachable {
-        metrics.error("tenants");
+        metrics.count_error("tenants");
         if unreachable.insert(gpu.clone()) {
             tracing::warn!(
                 gpu,

@@ -27,7 +27,7 @@ pub(super) async fn run(
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let (mut terminations, mut known) = (Terminations::default(), BTreeMap::new());
-    let mut asked = JoinSet::new();
+    let mut attempts = JoinSet::new();
     loop {
         let clients = clients(&pods.borrow_and_update(), &views.borrow_and_update(), &mut known);
         let decision = terminations.decide(clients, Instant::now());
@@ -35,14 +35,14 @@ pub(super) async fn run(
             report_late(&client, &why, &events, &metrics);
         }
         for client in decision.terminate {
-            asked.spawn(terminate(link.clone(), client));
+            attempts.spawn(terminate(link.clone(), client));
         }
         let again = decision.next_check.map(tokio::time::Instant::from_std);
         tokio::select! {
             // All branches are cancel-safe: the next call returns a missed change.
             changed = pods.changed() => changed.context("the watch of pods has stopped")?,
             changed = views.changed() => changed.context("the watch of the MPS host has stopped")?,
-            Some(answer) = asked.join_next() => {
+            Some(answer) = attempts.join_next() => {
                 let (client, outcome, began) = answer.context("the task that terminates a client failed")?;
                 log_outcome(&client, &outcome, began, &metrics);
                 terminations.record(&client.key, &outcome, Instant::now());
@@ -60,7 +60,7 @@ pub(super) async fn run(
 /// The clients of terminating pods. Reads `/proc` only if a pod terminates, and the cgroup of each
 /// client only once: `known` caches the pods.
 fn clients(pods: &TerminatingPods, view: &mps::HostView, known: &mut BTreeMap<ClientKey, Vec<String>>) -> Vec<Client> {
-    if !pods.any() {
+    if !pods.has_terminating() {
         known.clear();
         return Vec::new();
     }
@@ -99,7 +99,7 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
     let since_deletion_ms = deadlines.since.elapsed().as_millis();
     match outcome {
         Outcome::Terminated => {
-            metrics.terminated(Termination::Done);
+            metrics.count_termination(Termination::Done);
             tracing::info!(
                 pod,
                 pid,
@@ -114,7 +114,7 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
             tracing::debug!(pod, pid, device, "a client of a terminating pod has no context");
         }
         Outcome::Failed(why) => {
-            metrics.terminated(Termination::Failed);
+            metrics.count_termination(Termination::Failed);
             tracing::warn!(pod, pid, device, took_ms, since_deletion_ms, why, "failed to terminate a client; retrying");
         }
     }
@@ -122,13 +122,13 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
 
 fn report_late(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
     let Client { key: ClientKey { device, pid }, pod, .. } = client;
-    metrics.terminated(Termination::Late);
+    metrics.count_termination(Termination::Late);
     tracing::warn!(pod, pid, device, why, "a client was not terminated in time");
     let note = format!(
         "pod {pod} is terminating, but process {pid} of the pod was not terminated through MPS: {why}. If the process is killed while its kernels run, other programs on {device} may fail"
     );
-    let event = NodeEvent { warning: true, reason: "ClientNotEnded", note, regarding: None, related: None };
+    let event = NodeEvent { warning: true, reason: "ClientNotTerminated", note, regarding: None, related: None };
     if events.try_send(event).is_err() {
-        metrics.error("event-dropped");
+        metrics.count_error("event-dropped");
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_api::GpuNodeSpec;
 use cleave_api::sharingpolicy::Enforcement;
 use cleave_gpu::nvml::Process;
-use cleave_kubelet::HeldDevices;
+use cleave_kubelet::ContainerDevices;
 
 use crate::allocation::allocation_id;
 use crate::allocation::usage::Allocations;
@@ -66,7 +66,7 @@ pub struct SnapshotInputs<'a> {
     /// The state of the MPS host.
     pub view: &'a HostView,
     /// The kubelet's list of allocated devices, if known.
-    pub held: Option<&'a [HeldDevices]>,
+    pub rows: Option<&'a [ContainerDevices]>,
     /// The allocations.
     pub allocations: &'a Allocations,
     /// Processes on each GPU except its MPS daemon, from NVML's last list.
@@ -76,7 +76,7 @@ pub struct SnapshotInputs<'a> {
 impl TenantSnapshot {
     /// Builds the snapshot.
     pub fn new(inputs: &SnapshotInputs<'_>) -> Self {
-        let SnapshotInputs { hardware, layouts, spec, view, held, allocations, foreign } = *inputs;
+        let SnapshotInputs { hardware, layouts, spec, view, rows, allocations, foreign } = *inputs;
         let mut snapshot = Self::default();
         let evicts = |gpu: &str| {
             let of_gpu = spec.iter().flat_map(|spec| &spec.gpus).find(|spec| spec.uuid == gpu);
@@ -106,7 +106,7 @@ impl TenantSnapshot {
                 snapshot.devices.entry(uuid.clone()).and_modify(|device| device.in_use = true);
             }
         }
-        snapshot.shares = held.map(|rows| rows.iter().flat_map(shares).collect());
+        snapshot.shares = rows.map(|rows| rows.iter().flat_map(shares).collect());
         for share in snapshot.shares.iter().flatten() {
             snapshot.devices.entry(share.device.clone()).and_modify(|device| device.in_use = true);
         }
@@ -123,7 +123,7 @@ impl TenantSnapshot {
 }
 
 /// The shares in one row of the kubelet's list, with one entry per device.
-fn shares(row: &HeldDevices) -> Vec<Share> {
+fn shares(row: &ContainerDevices) -> Vec<Share> {
     let devices: BTreeSet<&str> = row.ids.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
     let allocation = allocation_id(&row.resource, &row.ids);
     let share = |device: &str| Share {

@@ -2,7 +2,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use cleave_kubelet::HeldDevices;
+use cleave_kubelet::ContainerDevices;
 
 use crate::allocation::allocation_id;
 
@@ -78,7 +78,7 @@ impl Deadlines {
 
     /// When the agent has to terminate a client. If SIGTERM ends the client, this is before the
     /// kubelet sends SIGTERM. Otherwise, it is a margin before the grace period ends.
-    pub fn due(&self, survives_sigterm: bool) -> Instant {
+    pub fn terminate_at(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
 }
@@ -132,7 +132,7 @@ impl TerminatingPods {
 
     /// Records that the API server has removed a pod: after its programs have ended, or by force
     /// while they may still run. Returns whether the tracked state changed.
-    pub fn removed(&mut self, uid: &str, now: Instant) -> bool {
+    pub fn record_removal(&mut self, uid: &str, now: Instant) -> bool {
         self.prune(now);
         let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.removed.is_none()) else { return false };
         let immediate = || Deadlines::new(now, now, Duration::ZERO, Duration::ZERO);
@@ -143,20 +143,20 @@ impl TerminatingPods {
 
     /// Records that all pods that are not in `uids` have been removed. Returns whether the tracked
     /// state changed.
-    pub fn complete_list(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
+    pub fn retain_listed(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
         let missing: Vec<String> = self.by_uid.keys().filter(|uid| !uids.contains(*uid)).cloned().collect();
-        missing.iter().filter(|uid| self.removed(uid, now)).count() > 0
+        missing.iter().filter(|uid| self.record_removal(uid, now)).count() > 0
     }
 
     /// Removes a pod after all of its programs have ended. Returns whether the pod was tracked.
-    pub fn finished(&mut self, uid: &str) -> bool {
+    pub fn remove_finished(&mut self, uid: &str) -> bool {
         self.by_uid.remove(uid).is_some()
     }
 
     /// Replaces the kubelet's list of allocations. Returns whether the list has changed.
-    pub fn set_holders(&mut self, rows: &[HeldDevices]) -> bool {
+    pub fn set_holders(&mut self, rows: &[ContainerDevices]) -> bool {
         let of_row =
-            |row: &HeldDevices| (allocation_id(&row.resource, &row.ids), format!("{}/{}", row.namespace, row.pod));
+            |row: &ContainerDevices| (allocation_id(&row.resource, &row.ids), format!("{}/{}", row.namespace, row.pod));
         let holders = rows.iter().map(of_row).collect();
         let changed = self.holders != holders;
         self.holders = holders;
@@ -164,7 +164,7 @@ impl TerminatingPods {
     }
 
     /// Whether any pod terminates.
-    pub fn any(&self) -> bool {
+    pub fn has_terminating(&self) -> bool {
         self.by_uid.values().any(|pod| pod.deadlines.is_some())
     }
 
@@ -226,12 +226,12 @@ pub(super) mod tests {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
         assert!(pods.observe(observation("a", None), now) && !pods.observe(observation("a", None), now));
-        assert!(!pods.any());
+        assert!(!pods.has_terminating());
         // By the API server's clock, half of the grace period is over. However, this node observed
         // the start of the grace period.
         assert!(pods.observe(observation("a", Some((30, 15))), now + secs(1)));
         assert_eq!(span(&pods, "a", now), Some((1000, 31_000)));
-        assert!(pods.any());
+        assert!(pods.has_terminating());
         assert!(!pods.observe(observation("a", Some((30, 3))), now + secs(9)), "only its status has changed");
         pods.observe(observation("b", Some((30, 15))), now);
         assert_eq!(span(&pods, "b", now), Some((0, 15_000)));
@@ -279,42 +279,46 @@ pub(super) mod tests {
             pods.observe(observation(uid, None), now);
         }
         pods.observe(observation("b", Some((30, 30))), now);
-        assert!(pods.removed("b", now + secs(1)) && !pods.removed("b", now + secs(2)) && !pods.removed("z", now));
+        assert!(
+            pods.record_removal("b", now + secs(1))
+                && !pods.record_removal("b", now + secs(2))
+                && !pods.record_removal("z", now)
+        );
         assert_eq!(span(&pods, "b", now), Some((0, 1000)));
-        assert!(pods.complete_list(&BTreeSet::from(["c".to_owned()]), now + secs(2)));
+        assert!(pods.retain_listed(&BTreeSet::from(["c".to_owned()]), now + secs(2)));
         assert_eq!(span(&pods, "a", now), Some((2000, 2000)));
         assert_eq!(span(&pods, "c", now), None);
         assert!(!pods.observe(observation("a", None), now + secs(3)), "an outdated observation");
-        assert!(pods.finished("c") && !pods.finished("c"));
+        assert!(pods.remove_finished("c") && !pods.remove_finished("c"));
         pods.observe(observation("d", None), now + RETENTION + secs(2));
-        assert!(!pods.any(), "pods removed long ago are forgotten");
+        assert!(!pods.has_terminating(), "pods removed long ago are forgotten");
     }
 
     #[test]
     fn clients_are_due_before_sigterm_or_before_the_grace_period_ends() {
         let now = Instant::now();
-        let due = |grace: u64, sleep: u64, survives_sigterm: bool| {
+        let terminate_at = |grace: u64, sleep: u64, survives_sigterm: bool| {
             let deadlines = Deadlines::new(now, now + secs(grace), secs(grace), secs(sleep));
-            (deadlines.due(survives_sigterm) - now).as_millis()
+            (deadlines.terminate_at(survives_sigterm) - now).as_millis()
         };
         for (grace, millis) in [(0, 0), (1, 750), (4, 3000), (8, 6000), (30, 28_000), (3600, 3_598_000)] {
-            assert_eq!((due(grace, 1, false), due(grace, 1, true)), (0, millis), "{grace}");
+            assert_eq!((terminate_at(grace, 1, false), terminate_at(grace, 1, true)), (0, millis), "{grace}");
         }
         // The program needs a longer sleep to finish its work.
-        assert_eq!((due(30, 15, false), due(30, 15, true)), (13_000, 28_000));
-        assert_eq!(due(30, 30, false), 28_000);
-        assert_eq!(due(0, 15, false), 0);
+        assert_eq!((terminate_at(30, 15, false), terminate_at(30, 15, true)), (13_000, 28_000));
+        assert_eq!(terminate_at(30, 30, false), 28_000);
+        assert_eq!(terminate_at(0, 15, false), 0);
         // Shortening the grace period does not delay a deadline, although the margin shrinks.
         let long = Deadlines::new(now, now + secs(8), secs(8), secs(0));
-        assert_eq!(long.due(true), now + secs(6));
-        assert_eq!(long.shortened(now + secs(8), secs(1)).due(true), now + secs(6));
-        assert_eq!(long.shortened(now + secs(3), secs(1)).due(true), now + millis(2750));
+        assert_eq!(long.terminate_at(true), now + secs(6));
+        assert_eq!(long.shortened(now + secs(8), secs(1)).terminate_at(true), now + secs(6));
+        assert_eq!(long.shortened(now + secs(3), secs(1)).terminate_at(true), now + millis(2750));
     }
 
     #[test]
-    fn a_clients_pod_is_found_by_cgroup_or_else_by_allocation() {
+    fn the_pod_of_a_client_is_found_by_cgroup_or_else_by_allocation() {
         let now = Instant::now();
-        let row = |pod: &str, id: &str| HeldDevices {
+        let row = |pod: &str, id: &str| ContainerDevices {
             namespace: "ns".into(),
             pod: pod.into(),
             container: "c".into(),

@@ -131,7 +131,7 @@ impl Shutdown {
     }
 
     /// Removes all pods that are not in `uids`, the complete list.
-    pub fn complete_list(&mut self, uids: &BTreeSet<String>) {
+    pub fn retain_listed(&mut self, uids: &BTreeSet<String>) {
         self.pods.retain(|uid, _| uids.contains(uid));
         self.listed = true;
     }
@@ -322,8 +322,8 @@ pub(crate) mod tests {
             terminating.observe(observation, start);
         }
         shutdown.observe("other", pod("other", -9, 600, false), start);
-        shutdown.complete_list(&[&uids[..], &["other"]].concat().iter().map(|&uid| uid.to_owned()).collect());
-        assert!(!terminating.any());
+        shutdown.retain_listed(&[&uids[..], &["other"]].concat().iter().map(|&uid| uid.to_owned()).collect());
+        assert!(!terminating.has_terminating());
         shutdown.set_start(Some(start));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(60))));
         assert_eq!(ends(&terminating, uids, start), [Some(30), None, None], "the pod's grace period is shorter");
@@ -334,7 +334,7 @@ pub(crate) mod tests {
         );
         // One pod has finished. Another pod of its group, without shares, has not finished.
         shutdown.remove("low");
-        terminating.finished("low");
+        terminating.remove_finished("low");
         assert_eq!(shutdown.update(&mut terminating, start + secs(2)), (false, Some(start + secs(60))));
         shutdown.remove("other");
         assert_eq!(shutdown.update(&mut terminating, start + secs(5)), (true, Some(start + secs(25))));
@@ -357,8 +357,8 @@ pub(crate) mod tests {
         // Without a complete list, earlier groups may have pods.
         assert_eq!(shutdown.observe("usual", usual(), start).unwrap().deletion, None);
         assert_eq!(shutdown.update(&mut terminating, start), (true, None));
-        assert!(!terminating.any());
-        shutdown.complete_list(&BTreeSet::from(["usual".to_owned()]));
+        assert!(!terminating.has_terminating());
+        shutdown.retain_listed(&BTreeSet::from(["usual".to_owned()]));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(20))));
         assert_eq!(ends(&terminating, ["usual", "", ""], start), [Some(20), None, None]);
         let deleted = Pod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
@@ -368,7 +368,7 @@ pub(crate) mod tests {
         shutdown.observe("usual", usual(), start);
         shutdown.set_start(None);
         shutdown.update(&mut terminating, start + secs(2));
-        assert!(!terminating.any() && !shutdown.in_progress());
+        assert!(!terminating.has_terminating() && !shutdown.in_progress());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use crate::machine::{MPS, Machine, held, ids, mps, pod};
+use crate::machine::{MPS, Machine, container_devices, ids, mps, pod};
 
 /// Starts a program in a container with these shares, and waits until it has a context.
 async fn start_program(machine: &Machine, ids: &[String], arguments: &[&str]) -> Child {
@@ -42,7 +42,7 @@ async fn a_fault_is_reported_on_each_affected_pod_and_shares_recover_when_the_la
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS, 10).await;
     let (bad, near) = (ids(&gpu, [0]), ids(&gpu, [1, 2]));
-    machine.pods.hold(&[held("bad", MPS, &bad), held("near", MPS, &near)]);
+    machine.pods.set_devices(&[container_devices("bad", MPS, &bad), container_devices("near", MPS, &near)]);
     let mut neighbour = start_program(&machine, &near, &["--hold", "forever", "--linger", "forever"]).await;
     let mut culprit = start_program(&machine, &bad, &["--kernel-ms", "1", "--fault"]).await;
     culprit.wait().unwrap();
@@ -62,7 +62,7 @@ async fn a_fault_is_reported_on_each_affected_pod_and_shares_recover_when_the_la
         node("Recovered"),
         pod("bad", "NamedInGpuFault"),
         pod("near", "BrokenByGpuFault"),
-        pod("near", "EndedInGpuFault"),
+        pod("near", "TerminatedInGpuFault"),
     ];
     machine.wait_until("all Events are published", || (events(&machine).len() >= expected.len()).then_some(())).await;
     assert_eq!(events(&machine), expected);

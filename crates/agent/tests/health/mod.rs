@@ -2,12 +2,12 @@
 use cleave_api::GpuNodeStatus;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, Partition, Whole};
 
-use crate::machine::{MPS, Machine, SLICED, held, ids, mps, pod, sliced, spec};
+use crate::machine::{MPS, Machine, SLICED, container_devices, ids, mps, pod, sliced, spec};
 
 const MIG_3G: &str = "nvidia.com/mig-3g.40gb";
 
 /// Whether all healthy slices of a resource belong to this device.
-fn only_of(seen: &cleave_kubelet::fake::Seen, resource: &str, device: &str) -> bool {
+fn only_of(seen: &cleave_kubelet::fake::FakeKubeletState, resource: &str, device: &str) -> bool {
     seen.endpoints[resource].healthy().iter().all(|id| id.starts_with(device))
 }
 
@@ -170,7 +170,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.wait_for_healthy(MPS, 8).await;
     let used = ids(&first, [2]);
     machine.kubelet.allocate(MPS, &[&used[0]]).await.unwrap();
-    machine.pods.hold(&[held("p", MPS, &used)]);
+    machine.pods.set_devices(&[container_devices("p", MPS, &used)]);
     let daemon = machine.host_status().unwrap().daemons[&first].pid;
 
     set_cordoned(&machine, "cordoned", true);
@@ -192,7 +192,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.wait_for_healthy(MPS, 7).await;
     machine.set_pods(&[]);
     machine.wait_for_healthy(MPS, 5).await;
-    machine.pods.hold(&[]);
+    machine.pods.set_devices(&[]);
     machine.wait_for_healthy(MPS, 4).await;
     assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "the MPS daemon was not restarted");
     set_cordoned(&machine, "the door is open again", false);

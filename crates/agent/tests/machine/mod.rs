@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{GpuNodeStatus, GpuSpec, MpsPartition, MpsSlices, Partition, TimeSlicedPartition};
 use cleave_gpu::mps::wire;
-use cleave_kubelet::HeldDevices;
-use cleave_kubelet::fake::{FakeKubelet, FakePodResources, Seen};
+use cleave_kubelet::ContainerDevices;
+use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState, FakePodResources};
 use serde_json::Value;
 
 /// Timeout of each wait, long enough for a busy machine.
@@ -275,17 +275,22 @@ impl Machine {
     }
 
     /// Waits until the kubelet's view meets the condition and returns it.
-    pub(crate) async fn wait_for_view(&self, what: &str, condition: impl Fn(&Seen) -> bool) -> Seen {
-        match self.kubelet.once(DEADLINE, condition).await {
+    pub(crate) async fn wait_for_view(
+        &self,
+        what: &str,
+        condition: impl Fn(&FakeKubeletState) -> bool,
+    ) -> FakeKubeletState {
+        match self.kubelet.wait_for(DEADLINE, condition).await {
             Some(seen) => seen,
             None => self.fail(what),
         }
     }
 
     /// Waits until the kubelet sees exactly `count` healthy devices of a resource.
-    pub(crate) async fn wait_for_healthy(&self, resource: &str, count: usize) -> Seen {
-        let condition =
-            |seen: &Seen| seen.endpoints.get(resource).is_some_and(|endpoint| endpoint.healthy().len() == count);
+    pub(crate) async fn wait_for_healthy(&self, resource: &str, count: usize) -> FakeKubeletState {
+        let condition = |seen: &FakeKubeletState| {
+            seen.endpoints.get(resource).is_some_and(|endpoint| endpoint.healthy().len() == count)
+        };
         self.wait_for_view(&format!("{count} healthy {resource}"), condition).await
     }
 
@@ -305,7 +310,7 @@ impl Machine {
         let log = |name: &str| fs::read_to_string(self.path(name)).unwrap_or_default();
         let seen: Vec<_> = self
             .kubelet
-            .seen()
+            .state()
             .borrow()
             .endpoints
             .iter()
@@ -378,8 +383,8 @@ pub(crate) fn kill_pid(pid: u32) {
 }
 
 /// A row of the kubelet's list of allocated devices.
-pub(crate) fn held(pod: &str, resource: &str, ids: &[String]) -> HeldDevices {
-    HeldDevices {
+pub(crate) fn container_devices(pod: &str, resource: &str, ids: &[String]) -> ContainerDevices {
+    ContainerDevices {
         namespace: "ns".into(),
         pod: pod.into(),
         container: "c".into(),

@@ -5,10 +5,10 @@ use std::process::Child;
 use cleave_api::gpunode::{
     GpuNodeStatus, GpuSpec, MigInstanceSpec, MigPartition, MpsPartition, Partition, TimeSlicedPartition, Whole,
 };
-use cleave_kubelet::fake::Seen;
+use cleave_kubelet::fake::FakeKubeletState;
 use serde_json::Value;
 
-use crate::machine::{MPS, Machine, SLICED, WHOLE, held, kill_child, mps, sliced, spec};
+use crate::machine::{MPS, Machine, SLICED, WHOLE, container_devices, kill_child, mps, sliced, spec};
 
 const MIG_3G: &str = "nvidia.com/mig-3g.40gb";
 const MIG_2G: &str = "nvidia.com/mig-2g.20gb";
@@ -69,7 +69,7 @@ impl Machine {
     }
 }
 
-fn healthy(seen: &Seen, resource: &str) -> Vec<String> {
+fn healthy(seen: &FakeKubeletState, resource: &str) -> Vec<String> {
     seen.endpoints[resource].healthy().iter().map(ToString::to_string).collect()
 }
 
@@ -120,7 +120,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     );
 
     // A pod uses the 3g instance. The agent replaces all other instances.
-    machine.pods.hold(&[held("train", MIG_3G, &three)]);
+    machine.pods.set_devices(&[container_devices("train", MIG_3G, &three)]);
     let before = machine.wait_for_healthy(MIG_3G, 1).await;
     let kept = machine.instances(0).into_iter().find(|(start, _)| *start == 4).unwrap();
     machine.set_spec(
@@ -133,7 +133,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     let after = machine.wait_for_healthy(MIG_1G, 2).await;
     machine.applied("again").await;
     assert!(machine.instances(0).contains(&kept), "the instance was not replaced");
-    let lists = |seen: &Seen, resource: &str| {
+    let lists = |seen: &FakeKubeletState, resource: &str| {
         (
             seen.endpoints[resource].lists,
             seen.registrations.iter().filter(|r| r.request.resource_name == resource).count(),
@@ -148,7 +148,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     machine.wait_for_message("in use by ns/train").await;
     machine.wait_until("the free instances are destroyed", || (machine.instances(0).len() == 1).then_some(())).await;
     assert!(machine.instances(0).contains(&kept));
-    machine.pods.hold(&[]);
+    machine.pods.set_devices(&[]);
     machine.applied("whole").await;
     machine.wait_for_healthy(WHOLE, 2).await;
     let show = machine.simgpu(&["show"]);
@@ -246,13 +246,13 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
 }
 
 #[tokio::test]
-async fn a_restarted_agent_completes_the_change_of_a_killed_one() {
+async fn a_restarted_agent_completes_the_change_of_the_killed_agent() {
     let mut machine =
         Machine::start(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 6, ServedAs::Whole)])]);
     let used = healthy(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
     machine.applied("first").await;
     let given = machine.kubelet.allocate(MIG_1G, &[&used[0]]).await.unwrap();
-    machine.pods.hold(&[held("p", MIG_1G, &used)]);
+    machine.pods.set_devices(&[container_devices("p", MIG_1G, &used)]);
     machine.wait_for_status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
     let kept = machine.instances(0)[0].clone();
     let gpu = machine.uuids[0].clone();

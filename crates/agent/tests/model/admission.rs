@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use cleave_kubelet::HeldDevices;
-use cleave_plan::ledger::{Container, Kind as When, asks, parts};
+use cleave_kubelet::ContainerDevices;
+use cleave_plan::ledger::{Container, Kind as When, device_requests, parts};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
@@ -19,7 +19,7 @@ const UNITS: u32 = 10;
 #[derive(Debug, Clone)]
 struct Reservation {
     pod: String,
-    ask: usize,
+    request: usize,
     units: u32,
     device: String,
 }
@@ -89,8 +89,10 @@ impl Node {
     /// Units of a reservation that are not allocated yet.
     fn outstanding(&self, reservation: &Reservation) -> u32 {
         let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == reservation.pod) else { return 0 };
-        let of_ask =
-            parts(&pod.containers).into_iter().zip(&pod.allocated).filter(|(part, _)| part.ask == reservation.ask);
+        let of_ask = parts(&pod.containers)
+            .into_iter()
+            .zip(&pod.allocated)
+            .filter(|(part, _)| part.request == reservation.request);
         let allocated: BTreeSet<&String> = of_ask.flat_map(|(_, ids)| ids).collect();
         reservation.units - u32::try_from(allocated.len()).unwrap()
     }
@@ -106,7 +108,7 @@ impl Node {
         self.created += 1;
         let uid = format!("{:03}", 7 * self.created % 1000);
         let before = self.reservations.len();
-        for (ask, wanted) in asks(&containers).iter().enumerate() {
+        for (request, wanted) in device_requests(&containers).iter().enumerate() {
             let units = wanted.units.get();
             let fits = |device: &String| self.unreserved(device) >= i64::from(units);
             let Some(device) = self.devices().into_iter().find(fits) else {
@@ -114,9 +116,9 @@ impl Node {
                 self.waiting.retain(|pod| pod.bound.uid != uid);
                 return;
             };
-            self.reservations.push(Reservation { pod: uid.clone(), ask, units, device });
+            self.reservations.push(Reservation { pod: uid.clone(), request, units, device });
             // The reservation counts only if its pod is known. Add the pod before its next request.
-            if ask == 0 {
+            if request == 0 {
                 let bound = BoundPod { uid: uid.clone(), ..bound() };
                 self.waiting.push(Pod { bound, containers: containers.clone(), allocated: Vec::new() });
             }
@@ -126,9 +128,9 @@ impl Node {
             container: format!("c{}", part.container),
             resource: part.resource,
             units: part.units.get(),
-            group: part.ask,
+            group: part.request,
             needed: part.needed.get(),
-            reserved_on: reserved.iter().find(|one| one.ask == part.ask).map(|one| one.device.clone()),
+            reserved_on: reserved.iter().find(|one| one.request == part.request).map(|one| one.device.clone()),
         };
         let requests = parts(&containers).into_iter().map(want).collect();
         let bound = BoundPod { uid: uid.clone(), name: format!("p{uid}"), requests, ..bound() };
@@ -161,7 +163,7 @@ impl Node {
             [must, free].concat()
         } else {
             prop_assert!(
-                self.pending.expects(MPS, u32::try_from(size).unwrap()),
+                self.pending.expects_request(MPS, u32::try_from(size).unwrap()),
                 "the pod is known and has no allocation"
             );
             let available = [free, must.clone()].concat();
@@ -193,8 +195,8 @@ impl Node {
     /// A pod may receive shares that are reserved for another pod of the same size. The ledger then
     /// swaps the reservations.
     fn swap_reservations(&mut self, pod: &Pod, number: usize, device: &str) {
-        let ask = parts(&pod.containers)[number].ask;
-        let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.ask == ask;
+        let request = parts(&pod.containers)[number].request;
+        let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.request == request;
         let Some(own) = self.reservations.iter().position(is_own) else { return };
         let Reservation { units, device: reserved, .. } = self.reservations[own].clone();
         if reserved == device {
@@ -216,7 +218,7 @@ impl Node {
         for pod in self.running.iter().filter(unlisted) {
             self.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, self.now);
         }
-        let row = |pod: &Pod, number: usize, ids: &[String]| HeldDevices {
+        let row = |pod: &Pod, number: usize, ids: &[String]| ContainerDevices {
             namespace: pod.bound.namespace.clone(),
             pod: pod.bound.name.clone(),
             container: format!("c{number}"),

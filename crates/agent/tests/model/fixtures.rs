@@ -8,8 +8,8 @@ use cleave_agent::node::Node;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, MpsPartition, MpsSlices, Partition, Whole};
 use cleave_api::names::mig_resource;
 use cleave_api::sharingpolicy::ComputeMode;
-use cleave_gpu::nvml::{Census, Gpu, NvmlError, Observation, Process};
-use cleave_kubelet::HeldDevices;
+use cleave_gpu::nvml::{DriverInfo, Gpu, NvmlError, Observation, Process};
+use cleave_kubelet::ContainerDevices;
 use cleave_plan::mps::{Threads, memory, threads};
 use cleave_plan::units::{Mebibytes, Percent, Sms};
 
@@ -67,8 +67,8 @@ pub(crate) fn mps_partition(units: u32) -> MpsPartition {
     }
 }
 
-pub(crate) fn listed(pod: &str, ids: &[&str]) -> HeldDevices {
-    HeldDevices {
+pub(crate) fn listed(pod: &str, ids: &[&str]) -> ContainerDevices {
+    ContainerDevices {
         namespace: "ns".into(),
         pod: pod.into(),
         container: "c".into(),
@@ -96,23 +96,23 @@ pub(crate) struct Inventory {
 
 impl Inventory {
     /// The answers in the order in which the agent receives them: the driver's answer first.
-    pub(crate) fn answers(self) -> (Census, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
+    pub(crate) fn answers(self) -> (DriverInfo, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
         let Self { driver, gpus, mut processes } = self;
         let count = gpus.last_key_value().map_or(0, |(last, _)| last + 1);
         let of = move |gpu: Gpu| Observation { processes: processes.remove(&gpu.uuid).unwrap_or_default(), gpu };
         let mut of = Box::new(of);
-        (Census { driver, count }, gpus.into_iter().map(move |(index, gpu)| (index, gpu.map(&mut of))))
+        (DriverInfo { driver, count }, gpus.into_iter().map(move |(index, gpu)| (index, gpu.map(&mut of))))
     }
 }
 
-/// Passes the answers to the agent. NVML was called at `asked`.
-pub(crate) fn answer(node: &mut Node, answer: Result<Inventory, NvmlError>, asked: Instant) {
+/// Passes the answers to the agent. NVML was called at `requested_at`.
+pub(crate) fn answer(node: &mut Node, answer: Result<Inventory, NvmlError>, requested_at: Instant) {
     match answer {
         Ok(inventory) => {
-            let (census, gpus) = inventory.answers();
-            node.census(Ok(census), asked);
-            gpus.for_each(|(index, answer)| node.gpu(index, answer, asked));
+            let (driver_info, gpus) = inventory.answers();
+            node.record_driver_info(Ok(driver_info), requested_at);
+            gpus.for_each(|(index, answer)| node.record_gpu(index, answer, requested_at));
         }
-        Err(error) => node.census(Err(error), asked),
+        Err(error) => node.record_driver_info(Err(error), requested_at),
     }
 }

@@ -38,7 +38,7 @@ fn node(enforcement: Enforcement) -> TestNode {
         plan_id: "p".into(),
         gpus: vec![cleave_api::gpunode::GpuSpec { enforcement, ..mps_spec("GPU-a", 10) }],
     };
-    agent.object(Object::Present(1, spec));
+    agent.record_object(Object::Present(1, spec));
     TestNode { agent, table: AllocationTable { allocations, ..AllocationTable::default() }, start }
 }
 
@@ -72,7 +72,7 @@ fn allocations_come_from_the_kubelet_and_clients_from_the_mps_host() {
     let mut node = node(Enforcement::Evict);
     let id = share().id();
     node.table.allocations.insert(share(), node.start);
-    node.agent.pod_resources(Ok(vec![listed("p", &["GPU-a::0"])]), node.start, &mut node.table.allocations);
+    node.agent.record_pod_resources(Ok(vec![listed("p", &["GPU-a::0"])]), node.start, &mut node.table.allocations);
     let daemon = DaemonStatus {
         state: DaemonState::Active,
         pid: Some(10),
@@ -84,7 +84,7 @@ fn allocations_come_from_the_kubelet_and_clients_from_the_mps_host() {
         fault: None,
     };
     let status = Status { version: 1, daemons: [("GPU-a".to_owned(), daemon)].into(), ..Status::default() };
-    node.agent.mps(HostView { alive: true, status, error: None });
+    node.agent.record_mps_view(HostView { alive: true, status, error: None });
     let snapshot = node.snapshot();
     let device = &snapshot.devices["GPU-a"];
     assert_eq!((device.gpu.as_str(), device.evict, device.daemon.clone()), ("GPU-a", true, [10, 11].into()));
@@ -92,6 +92,6 @@ fn allocations_come_from_the_kubelet_and_clients_from_the_mps_host() {
     assert_eq!(snapshot.limits, [(id.clone(), Some(1000))].into());
     let share = &snapshot.shares.as_ref().unwrap()[0];
     assert_eq!((share.pod.as_str(), share.device.as_str(), &share.allocation), ("p", "GPU-a", &id));
-    node.agent.pod_resources(Err("no".into()), node.start, &mut node.table.allocations);
+    node.agent.record_pod_resources(Err("no".into()), node.start, &mut node.table.allocations);
     assert_eq!(node.snapshot().shares, None, "an earlier list may name a deleted pod");
 }

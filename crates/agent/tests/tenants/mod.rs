@@ -10,7 +10,7 @@ use cleave_api::sharingpolicy::{ComputeMode, Enforcement};
 use cleave_kubelet::proto::v1beta1::ContainerAllocateResponse;
 use serde_json::{Value, json};
 
-use crate::machine::{MPS, Machine, held, kill_child, mps};
+use crate::machine::{MPS, Machine, container_devices, kill_child, mps};
 
 /// UIDs of the pods, and ids of their containers.
 const PODS: [(&str, &str, char); 2] =
@@ -73,9 +73,12 @@ impl Node {
             }
         }
         let ids: Vec<String> = (0..2).map(|pod| format!("{}::{pod}", machine.uuids[pod % gpus])).collect();
-        let rows: Vec<_> =
-            PODS.iter().zip(&ids).map(|((pod, _, _), id)| held(pod, MPS, std::slice::from_ref(id))).collect();
-        machine.pods.hold(&rows);
+        let rows: Vec<_> = PODS
+            .iter()
+            .zip(&ids)
+            .map(|((pod, _, _), id)| container_devices(pod, MPS, std::slice::from_ref(id)))
+            .collect();
+        machine.pods.set_devices(&rows);
         let mut responses = Vec::new();
         for id in &ids {
             responses.push(machine.kubelet.allocate(MPS, &[id]).await.unwrap());
@@ -189,9 +192,9 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
 #[tokio::test]
 async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_share() {
     let mut node = Node::new(Enforcement::Report).await;
-    let row = held("q", MPS, &[format!("{}::1", node.machine.uuids[0])]);
+    let row = container_devices("q", MPS, &[format!("{}::1", node.machine.uuids[0])]);
     // Pod p no longer has a share, and its program uses the door of pod q.
-    node.machine.pods.hold(&[row]);
+    node.machine.pods.set_devices(&[row]);
     node.machine
         .wait_until("the pod's share is removed", || (node.machine.desired()?.allocations.len() == 1).then_some(()))
         .await;

@@ -9,7 +9,7 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::machine::{MPS, Machine, held, ids, mps, pod};
+use crate::machine::{MPS, Machine, container_devices, ids, mps, pod};
 
 /// Arguments of a client that always has a long kernel in flight. Killing the client breaks its
 /// neighbours.
@@ -19,7 +19,7 @@ const LONG_KERNELS: [&str; 3] = ["--kernel-ms", "1000", "--busy-forever"];
 struct Node {
     machine: Machine,
     pods: Vec<Value>,
-    rows: Vec<cleave_kubelet::HeldDevices>,
+    rows: Vec<cleave_kubelet::ContainerDevices>,
 }
 
 /// A pod's program. Dropping it kills the program.
@@ -68,8 +68,8 @@ impl Node {
         self.machine.set_pods(&self.pods);
         let response = self.machine.kubelet.allocate(MPS, &[&id[0]]).await.unwrap();
         self.machine.kubelet.pre_start(MPS, &[&id[0]]).await.unwrap();
-        self.rows.push(held(name, MPS, &id));
-        self.machine.pods.hold(&self.rows);
+        self.rows.push(container_devices(name, MPS, &id));
+        self.machine.pods.set_devices(&self.rows);
         let out = File::create(self.machine.path(name)).unwrap();
         let child = self.machine.program(&response).args(arguments).stdout(out).spawn().unwrap();
         let program = Program { child, name };
@@ -202,7 +202,7 @@ async fn a_stopped_program_is_reported_and_delays_no_others() {
     pods.delete(&["stopped", "other"], 30);
     assert_eq!(pods.wait_for_error("other").await, 810);
     pods.machine
-        .wait_until("the Event is published", || (pods.machine.events() == ["ClientNotEnded"]).then_some(()))
+        .wait_until("the Event is published", || (pods.machine.events() == ["ClientNotTerminated"]).then_some(()))
         .await;
     let text = fs::read_to_string(pods.machine.path("spec/events.jsonl")).unwrap();
     assert!(text.contains("ns/stopped") && text.contains("the process is stopped"), "{text}");

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_api::gpunode::GpuStatus;
 use cleave_operator::pods::full_name;
 use cleave_operator::read::Node;
-use cleave_plan::ledger::{Holder, Moment, NoFit, Preemption, Tightest, Waiting};
+use cleave_plan::ledger::{Holder, Moment, NoFit, PendingPod, Preemption, Tightest};
 
 use super::nodes::unavailable;
 use super::report::NodeView;
@@ -17,7 +17,7 @@ const MAX_NAMED_NODES: usize = 5;
 impl View<'_> {
     /// The suggestions, one sentence each.
     pub(super) fn help(&self, nodes: &[NodeView]) -> Vec<String> {
-        if self.asks.is_empty() {
+        if self.device_requests.is_empty() {
             return Vec::new();
         }
         let usable: BTreeSet<&str> =
@@ -29,7 +29,7 @@ impl View<'_> {
             return help;
         }
         help.extend(self.missing_resources(nodes, &usable));
-        if matches!(self.ledger.fit(self.asks, usable.iter().copied(), 1, &Tightest), Err(NoFit::TooMany)) {
+        if matches!(self.ledger.fit(self.device_requests, usable.iter().copied(), 1, &Tightest), Err(NoFit::TooMany)) {
             let advice = "The pod's containers together request more than any node has, even an empty one. Add a node with more GPUs, or use fewer containers per pod.";
             help.push(advice.to_owned());
         }
@@ -41,7 +41,7 @@ impl View<'_> {
         let mut refusing: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for node in nodes {
             if let Some(refusal) = &node.refusal
-                && self.ledger.fit(self.asks, [node.name.as_str()], 1, &Tightest).is_ok()
+                && self.ledger.fit(self.device_requests, [node.name.as_str()], 1, &Tightest).is_ok()
             {
                 refusing.entry(refusal).or_default().push(&node.name);
             }
@@ -55,7 +55,7 @@ impl View<'_> {
         let holders = self.holders();
         let lowered = |holder: &Holder| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
         let lower = holders.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect();
-        let waiting = Waiting { pod: self.name, priority: i32::MAX, asks: self.asks };
+        let waiting = PendingPod { pod: self.name, priority: i32::MAX, device_requests: self.device_requests };
         let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower)?;
         let gpus: BTreeSet<String> = found.takes.iter().map(|take| self.gpu_of(&found.node, &take.device)).collect();
         let gpus = gpus.into_iter().collect::<Vec<_>>().join(", ");
@@ -65,7 +65,7 @@ impl View<'_> {
     fn removals_line(&self, found: &Preemption, gpus: &str, holders: &BTreeMap<String, Holder>) -> String {
         let node = &found.node;
         if found.victims.is_empty() {
-            let fits = self.ledger.fit(self.asks, [node.as_str()], 1, &Tightest).is_ok();
+            let fits = self.ledger.fit(self.device_requests, [node.as_str()], 1, &Tightest).is_ok();
             let when = if fits { "has room now" } else { "will have room once terminating pods have exited" };
             return format!("{gpus} on {node} {when}.");
         }
@@ -116,7 +116,7 @@ impl View<'_> {
 
     /// Requested resources that no usable node offers, or that no GPU offers in this amount.
     fn missing_resources(&self, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Vec<String> {
-        let resources: BTreeSet<&str> = self.asks.iter().map(|ask| ask.resource.as_str()).collect();
+        let resources: BTreeSet<&str> = self.device_requests.iter().map(|request| request.resource.as_str()).collect();
         resources.into_iter().filter_map(|resource| self.missing_resource(resource, nodes, usable)).collect()
     }
 
@@ -136,8 +136,8 @@ impl View<'_> {
                 format!("No GPU offers {resource}. A SharingPolicy can offer it.")
             });
         };
-        let of_resource = self.asks.iter().filter(|ask| ask.resource == resource);
-        let most = of_resource.map(|ask| ask.units.get()).max().unwrap_or(0);
+        let of_resource = self.device_requests.iter().filter(|request| request.resource == resource);
+        let most = of_resource.map(|request| request.units.get()).max().unwrap_or(0);
         (most > largest).then(|| {
             format!(
                 "A container requests {most} {resource} of one GPU, and the largest GPU has {largest}. Request at most {largest}, or apply a SharingPolicy that offers more on each GPU."

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result};
 use cleave_operator::dry::Objects;
 use cleave_operator::placement::{Cluster, Gatekeeper, Now, ReleaseReason};
 use cleave_operator::pods::{PodObject, full_name};
-use cleave_operator::policies::demand::Waiting;
+use cleave_operator::policies::demand::WaitingPod;
 use cleave_operator::read::Observed;
 use kube::api::ListParams;
 use kube::{Api, Client};
@@ -83,7 +83,7 @@ pub(super) struct Decisions {
 pub(super) fn decide(
     keeper: &mut Gatekeeper,
     cluster: &Cluster,
-    demand: &BTreeMap<String, Waiting>,
+    demand: &BTreeMap<String, WaitingPod>,
     up: Duration,
     epoch: u64,
 ) -> Decisions {

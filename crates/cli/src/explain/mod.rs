@@ -31,12 +31,12 @@ pub use view::explain;
 pub struct ExplainArgs {
     /// The object to explain.
     #[command(subcommand)]
-    what: What,
+    what: ObjectKind,
 }
 
 /// The kinds of objects that can be explained.
 #[derive(Debug, Clone, clap::Subcommand)]
-enum What {
+enum ObjectKind {
     /// Explain why a pod waits, or show which GPU it has.
     ///
     /// Shows the pod's requests, the free slices of each GPU, why the pod waits, and what would
@@ -73,7 +73,7 @@ struct PodArgs {
 
 /// Runs `cleave explain`.
 pub(crate) async fn run(args: ExplainArgs) -> Result<()> {
-    let What::Pod(args) = args.what;
+    let ObjectKind::Pod(args) = args.what;
     let config = args.cluster.config().await?;
     let name = pod_name(&args.pod, args.namespace.as_deref(), &config.default_namespace)?;
     let client = Client::try_from(config).context("failed to create the Kubernetes client")?;

@@ -65,7 +65,12 @@ impl View<'_> {
         assignments: impl Iterator<Item = &'h Assignment>,
         state: State,
     ) -> DeviceView {
-        let largest = self.asks.iter().filter(|ask| ask.resource == room.resource).map(|ask| ask.units.get()).max();
+        let largest = self
+            .device_requests
+            .iter()
+            .filter(|request| request.resource == room.resource)
+            .map(|request| request.units.get())
+            .max();
         let own = assignments.filter(|own| own.device == room.device && own.resource == room.resource);
         let own: u32 = own.map(|own| own.units).sum();
         let note = match (largest, unavailable) {

@@ -7,7 +7,7 @@ use cleave_api::names::GATE;
 use cleave_operator::dry;
 use cleave_operator::placement::{Gatekeeper, ReleaseReason, UNSCHEDULABLE_AFTER};
 use cleave_operator::pods::{PodObject, claimant, full_name};
-use cleave_plan::ledger::{Ask, Ledger};
+use cleave_plan::ledger::{DeviceRequest, Ledger};
 use cleave_plan::snapshot::Pod as PlanPod;
 
 use super::live::{Live, decide};
@@ -22,18 +22,18 @@ pub(super) struct View<'a> {
     /// `namespace/name` of the pod.
     pub(super) name: &'a str,
     /// The requests of the pod. Each must come from one device.
-    pub(super) asks: &'a [Ask],
+    pub(super) device_requests: &'a [DeviceRequest],
 }
 
 /// Explains the state of the pod `namespace/name`. Returns `None` if the cluster has no such pod.
 pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
     let pod = live.cluster.pods.iter().find(|pod| full_name(&pod.metadata) == name)?;
-    let asks = pod.asks();
+    let device_requests = pod.device_requests();
     let mut others = Gatekeeper::default();
     decide(&mut others, &live.without_gated(), &BTreeMap::new(), Duration::ZERO, live.now);
     let empty = Ledger::default();
     let ledger = others.ledger().unwrap_or(&empty);
-    let view = View { live, ledger, pod, name, asks: &asks };
+    let view = View { live, ledger, pod, name, device_requests: &device_requests };
     let verdict = view.verdict();
     let assignments = view.assignments();
     let nodes = view.nodes(&assignments, verdict.state);
@@ -42,7 +42,10 @@ pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
         pod: name.to_owned(),
         priority: pod.spec.priority.unwrap_or(0),
         gates: pod.spec.scheduling_gates.iter().map(|gate| gate.name.clone()).collect(),
-        requests: asks.iter().map(|ask| Part { resource: ask.resource.clone(), units: ask.units.get() }).collect(),
+        requests: device_requests
+            .iter()
+            .map(|request| Part { resource: request.resource.clone(), units: request.units.get() })
+            .collect(),
         assignments,
         verdict,
         other_nodes: live.cluster.nodes.len().saturating_sub(nodes.len()),
@@ -129,7 +132,9 @@ impl View<'_> {
                 State::Scheduler,
                 "The reservation expired before the scheduler bound the pod. The scheduler continues without a reservation.",
             ),
-            None if self.asks.is_empty() => verdict(State::NotManaged, "The pod requests nothing that Cleave serves."),
+            None if self.device_requests.is_empty() => {
+                verdict(State::NotManaged, "The pod requests nothing that Cleave serves.")
+            }
             None => verdict(
                 State::Scheduler,
                 "The pod waits for the scheduler. It has no placement gate and no reservation.",

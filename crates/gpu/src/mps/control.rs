@@ -46,12 +46,12 @@ pub(crate) enum ControlError {
 }
 
 /// Sends one command over the privileged socket. Returns its output, one line per packet.
-pub(crate) async fn ask(pipe: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
-    ask_over(&pipe.join("control_privileged"), command, deadline).await
+pub(crate) async fn send_command(pipe: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+    send_over(&pipe.join("control_privileged"), command, deadline).await
 }
 
 /// Sends one command over any control socket.
-pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+pub(crate) async fn send_over(socket: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
     within(deadline, &command.to_string(), async {
         let socket = Socket::connect(socket).await?;
         expect_hello(&socket).await?;
@@ -94,7 +94,7 @@ pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError
 
 /// Sends one command through the driver's own command-line tool, which speaks every protocol of its
 /// daemon.
-pub(crate) async fn ask_by_tool(
+pub(crate) async fn send_by_tool(
     children: &Children,
     mut tool: std::process::Command,
     command: &Command,
@@ -117,7 +117,7 @@ pub(crate) async fn ask_by_tool(
 
 /// A client that the daemon has accepted. The daemon waits for the result of the client's
 /// handshake.
-pub(crate) struct Introduced {
+pub(crate) struct AcceptedClient {
     /// The client's socket to the server.
     pub(crate) server: OwnedFd,
     /// The connection to the daemon.
@@ -137,7 +137,7 @@ impl PendingHandshake {
 }
 
 /// Introduces a client to the daemon with the credentials `who`.
-pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<Introduced, ControlError> {
+pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<AcceptedClient, ControlError> {
     within(ANSWER_DEADLINE, "a client's handshake", async {
         let daemon = Socket::connect(&pipe.join("control")).await?;
         expect_hello(&daemon).await?;
@@ -149,7 +149,7 @@ pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<Introduce
         let packet = daemon.recv_descriptor().await?.ok_or(ControlError::Closed)?;
         match packet.descriptor {
             Some(server) if packet.data == protocol::DESCRIPTOR => {
-                Ok(Introduced { server, daemon: PendingHandshake(daemon) })
+                Ok(AcceptedClient { server, daemon: PendingHandshake(daemon) })
             }
             // The kernel drops a received descriptor if this process cannot open another one.
             None if packet.data == protocol::DESCRIPTOR => Err(io::Error::from(rustix::io::Errno::MFILE).into()),

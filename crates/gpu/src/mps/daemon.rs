@@ -180,15 +180,17 @@ impl Device {
     }
 
     /// Sends a command to the daemon, with the usual deadline.
-    pub(crate) async fn ask(&self, command: &Command) -> Result<String, ControlError> {
-        self.ask_within(command, ANSWER_DEADLINE).await
+    pub(crate) async fn send_command(&self, command: &Command) -> Result<String, ControlError> {
+        self.send_command_within(command, ANSWER_DEADLINE).await
     }
 
-    async fn ask_within(&self, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+    async fn send_command_within(&self, command: &Command, deadline: Duration) -> Result<String, ControlError> {
         let enforcement = self.phase.borrow().enforcement;
         match enforcement {
-            Enforcement::Hard => control::ask(&self.pipe, command, deadline).await,
-            Enforcement::Advisory => control::ask_by_tool(&self.context.children, self.tool(), command, deadline).await,
+            Enforcement::Hard => control::send_command(&self.pipe, command, deadline).await,
+            Enforcement::Advisory => {
+                control::send_by_tool(&self.context.children, self.tool(), command, deadline).await
+            }
         }
     }
 

@@ -221,7 +221,7 @@ impl<'a> Waiting<'a> {
         Self { door, counted: Cell::new(false) }
     }
 
-    fn begin(&self) {
+    fn begin_connection(&self) {
         if !self.counted.replace(true) {
             self.door.waiting.set(self.door.waiting.get() + 1);
             self.door.context.status_changed();

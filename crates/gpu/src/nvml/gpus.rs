@@ -3,13 +3,13 @@ use std::ops::ControlFlow;
 
 use super::error::NvmlError;
 use super::model::{
-    Census, ComputeMode, DeviceProcesses, Gpu, GpuEvent, MigActivation, MigInstance, Observation, Process, Vitals,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, MigActivation, MigInstance, Observation, Process, Vitals,
 };
 
 /// A node's GPUs. Threads may make calls concurrently.
 pub trait Gpus: Send + Sync {
     /// The driver version and the number of GPUs. Accesses no GPU.
-    fn census(&self) -> Result<Census, NvmlError>;
+    fn driver_info(&self) -> Result<DriverInfo, NvmlError>;
 
     /// The GPU at one of NVML's indices. Accesses no other GPU.
     fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError>;

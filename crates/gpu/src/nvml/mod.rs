@@ -13,8 +13,8 @@
 //! | `worker`, `watch` | threads for calls that may hang: [`Worker`] and [`EventWatch`] |
 //!
 //! GPUs fail independently, and a call may hang in the driver until the node reboots. So each call
-//! concerns one GPU, except [`Gpus::census`] and [`Gpus::cuda_version`]. A program that must not
-//! block runs the calls for each GPU on a separate [`Worker`].
+//! concerns one GPU, except [`Gpus::driver_info`] and [`Gpus::cuda_version`]. A program that must
+//! not block runs the calls for each GPU on a separate [`Worker`].
 mod error;
 mod find;
 mod gpus;
@@ -33,7 +33,7 @@ pub use find::Search;
 pub use gpus::Gpus;
 pub use library::Library;
 pub use model::{
-    Census, ComputeMode, DeviceProcesses, Gpu, GpuEvent, Mig, MigActivation, MigInstance, MigProfile, Observation,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, Mig, MigActivation, MigInstance, MigProfile, Observation,
     Process, Recovery, Vitals,
 };
 pub use session::Nvml;

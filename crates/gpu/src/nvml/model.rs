@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The driver and the number of its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Census {
+pub struct DriverInfo {
     /// Driver version.
     pub driver: String,
     /// Number of GPUs. NVML's indices are 0 to `count - 1`.

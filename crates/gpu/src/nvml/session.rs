@@ -19,7 +19,7 @@ use super::error::{NvmlError, if_known, if_supported};
 use super::find::{self, Search};
 use super::gpus::Gpus;
 use super::model::{
-    Census, ComputeMode, DeviceProcesses, Gpu, GpuEvent, Mig, MigActivation, MigInstance, Process, Recovery, Vitals,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, Mig, MigActivation, MigInstance, Process, Recovery, Vitals,
 };
 use super::{sys, xid};
 
@@ -109,11 +109,11 @@ impl Nvml {
 }
 
 impl Gpus for Nvml {
-    fn census(&self) -> Result<Census, NvmlError> {
+    fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
         let driver =
             self.inner.sys_driver_version().map_err(|code| NvmlError::of("nvmlSystemGetDriverVersion", code))?;
         let count = self.inner.device_count().map_err(|code| NvmlError::of("nvmlDeviceGetCount", code))?;
-        Ok(Census { driver, count })
+        Ok(DriverInfo { driver, count })
     }
 
     fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {

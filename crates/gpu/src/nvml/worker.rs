@@ -108,14 +108,14 @@ fn serve(queue: &Receiver<Job>) {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use super::super::model::{Census, ComputeMode, Gpu, MigActivation, MigInstance, Process};
+    use super::super::model::{ComputeMode, DriverInfo, Gpu, MigActivation, MigInstance, Process};
     use super::*;
 
     struct NoGpus;
 
     impl Gpus for NoGpus {
-        fn census(&self) -> Result<Census, NvmlError> {
-            Ok(Census { driver: "1".into(), count: 0 })
+        fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
+            Ok(DriverInfo { driver: "1".into(), count: 0 })
         }
         fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
             Err(NvmlError::NotFound(index.to_string()))
@@ -160,12 +160,12 @@ mod tests {
             .await;
         assert!(matches!(hanging, Err(NvmlError::Hung(after)) if after == deadline));
         assert!(matches!(worker.call(LONG, |_| Ok(())).await, Err(NvmlError::Hung(_))), "not queued behind it");
-        assert_eq!(other.call(LONG, |gpus| gpus.census()).await.unwrap().driver, "1", "the session is shared");
+        assert_eq!(other.call(LONG, |gpus| gpus.driver_info()).await.unwrap().driver, "1", "the session is shared");
         release.send(()).unwrap();
         while worker.call(LONG, |_| Ok(())).await.is_err() {
             tokio::task::yield_now().await;
         }
-        assert_eq!(worker.call(LONG, |gpus| gpus.census()).await.unwrap().driver, "1");
+        assert_eq!(worker.call(LONG, |gpus| gpus.driver_info()).await.unwrap().driver, "1");
     }
 
     #[tokio::test]
@@ -178,10 +178,10 @@ mod tests {
         });
         let workers = ["a", "b"].map(|name| Worker::start(&library, name).unwrap());
         assert_eq!(opened.load(Ordering::SeqCst), 0);
-        assert!(workers[0].call(LONG, |gpus| gpus.census()).await.is_err());
+        assert!(workers[0].call(LONG, |gpus| gpus.driver_info()).await.is_err());
         for expected in [2, 3] {
             for worker in &workers {
-                assert!(worker.call(LONG, |gpus| gpus.census()).await.is_ok());
+                assert!(worker.call(LONG, |gpus| gpus.driver_info()).await.is_ok());
             }
             assert!(matches!(workers[1].call(LONG, |gpus| gpus.processes("x")).await, Err(NvmlError::NoDriver)));
             assert_eq!(opened.load(Ordering::SeqCst), expected);

@@ -259,7 +259,7 @@ fn a_missing_gpu_or_driver_gives_no_result() {
 }
 
 #[test]
-fn a_daemon_of_another_gpu_does_not_matter() {
+fn a_daemon_of_another_gpu_is_ignored() {
     let mut node = Node::without_host(2);
     node.desire_daemon(1, daemon());
     node.write();

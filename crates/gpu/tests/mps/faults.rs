@@ -199,7 +199,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     has_clients(1);
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
     has_clients(1);
-    assert!(stays.is_silent());
+    assert!(stays.has_no_output());
     assert_eq!((node.daemon(0).server_pid, count_replacements(&node)), (before, 0));
     stays.signal(Signal::TERM);
     assert_eq!(stays.wait().code(), Some(0));
@@ -224,7 +224,7 @@ fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
         let mut later = start_running_client(&node, B, &["--busy", "forever", "--kernel-ms", "1", "--handle-sigterm"]);
         assert_eq!(later.line()["launched"], true);
         assert_eq!(count_replacements(&node), round);
-        assert!(later.is_silent());
+        assert!(later.has_no_output());
         later.signal(Signal::TERM);
         assert_eq!(later.wait().code(), Some(0));
     }
@@ -258,7 +258,7 @@ fn killing_a_server_in_fault_ends_the_fault() {
     assert_eq!((after.pid, after.restarts), (fault.pid, 0));
     assert_eq!(node.limits_seen(B), (66, Some(20480)));
     assert!(lingers.line()["error"].is_number());
-    assert!(lingers.is_silent(), "the fault no longer blocks the GPU");
+    assert!(lingers.has_no_output(), "the fault no longer blocks the GPU");
 }
 
 #[test]
@@ -271,15 +271,15 @@ fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
     let who = sim_mps::seqpacket::Credentials { pid: i32::try_from(pid).unwrap(), ..handshake::own_credentials() };
     let door = node.paths.door(A);
     // The door sees this test as the client; the server sees the bystander.
-    let _process = handshake::knock(&door).unwrap().enter_as(Subject::Process, who).unwrap();
-    let (channel, _socket) = handshake::knock(&door).unwrap().enter_as(Subject::Context, who).unwrap();
+    let _process = handshake::connect_to_server(&door).unwrap().enter_as(Subject::Process, who).unwrap();
+    let (channel, _socket) = handshake::connect_to_server(&door).unwrap().enter_as(Subject::Context, who).unwrap();
     let create = ToContext::Create { device: node.uuid(0), threads: None, command: "x".into(), namespace: 0 };
     words::send(&channel, &create).unwrap();
     assert!(matches!(words::recv(&channel).unwrap(), Some(FromContext::Created { .. })));
     words::send(&channel, &ToContext::IllegalAccess).unwrap();
     let (fault, after) = wait_until_over(&node, 0);
     assert_eq!((fault.ended, after.restarts), (vec![], 0));
-    assert!(bystander.is_silent());
+    assert!(bystander.has_no_output());
     assert_eq!(fault.culprit, Some(Reported { pid, allocation: None }));
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }

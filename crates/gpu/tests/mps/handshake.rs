@@ -14,7 +14,7 @@ use crate::{A, B, two_tenants};
 
 /// A client that has received the server's socket.
 fn client_with_socket(node: &Node, allocation: &str) -> Entrance {
-    handshake::knock(&node.paths.door(allocation)).unwrap()
+    handshake::connect_to_server(&node.paths.door(allocation)).unwrap()
 }
 
 /// Asserts that other clients run as before, on the same server.
@@ -88,7 +88,7 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
         assert!(start.elapsed() < Duration::from_secs(5), "{lie}: {:?}", start.elapsed());
         let now = node.daemon(0);
         assert_eq!((now.pid, now.server_pid, now.restarts), (before.pid, before.server_pid, 0), "{lie}: {line}");
-        assert!(neighbour.is_silent(), "{lie}: the neighbour still runs");
+        assert!(neighbour.has_no_output(), "{lie}: the neighbour still runs");
     }
     node.wait_for_state(0, DaemonState::Active);
 }
@@ -155,7 +155,8 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
 fn connections_are_limited_per_allocation() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
-    let enter = || handshake::knock(&node.paths.door(A)).and_then(|entrance| entrance.enter(Subject::Process));
+    let enter =
+        || handshake::connect_to_server(&node.paths.door(A)).and_then(|entrance| entrance.enter(Subject::Process));
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
     let descriptors = node.descriptors();
     assert!(matches!(enter(), Err(Closed::ByDaemon)));

@@ -114,7 +114,7 @@ fn no_client_is_admitted_if_defaults_are_not_accepted() {
     let mut client = node.client(A, &[]);
     let waits = node.wait_for_status("the client waits", |status| status.allocations[A].waiting == 1);
     assert_eq!(waits.allocations[A].admitted, 0);
-    assert!(client.is_silent());
+    assert!(client.has_no_output());
     node.clear_faults();
     assert_eq!(limits_in(&client.line()), (132, None));
 }
@@ -124,7 +124,7 @@ fn administrators_are_refused_and_counted() {
     let node = two_tenants();
     let control = node.paths.door(A);
     for command in ["get_server_list", "quit", "set_default_active_thread_percentage 100"] {
-        assert!(!matches!(mps::ask(&control, command), Ok(Some(_))), "{command}");
+        assert!(!matches!(mps::send_command(&control, command), Ok(Some(_))), "{command}");
     }
     node.wait_for_status("all clients are counted", |status| status.allocations[A].refused == 3);
     assert_eq!(node.limits_seen(A), (26, Some(8192)));
@@ -143,7 +143,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     node.wait_for_status("the first client waits", |status| {
         status.allocations.get(A).is_some_and(|door| door.waiting == 1)
     });
-    assert!(first.is_silent());
+    assert!(first.has_no_output());
     assert_eq!(limits_in(&first.line()), (26, Some(8192)));
     // This client connects after the daemon was killed.
     for _ in 0..2 {
@@ -209,7 +209,7 @@ fn a_hung_command_does_not_delay_the_other_gpu() {
     for _ in 0..5 {
         assert_eq!(node.limits_seen(B).0, 66);
     }
-    assert!(waits.is_silent(), "no client is admitted without limits");
+    assert!(waits.has_no_output(), "no client is admitted without limits");
     node.clear_faults();
     assert_eq!(limits_in(&waits.line()).0, 26);
 }
@@ -265,7 +265,7 @@ fn a_thousand_connections_leak_no_descriptors() {
         drop(Connection::connect(&door).unwrap());
         drop(mps::introduce(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {
-            drop(mps::knock(&door).unwrap());
+            drop(mps::connect_to_server(&door).unwrap());
         }
         drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
@@ -321,7 +321,7 @@ fn clients_wait_while_the_server_is_in_fault() {
     assert_eq!(fault.pid, node.daemon(0).pid);
     let mut waits = node.client(B, &[]);
     node.wait_for_status("a client waits", |status| status.allocations[B].waiting == 1);
-    assert!(waits.is_silent());
+    assert!(waits.has_no_output());
     culprit.signal(Signal::KILL);
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(limits_in(&waits.line()), (66, Some(20480)));
@@ -407,7 +407,7 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     assert_eq!(stopping.pid, before.pid);
     assert!(stopping.message.contains("clients to exit: 1"), "{}", stopping.message);
     assert!(!node.paths.door(A).exists());
-    assert!(running.is_silent());
+    assert!(running.has_no_output());
     running.signal(Signal::KILL);
     running.wait();
     node.wait_for_status("the daemon has exited", |status| !status.daemons.contains_key(&uuid));
@@ -484,7 +484,7 @@ fn a_second_host_in_the_same_directory_does_not_start() {
 }
 
 #[test]
-fn a_removed_door_is_restored() {
+fn a_removed_door_socket_is_restored() {
     let node = two_tenants();
     fs::remove_dir_all(node.paths.allocation(A)).unwrap();
     wait_until("the door exists again", || node.paths.door(A).exists());
@@ -569,7 +569,7 @@ fn without_multi_user_users_take_turns() {
     assert_eq!(limits_in(&holds.line()), (26, Some(8192)));
     let mut waits = node.client(A, &[]);
     node.wait_for_status("root's client waits", |status| status.allocations[A].waiting == 1);
-    assert!(waits.is_silent());
+    assert!(waits.has_no_output());
     holds.signal(Signal::KILL);
     assert_eq!(limits_in(&waits.line()), (26, Some(8192)));
 }

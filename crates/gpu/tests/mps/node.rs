@@ -204,7 +204,7 @@ impl Node {
     /// Sends an administrator's command as root.
     pub(crate) fn admin(&self, gpu: usize, command: &str) -> String {
         let socket = self.paths.pipe(&self.uuid(gpu)).join("control_privileged");
-        handshake::ask(&socket, command).unwrap().unwrap().trim().to_owned()
+        handshake::send_command(&socket, command).unwrap().unwrap().trim().to_owned()
     }
 
     /// A program that uses an allocation.
@@ -349,7 +349,7 @@ impl Client {
     }
 
     /// Whether the program is running and has printed nothing more.
-    pub(crate) fn is_silent(&mut self) -> bool {
+    pub(crate) fn has_no_output(&mut self) -> bool {
         self.lines.try_recv().is_err() && self.child.try_wait().unwrap().is_none()
     }
 

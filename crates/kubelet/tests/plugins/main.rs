@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleave_kubelet::fake::{Endpoint, FakeKubelet, Seen};
+use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakeKubeletState};
 use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use cleave_kubelet::{
     Backoff, Config, ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, Mount, Options, Plugins,
@@ -141,17 +141,21 @@ impl Bench {
     }
 }
 
-async fn wait_for_kubelet(kubelet: &FakeKubelet, what: &str, condition: impl FnMut(&Seen) -> bool) -> Seen {
-    match kubelet.once(DEADLINE, condition).await {
+async fn wait_for_kubelet(
+    kubelet: &FakeKubelet,
+    what: &str,
+    condition: impl FnMut(&FakeKubeletState) -> bool,
+) -> FakeKubeletState {
+    match kubelet.wait_for(DEADLINE, condition).await {
         Some(seen) => seen,
-        None => panic!("the kubelet does not see {what}, but {:#?}", *kubelet.seen().borrow()),
+        None => panic!("the kubelet does not see {what}, but {:#?}", *kubelet.state().borrow()),
     }
 }
 
 /// Waits until the kubelet can allocate exactly these devices.
 async fn wait_until_served(kubelet: &FakeKubelet, resource: &str, ids: &[&str]) -> Endpoint {
     let has = |endpoint: &Endpoint| endpoint.connected && endpoint.healthy() == ids;
-    let condition = |seen: &Seen| seen.endpoints.get(resource).is_some_and(has);
+    let condition = |seen: &FakeKubeletState| seen.endpoints.get(resource).is_some_and(has);
     wait_for_kubelet(kubelet, &format!("{ids:?} of {resource}"), condition).await.endpoints[resource].clone()
 }
 
@@ -177,7 +181,7 @@ async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
 }
 
 fn registrations(kubelet: &FakeKubelet, resource: &str) -> usize {
-    kubelet.seen().borrow().registrations.iter().filter(|r| r.request.resource_name == resource).count()
+    kubelet.state().borrow().registrations.iter().filter(|r| r.request.resource_name == resource).count()
 }
 
 async fn dial(socket: &Path) -> Result<DevicePluginClient<tonic::transport::Channel>, tonic::transport::Error> {

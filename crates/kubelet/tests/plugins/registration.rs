@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleave_kubelet::fake::{FakeKubelet, Seen};
+use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState};
 use cleave_kubelet::proto::v1beta1 as wire;
 use cleave_kubelet::{Backoff, Config, DirectoryError, DirectoryState, Options, Phase, Plugins, PluginsState};
 use tokio::io::AsyncReadExt as _;
@@ -25,7 +25,7 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
     let endpoint = wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
     assert!(endpoint.options.pre_start_required && endpoint.options.get_preferred_allocation_available);
     let state = wait_until_ready(&plugins).await;
-    let request = kubelet.seen().borrow().registrations[0].request.clone();
+    let request = kubelet.state().borrow().registrations[0].request.clone();
     assert_eq!((request.version.as_str(), request.resource_name.as_str()), ("v1beta1", MPS));
     assert_eq!(state.resources[MPS].socket.as_ref(), Some(&request.endpoint));
     assert_eq!(bench.sockets(), [request.endpoint]);
@@ -132,7 +132,7 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     std::fs::remove_file(bench.path().join(&endpoint.socket)).expect("our socket");
     wait_until("bound again", || bench.path().join(&endpoint.socket).exists()).await;
     assert_eq!(registrations(&kubelet, MPS), 1);
-    assert!(kubelet.seen().borrow().endpoints[MPS].connected);
+    assert!(kubelet.state().borrow().endpoints[MPS].connected);
 }
 
 #[tokio::test]
@@ -282,7 +282,7 @@ async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
     let first = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
     plugins.set(resources(&[(MPS, &Shares::with(&["a::0"], Options { pre_start: true, preferred: false }))]));
     wait_for_kubelet(&kubelet, "the agent registers again", |seen| seen.endpoints[MPS].socket != first).await;
-    let disconnected = |seen: &Seen| seen.endpoints[MPS].disconnected == 1;
+    let disconnected = |seen: &FakeKubeletState| seen.endpoints[MPS].disconnected == 1;
     let seen = wait_for_kubelet(&kubelet, "the old stream ends", disconnected).await;
     assert!(seen.endpoints[MPS].connected, "the old stream must not end the new client");
     wait_until_ready(&plugins).await;
@@ -304,7 +304,7 @@ async fn only_changed_options_cause_a_registration() {
 }
 
 #[tokio::test]
-async fn changes_of_the_set_do_not_disturb_other_resources() {
+async fn adding_or_removing_a_resource_does_not_disturb_others() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let (mps, slices) = (Shares::of(&["a::0"]), Shares::of(&["b::0", "b::1"]));
@@ -314,13 +314,13 @@ async fn changes_of_the_set_do_not_disturb_other_resources() {
         plugins.set(resources(&[(MPS, &mps), (SLICE, &slices)]));
         wait_until_served(&kubelet, SLICE, &["b::0", "b::1"]).await;
         plugins.set(resources(&[(MPS, &mps)]));
-        let gone = |seen: &Seen| !seen.endpoints[SLICE].connected;
+        let gone = |seen: &FakeKubeletState| !seen.endpoints[SLICE].connected;
         let seen = wait_for_kubelet(&kubelet, "the stream ends", gone).await;
         assert!(seen.endpoints[SLICE].devices.is_empty(), "the capacity is 0 at once");
         assert_eq!(registrations(&kubelet, SLICE), round);
     }
     wait_for_state(&plugins, "one resource", |state| state.resources.len() == 1).await;
-    let last = kubelet.seen().borrow().endpoints[MPS].clone();
+    let last = kubelet.state().borrow().endpoints[MPS].clone();
     assert!(last.connected);
     assert_eq!((last.socket, last.lists, registrations(&kubelet, MPS)), (first.socket.clone(), 1, 1));
     assert_eq!(bench.sockets(), [first.socket]);
@@ -377,7 +377,7 @@ async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
 }
 
 #[tokio::test]
-async fn a_peer_that_never_hangs_up_does_not_delay_the_shutdown() {
+async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
     let mut bench = Bench::new();
     bench.config.timings.hang_up = Duration::from_millis(50);
     let kubelet = bench.kubelet();

@@ -146,10 +146,10 @@ fn gate(pod: &PodObject) -> Option<Patch> {
     let mut containers = spec.containers.iter().chain(&spec.init_containers);
     // Extended resources are always in the limits. The API server refuses quantities that are not
     // numbers.
-    let asks = containers.any(|container| {
+    let containers_request_gpus = containers.any(|container| {
         container.resources.limits.iter().any(|(name, quantity)| is_shared(name) && quantity.milli() != Some(0))
     });
-    if !asks || pod.node().is_some() || spec.scheduling_gates.iter().any(|gate| gate.name == GATE) {
+    if !containers_request_gpus || pod.node().is_some() || spec.scheduling_gates.iter().any(|gate| gate.name == GATE) {
         return None;
     }
     let gate = json!({"name": GATE});
@@ -354,7 +354,7 @@ mod tests {
     }
 
     /// The pod after the change.
-    fn changed(change: Change, review: &Value, exempt: bool) -> Value {
+    fn changed_pod(change: Change, review: &Value, exempt: bool) -> Value {
         let answer = super::review(change, review.to_string().as_bytes(), |namespace| {
             assert_eq!(namespace, "team");
             exempt
@@ -375,7 +375,7 @@ mod tests {
 
     /// The gates of the pod after the change.
     fn gates(spec: &Value, exempt: bool) -> Vec<String> {
-        let pod = changed(Change::Gate, &of(spec), exempt);
+        let pod = changed_pod(Change::Gate, &of(spec), exempt);
         let gates = pod["spec"]["schedulingGates"].as_array().into_iter().flatten();
         gates.map(|gate| gate["name"].as_str().unwrap().to_owned()).collect()
     }
@@ -441,7 +441,7 @@ mod tests {
 
     /// The preStop sleep of each container and init container of the pod after the change.
     fn sleeps(review: &Value, seconds: u16, exempt: bool) -> Vec<Option<i64>> {
-        let pod = changed(Change::PreStop(seconds), review, exempt);
+        let pod = changed_pod(Change::PreStop(seconds), review, exempt);
         let all =
             ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
         all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
@@ -471,14 +471,14 @@ mod tests {
         });
         let review = of(&spec);
         assert_eq!(sleeps(&review, 3, false), [Some(3), None, None, Some(3), None, Some(3)]);
-        let pod = changed(Change::PreStop(3), &review, false);
+        let pod = changed_pod(Change::PreStop(3), &review, false);
         assert_eq!(pod["spec"]["containers"][2], spec["containers"][2]);
         assert!(pod["spec"]["containers"][3]["lifecycle"]["postStart"]["exec"].is_object(), "existing hooks are kept");
         assert_eq!(pod["spec"]["schedulingGates"], Value::Null);
         // A second review of the changed pod changes nothing.
         let mut again = review;
         again["request"]["object"] = pod;
-        assert_eq!(changed(Change::PreStop(5), &again, false), again["request"]["object"]);
+        assert_eq!(changed_pod(Change::PreStop(5), &again, false), again["request"]["object"]);
     }
 
     #[test]

@@ -3,11 +3,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use cleave_api::placement::Placement;
-use cleave_plan::ledger::Ask;
+use cleave_plan::ledger::DeviceRequest;
 use serde_json::Value;
 
 use super::stranded::Rescue;
-use crate::policies::demand::Waiting;
+use crate::policies::demand::WaitingPod;
 use crate::rollout::Step;
 
 /// Why a pod is released.
@@ -25,9 +25,9 @@ impl ReleaseReason {
     /// Value of the `result` label in metrics.
     pub const fn as_str(&self) -> &'static str {
         match self {
-            Self::Reserved(_) => "held",
-            Self::NotServed => "not_ours",
-            Self::Unschedulable(_) => "never",
+            Self::Reserved(_) => "reserved",
+            Self::NotServed => "not_managed",
+            Self::Unschedulable(_) => "unschedulable",
         }
     }
 }
@@ -66,7 +66,7 @@ pub struct Actions {
     /// Pods to evict. The shares that they free are kept for the preemptor.
     pub evictions: Vec<Eviction>,
     /// Pods that wait at the gate, each with what it waits for.
-    pub waiting: BTreeMap<String, Waiting>,
+    pub waiting: BTreeMap<String, WaitingPod>,
     /// Actions for stranded pods.
     pub rescue: Rescue,
     /// Actions for MPS hosts. `None` if this reconcile did not examine them.
@@ -93,5 +93,5 @@ pub(super) enum Destination<'a> {
     Hostnames(Vec<&'a str>),
     /// Nodes whose GPUs are large enough for the largest of these requests. No GPU of the cluster
     /// is.
-    LargerGpus(&'a [Ask]),
+    LargerGpus(&'a [DeviceRequest]),
 }

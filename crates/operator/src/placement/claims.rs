@@ -41,11 +41,14 @@ impl PodClaims {
     pub(super) fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, living: &[&PodObject], now: Now) -> Ledger {
         self.uids.clear();
         let mut facts = Facts { nodes, ..Facts::default() };
-        for pod in living.iter().filter(|pod| pod.wants_gpus()) {
-            let Some(place) = place(pod, now) else { continue };
+        for pod in living.iter().filter(|pod| pod.requests_gpus()) {
+            let Some(place) = placement_of(pod, now) else { continue };
             let name = full_name(&pod.metadata);
             self.uids.insert(name.clone(), pod.uid().unwrap_or_default());
-            facts.claims.insert(name, Claim { asks: pod.asks(), place, noted: annotated_reservations(pod) });
+            facts.claims.insert(
+                name,
+                Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) },
+            );
         }
         Ledger::rebuild(facts)
     }
@@ -88,15 +91,15 @@ impl PodClaims {
         let uid = || pod.uid().unwrap_or_default();
         match ledger.claim(name).map(|claim| matches!(&claim.place, Place::Bound(to) if to == node)) {
             None => {
-                self.adopt(ledger, name, uid(), pod, Place::Bound(node.to_owned()));
+                self.add_claim(ledger, name, uid(), pod, Place::Bound(node.to_owned()));
             }
             Some(false) => {
-                ledger.bind(name, node, &pod.asks());
+                ledger.bind(name, node, &pod.device_requests());
                 self.uids.insert(name.to_owned(), uid());
             }
             Some(true) => {}
         }
-        if !self.allocated.contains(name) && !ledger.is_unserved(name) {
+        if !self.allocated.contains(name) && !ledger.awaits_allocation(name) {
             self.allocated.insert(name.to_owned());
         }
         !terminating && self.allocated.contains(name)
@@ -107,41 +110,41 @@ impl PodClaims {
         let uid = pod.uid().unwrap_or_default();
         if ledger.claim(name).is_none()
             && self.expired.get(name) != Some(&uid)
-            && let Some(place @ Place::OneOf { .. }) = place(pod, now)
+            && let Some(place @ Place::OneOf { .. }) = placement_of(pod, now)
         {
-            self.adopt(ledger, name, uid, pod, place);
+            self.add_claim(ledger, name, uid, pod, place);
         }
     }
 
-    fn adopt(&mut self, ledger: &mut Ledger, name: &str, uid: String, pod: &PodObject, place: Place) {
-        ledger.adopt(name, Claim { asks: pod.asks(), place, noted: annotated_reservations(pod) });
+    fn add_claim(&mut self, ledger: &mut Ledger, name: &str, uid: String, pod: &PodObject, place: Place) {
+        ledger.adopt(name, Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) });
         self.uids.insert(name.to_owned(), uid);
     }
 
-    /// Ends the claims of pods that ended or were deleted. `maybe_gone` contains the candidates,
+    /// Ends the claims of pods that ended or were deleted. `maybe_deleted` contains the candidates,
     /// and `present` the pods that still exist. A claim without a reported allocation lasts for
     /// [`UNREPORTED_CLAIM_TIME`].
     pub(super) fn remove_gone(
         &mut self,
         ledger: &mut Ledger,
         present: &BTreeSet<String>,
-        mut maybe_gone: BTreeSet<String>,
+        mut maybe_deleted: BTreeSet<String>,
         up: Duration,
     ) {
         self.lingering.retain(|name, _| !present.contains(name));
-        maybe_gone.extend(self.lingering.keys().cloned());
-        maybe_gone.retain(|name| !present.contains(name));
-        for name in &maybe_gone {
+        maybe_deleted.extend(self.lingering.keys().cloned());
+        maybe_deleted.retain(|name| !present.contains(name));
+        for name in &maybe_deleted {
             if ledger.claim(name).is_none() {
                 continue;
             }
             let until = *self.lingering.entry(name.clone()).or_insert(up.saturating_add(UNREPORTED_CLAIM_TIME));
-            if self.allocated.contains(name) || !ledger.is_unserved(name) || until <= up {
+            if self.allocated.contains(name) || !ledger.awaits_allocation(name) || until <= up {
                 self.release(Some(ledger), name);
                 self.lingering.remove(name);
             }
         }
-        for name in &maybe_gone {
+        for name in &maybe_deleted {
             self.allocated.remove(name);
             self.expired.remove(name);
         }
@@ -177,14 +180,14 @@ impl PodClaims {
     }
 
     /// Removes the renewal counts of all pods except released pods that are still not bound.
-    pub(super) fn forget_renewals(&mut self, unsettled: &[&PodObject]) {
+    pub(super) fn drop_renewals(&mut self, unsettled: &[&PodObject]) {
         let unbound: BTreeSet<&str> =
             unsettled.iter().filter(|pod| is_released(pod)).filter_map(|pod| pod.metadata.uid.as_deref()).collect();
         self.renewals.retain(|uid, _| unbound.contains(uid.as_str()));
     }
 
     /// Time until each lingering claim ends.
-    pub(super) fn lingering_ends(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
+    pub(super) fn lingering_claim_expiries(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
     }
 }
@@ -195,7 +198,7 @@ pub(super) fn expiry(now: Now) -> Moment {
 }
 
 /// The node that a pod is bound to, or the nodes of the reservation in the pod's annotation.
-fn place(pod: &PodObject, now: Now) -> Option<Place> {
+fn placement_of(pod: &PodObject, now: Now) -> Option<Place> {
     if let Some(node) = pod.node() {
         return Some(Place::Bound(node.to_owned()));
     }

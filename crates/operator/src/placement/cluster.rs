@@ -8,7 +8,7 @@ use cleave_plan::snapshot::Pod as PlanPod;
 use kube::core::DeserializeGuard;
 
 use crate::pods::{PodObject, claimant};
-use crate::policies::demand::Waiting;
+use crate::policies::demand::WaitingPod;
 use crate::read::{AgentPod, NamespaceObject, NodeObject, VolumeClaimObject, VolumeObject};
 use crate::rollout::Hosts;
 
@@ -51,7 +51,7 @@ pub(super) struct Input<'a> {
     /// The pods in `living` that are not settled. See [`super::pod_tracker`].
     pub(super) unsettled: &'a [&'a PodObject],
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
-    pub(super) demand: &'a BTreeMap<String, Waiting>,
+    pub(super) demand: &'a BTreeMap<String, WaitingPod>,
     pub(super) now: Now,
 }
 

@@ -7,7 +7,7 @@
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_plan::constraints::{Conflict, Judge, Neighbour, PodAffinityTerm, Rules, Subject};
+use cleave_plan::constraints::{Conflict, Neighbour, NodeChecker, PodAffinityTerm, Rules, Subject};
 use cleave_plan::ledger::{Ledger, Place};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod};
 use kube::Resource;
@@ -145,7 +145,11 @@ impl<'a> Constraints<'a> {
     }
 
     /// Prepares the evaluation of a pod's rules on all nodes. `None` if the pod has too many rules.
-    pub(super) fn judge<'p>(&'p self, key: &'p ConstraintKey<'p>, plan_pod: &'p PlanPod) -> Option<Judge<'p>> {
+    pub(super) fn evaluate_rules<'p>(
+        &'p self,
+        key: &'p ConstraintKey<'p>,
+        plan_pod: &'p PlanPod,
+    ) -> Option<NodeChecker<'p>> {
         let (namespace, labels, rules, volumes) = key;
         if rules.are_too_many() {
             return None;
@@ -157,7 +161,7 @@ impl<'a> Constraints<'a> {
         let bound = self.living.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
         let repelling = self.repelling.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
         let (all, repelling) = (bound.chain(reserved()), repelling.chain(reserved()));
-        Some(Judge::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied()))
+        Some(NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied()))
     }
 
     fn namespaces(&self) -> &BTreeMap<&'a str, &'a BTreeMap<String, String>> {
@@ -191,7 +195,7 @@ fn neighbour<'p>(pod: &'p PodObject, node: &'p str) -> Neighbour<'p> {
 ///
 /// # Errors
 /// The rule that excludes the node.
-pub(super) fn check(judge: Option<&Judge<'_>>, node: &PlanNode) -> Result<(), Conflict> {
+pub(super) fn check(judge: Option<&NodeChecker<'_>>, node: &PlanNode) -> Result<(), Conflict> {
     judge.map_or(Ok(()), |judge| judge.refuse(node))
 }
 

@@ -29,7 +29,7 @@ pub(super) fn of_node(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) 
     for gpu in gpus {
         facts.model.clone_from(&gpu.model);
         let spec = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
-        let repartitioned = spec.filter(|spec| !partition::is_reached(&spec.partition, gpu));
+        let repartitioned = spec.filter(|spec| !partition::has_partition(&spec.partition, gpu));
         let available = ready && gpu.health.healthy && repartitioned.is_none() && !cordons.0.contains_key(&gpu.uuid);
         let is_available = |resource: &str| available && !(withheld && mps.serves(resource));
         for slice in &gpu.slices {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
-use cleave_plan::ledger::{Ask, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
+use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
 use kube::ResourceExt;
 
 use super::actions::{Actions, Destination, ReleaseReason};
@@ -20,7 +20,7 @@ use super::queue::{self, Queue};
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, Stranded};
 use crate::pods::{PodObject, full_name, is_interchangeable};
-use crate::policies::demand::{Reason, Waiting};
+use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::{self, Rollout, Step};
 
 /// Default time for which a pod must be unplaceable before it is released as unschedulable. A
@@ -84,30 +84,30 @@ impl Gatekeeper {
     }
 
     /// Records that a pod could not be released, and ends its reservation.
-    pub fn release_failed(&mut self, pod: &str) {
+    pub fn record_failed_release(&mut self, pod: &str) {
         self.claims.release(self.ledger.as_mut(), pod);
     }
 
     /// Records that the API server refused to release a pod, with its message. After several
     /// refusals, the release is delayed.
-    pub fn release_refused(&mut self, pod: &str, message: &str, up: Duration) {
-        self.release_failed(pod);
-        self.queue.refuse(pod, message, up);
+    pub fn record_refused_release(&mut self, pod: &str, message: &str, up: Duration) {
+        self.record_failed_release(pod);
+        self.queue.record_refusal(pod, message, up);
     }
 
     /// Records that a disruption budget refused a pod's eviction.
-    pub fn protect(&mut self, pod: &str, up: Duration) {
+    pub fn record_protection(&mut self, pod: &str, up: Duration) {
         self.protected.insert(pod.to_owned(), up.saturating_add(PROTECTION_TIME));
     }
 
     /// Records that the condition of a stranded pod could not be written.
-    pub(crate) fn advice_failed(&mut self, uid: &str) {
-        self.stranded.advice_failed(uid);
+    pub(crate) fn record_failed_advice(&mut self, uid: &str) {
+        self.stranded.record_failed_advice(uid);
     }
 
     /// Records that a stranded pod could not be evicted.
-    pub(crate) fn eviction_failed(&mut self, uid: &str, up: Duration) {
-        self.stranded.eviction_failed(uid, up);
+    pub(crate) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
+        self.stranded.record_failed_eviction(uid, up);
     }
 
     /// The ledger, after the first reconcile.
@@ -117,7 +117,7 @@ impl Gatekeeper {
 
     /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
     /// according to the plan for GPUs that Cleave partitions on demand.
-    pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, now: Now) -> Actions {
+    pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout);
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
@@ -125,7 +125,7 @@ impl Gatekeeper {
                 for (name, facts) in changed {
                     match facts {
                         Some(facts) => ledger.observe(&name, facts),
-                        None => ledger.forget(&name),
+                        None => ledger.remove_node(&name),
                     }
                 }
                 ledger
@@ -135,8 +135,8 @@ impl Gatekeeper {
                 self.claims.rebuild(nodes, &living, now)
             }
         };
-        let (unsettled, maybe_gone) = self.tracker.update(&cluster.pods);
-        let waiting = self.track_pods(&mut ledger, &unsettled, maybe_gone, now);
+        let (unsettled, maybe_deleted) = self.tracker.update(&cluster.pods);
+        let waiting = self.track_pods(&mut ledger, &unsettled, maybe_deleted, now);
         self.claims.expire(&mut ledger, &unsettled, now);
         // This must precede any reservation. Otherwise a node that is found idle here could receive
         // a reservation in the same reconcile.
@@ -148,19 +148,19 @@ impl Gatekeeper {
         if let Some(requeue) = actions.rescue.requeue {
             actions.requeue_in(requeue);
         }
-        self.place(&mut ledger, waiting, &input, &mut actions);
+        self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
         self.ledger = Some(ledger);
         actions
     }
 
     /// Updates claims and queue from the pods that are not settled. Returns the pods at the gate
-    /// that have no reservation, in order of priority and age. `maybe_gone` contains the names of
-    /// pods that may have ended or been deleted.
+    /// that have no reservation, in order of priority and age. `maybe_deleted` contains the names
+    /// of pods that may have ended or been deleted.
     fn track_pods<'a>(
         &mut self,
         ledger: &mut Ledger,
         unsettled: &[&'a PodObject],
-        maybe_gone: BTreeSet<String>,
+        maybe_deleted: BTreeSet<String>,
         now: Now,
     ) -> Vec<(String, &'a PodObject)> {
         let mut present = BTreeSet::new();
@@ -171,7 +171,7 @@ impl Gatekeeper {
             self.claims.release_predecessor(ledger, &name, &pod.uid().unwrap_or_default());
             if let Some(node) = pod.node() {
                 if self.claims.bind(ledger, &name, pod, node) {
-                    self.tracker.settle(pod);
+                    self.tracker.mark_settled(pod);
                     settled.push(name.clone());
                 }
             } else if pod.waits_at_gate() {
@@ -184,12 +184,12 @@ impl Gatekeeper {
             }
             present.insert(name);
         }
-        self.claims.remove_gone(ledger, &present, maybe_gone, now.up);
+        self.claims.remove_gone(ledger, &present, maybe_deleted, now.up);
         self.queue.update(&present, &waiting, now.up);
         for name in &settled {
             present.remove(name);
         }
-        self.tracker.remember(present);
+        self.tracker.remember_unsettled(present);
         queue::sort(&mut waiting);
         waiting
     }
@@ -199,7 +199,7 @@ impl Gatekeeper {
     fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.next_rollout <= up)?;
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
-        let views = mps_hosts::views(cluster, hosts, &self.nodes, ledger);
+        let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
         let step = self.rollout.update(&views, up);
         for (name, facts) in self.nodes.update(cluster, &self.rollout) {
             if let Some(facts) = facts {
@@ -222,7 +222,7 @@ impl Gatekeeper {
             // `next_rollout`.
             None => cluster.hosts.as_ref().map(|_| self.next_rollout.saturating_sub(now.up)),
         };
-        reservations.chain(self.claims.lingering_ends(now.up)).chain(hosts).min()
+        reservations.chain(self.claims.lingering_claim_expiries(now.up)).chain(hosts).min()
     }
 
     /// Decides how to handle released pods that are not bound.
@@ -238,16 +238,16 @@ impl Gatekeeper {
             }
         }
         let mut search = LazyCell::new(|| PlacementSearch::new(input, nodes, tracker, ledger));
-        for candidate in unschedulable.iter().filter(|candidate| !candidate.asks.is_empty()) {
+        for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
                 Ok(_) => true,
-                Err(verdict) => verdict.explain(&candidate.asks, input.demand.get(&candidate.name)).1,
+                Err(verdict) => verdict.explain(&candidate.device_requests, input.demand.get(&candidate.name)).1,
             };
             if possible {
                 found.push((candidate.pod, stranded::Reason::Possible));
             }
         }
-        claims.forget_renewals(input.unsettled);
+        claims.drop_renewals(input.unsettled);
         let mut rescue = stranded.reconcile(found, *unschedulable_after, input.now.up);
         let is_over = |pod: &&&PodObject| {
             pod.node().is_some() && pod.condition(CONDITION_PLACED).is_some_and(|condition| condition.status == "False")
@@ -261,7 +261,7 @@ impl Gatekeeper {
     }
 
     /// Reserves shares for the pods that fit, and explains what the others wait for.
-    fn place(
+    fn reserve_or_explain(
         &mut self,
         ledger: &mut Ledger,
         waiting: Vec<(String, &PodObject)>,
@@ -291,9 +291,9 @@ impl Gatekeeper {
                 actions.more = true;
                 break;
             }
-            let Candidate { name, pod, asks, .. } = candidate;
+            let Candidate { name, pod, device_requests, .. } = candidate;
             let waited = queue.waited(name, up);
-            if asks.is_empty() {
+            if device_requests.is_empty() {
                 actions.releases.push(candidate.release(ReleaseReason::NotServed, Destination::Anywhere, waited));
                 continue;
             }
@@ -310,7 +310,7 @@ impl Gatekeeper {
                         search.reserve(candidate, &fits);
                         reserved.push((name.clone(), pod.uid().unwrap_or_default()));
                         let hostnames = fits.iter().filter_map(|fit| nodes.hostname(fit.node())).collect();
-                        let reason = ReleaseReason::Reserved(placement(&pod.spec.asks, &fits, expires));
+                        let reason = ReleaseReason::Reserved(placement(&pod.spec.device_requests, &fits, expires));
                         actions.releases.push(candidate.release(reason, Destination::Hostnames(hostnames), waited));
                     }
                     continue;
@@ -319,11 +319,11 @@ impl Gatekeeper {
             };
             let preempted = preemption.find(ledger, &search, candidate, &verdict);
             let impossible = verdict.impossible();
-            let (message, may_pass) = verdict.explain(asks, input.demand.get(name));
-            let message = message + &rollout.describe_withheld(asks, &search.eligible(candidate));
+            let (message, may_pass) = verdict.explain(device_requests, input.demand.get(name));
+            let message = message + &rollout.describe_withheld(device_requests, &search.eligible(candidate));
             match queue.unplaceable_for(name, may_pass, up) {
                 Some(unplaceable) if unplaceable >= *unschedulable_after => {
-                    actions.releases.push(candidate.give_up(impossible, message, waited));
+                    actions.releases.push(candidate.release_unplaceable(impossible, message, waited));
                     continue;
                 }
                 Some(unplaceable) => actions.requeue_in(unschedulable_after.saturating_sub(unplaceable)),
@@ -344,8 +344,8 @@ impl Gatekeeper {
     }
 }
 
-fn no_room(message: String) -> Waiting {
-    Waiting { reason: Reason::NoRoom, message }
+fn no_room(message: String) -> WaitingPod {
+    WaitingPod { reason: Reason::NoRoom, message }
 }
 
 /// Ends the nominations of pods that no longer wait.
@@ -361,12 +361,12 @@ fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObjec
 
 /// Builds the reservation for the pod's annotation. The reservation lists groups of units in the
 /// order of the pod's requests. The units of one group must be on one device.
-fn placement(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
+fn placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();
-        let mut held = Vec::with_capacity(asks.len());
-        for ask in asks {
-            let same = |take: &&Reservation| take.resource == ask.resource && take.units == ask.units;
+        let mut held = Vec::with_capacity(device_requests.len());
+        for request in device_requests {
+            let same = |take: &&Reservation| take.resource == request.resource && take.units == request.units;
             if let Some(index) = left.iter().position(same) {
                 let Reservation { resource, units, device } = left.remove(index).clone();
                 held.push(ReservedUnits { resource, units: units.get(), device });
@@ -374,7 +374,7 @@ fn placement(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
         }
         held
     };
-    let nodes = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.takes()))).collect();
+    let nodes = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.reservations()))).collect();
     Placement { until: expires.0, nodes }
 }
 

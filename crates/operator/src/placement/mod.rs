@@ -49,5 +49,5 @@ mod verdict;
 pub use actions::{Actions, Eviction, Release, ReleaseReason};
 pub use cluster::{Cluster, Now};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-pub(crate) use run::{Gate, Parts};
+pub(crate) use run::{ControllerInputs, Gate};
 pub use stranded::{Advice, Recreation, Rescue};

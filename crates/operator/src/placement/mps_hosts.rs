@@ -8,7 +8,7 @@ use super::nodes::Nodes;
 use crate::rollout::{self, Hosts, View};
 
 /// The nodes that have, or should have, an MPS host.
-pub(super) fn views(cluster: &Cluster, hosts: &Hosts, nodes: &Nodes, ledger: &Ledger) -> BTreeMap<String, View> {
+pub(super) fn host_views(cluster: &Cluster, hosts: &Hosts, nodes: &Nodes, ledger: &Ledger) -> BTreeMap<String, View> {
     let newest = rollout::Newest::of(hosts.revisions.iter().map(AsRef::as_ref));
     let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
     for pod in &cluster.agents {
@@ -30,7 +30,7 @@ pub(super) fn views(cluster: &Cluster, hosts: &Hosts, nodes: &Nodes, ledger: &Le
             // support the newest host.
             let agent_first = || (agent == Some(&true)).then(|| "the agent is upgraded first".to_owned());
             let busy = user.or_else(agent_first);
-            let excused = rollout::is_excused(&state.node);
+            let excused = rollout::may_be_down(&state.node);
             views.insert(name.clone(), View { host, trouble: state.mps.trouble.clone(), busy, excused });
         }
     }

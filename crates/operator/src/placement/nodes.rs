@@ -8,7 +8,7 @@ use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::constraints::Conflict;
-use cleave_plan::ledger::{Holder, Ledger, Moment, NoFit, NodeFacts, Tightest, Waiting as Asking};
+use cleave_plan::ledger::{Holder, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest};
 use cleave_plan::scheduling::{self, Refused};
 use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
@@ -17,7 +17,7 @@ use kube::core::DeserializeGuard;
 use super::cluster::Cluster;
 use super::facts;
 use super::pod_tracker::PodTracker;
-use super::verdict::{Exclusion, Impossible, Verdict};
+use super::verdict::{Exclusion, PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 use crate::read::NodeObject;
 use crate::rollout::{Mps, Rollout};
@@ -234,7 +234,7 @@ impl Nodes {
         protected: &BTreeMap<String, Duration>,
     ) -> BTreeMap<String, Holder> {
         let mut holders = BTreeMap::new();
-        for pod in living.iter().filter(|pod| pod.wants_gpus()) {
+        for pod in living.iter().filter(|pod| pod.requests_gpus()) {
             let Some(state) = pod.node().and_then(|node| self.0.get(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
             if state.blocked.contains(&name) {
@@ -263,7 +263,7 @@ impl Nodes {
     pub(super) fn diagnose(
         &self,
         ledger: &Ledger,
-        asking: Asking<'_>,
+        pending: PendingPod<'_>,
         pod: &PlanPod,
         checks: &NodeChecks<'_>,
         why: &NoFit,
@@ -278,14 +278,17 @@ impl Nodes {
         };
         let possible: Vec<&str> = self.0.values().filter(is_possible).map(|state| state.node.name.as_str()).collect();
         if possible.is_empty() {
-            return Verdict::Never { message: self.explain_exclusions(pod, checks), impossible: Impossible::Excluded };
+            return Verdict::Never {
+                message: self.explain_exclusions(pod, checks),
+                impossible: PermanentObstacle::Excluded,
+            };
         }
-        match ledger.fit_for(asking, possible.iter().copied(), 1, &Tightest) {
+        match ledger.fit_for(pending, possible.iter().copied(), 1, &Tightest) {
             Ok(_) => Verdict::Waits(self.explain_exclusions(pod, checks)),
             Err(why) if why.may_pass() => Verdict::Waits(why.to_string()),
             Err(why) => {
                 let not_offered = matches!(why, NoFit::NotOffered { .. } | NoFit::NoNode);
-                let impossible = if not_offered { Impossible::NotOffered } else { Impossible::TooLarge };
+                let impossible = if not_offered { PermanentObstacle::NotOffered } else { PermanentObstacle::TooLarge };
                 Verdict::Never { message: why.to_string(), impossible }
             }
         }

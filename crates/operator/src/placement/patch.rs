@@ -2,7 +2,7 @@
 use cleave_api::names::{LARGEST_PREFIX, UNSCHEDULABLE_ANNOTATION};
 use cleave_api::placement::ANNOTATION;
 use cleave_plan::affinity::{Present, among, narrow};
-use cleave_plan::ledger::Ask;
+use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::snapshot::{NodeSelectorTerm, Operator, Requirement};
 use serde_json::{Value, json};
 
@@ -20,10 +20,10 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
     let requirement = match destination {
         Destination::Anywhere => None,
         Destination::Hostnames(hostnames) => among(hostnames),
-        Destination::LargerGpus(asks) => larger_gpus(asks),
+        Destination::LargerGpus(device_requests) => larger_gpus(device_requests),
     };
     // An affinity that matches no node needs no narrowing: the pod still matches no node.
-    let narrowed = requirement.map(|requirement| narrow(present(pod), &requirement).unwrap_or_default());
+    let narrowed = requirement.map(|requirement| narrow(existing_affinity(pod), &requirement).unwrap_or_default());
     operations.extend(narrowed.iter().flatten().map(|operation| json!(operation)));
     let annotation = match reason {
         ReleaseReason::Reserved(placement) => Some((ANNOTATION, placement.text().unwrap_or_default())),
@@ -42,7 +42,7 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
 }
 
 /// Returns how much of a required node affinity the pod's spec already has.
-fn present(pod: &PodObject) -> Present<'_> {
+fn existing_affinity(pod: &PodObject) -> Present<'_> {
     let Some(affinity) = &pod.spec.affinity else { return Present::Nothing };
     let Some(nodes) = &affinity.node_affinity else { return Present::Affinity };
     match &nodes.required_during_scheduling_ignored_during_execution {
@@ -55,10 +55,10 @@ fn present(pod: &PodObject) -> Present<'_> {
 ///
 /// Only autoscalers' node templates and administrators set the label of the requirement. The
 /// requirement names no node, so any node with the label may serve the pod.
-fn larger_gpus(asks: &[Ask]) -> Option<Requirement> {
-    let ask = asks.iter().max_by_key(|ask| ask.units)?;
-    let (_, name) = ask.resource.split_once('/')?;
-    let below = ask.units.get() - 1;
+fn larger_gpus(device_requests: &[DeviceRequest]) -> Option<Requirement> {
+    let request = device_requests.iter().max_by_key(|request| request.units)?;
+    let (_, name) = request.resource.split_once('/')?;
+    let below = request.units.get() - 1;
     Some(Requirement {
         key: format!("{LARGEST_PREFIX}{name}"),
         operator: Operator::Gt,

@@ -48,9 +48,9 @@ impl PodTracker {
         for pod in pods {
             let row = self.rows.entry(address(pod)).or_insert_with(|| {
                 // For a pod that neither uses nor awaits a GPU, only its resource requests matter.
-                let settled = !is_living(pod) || !pod.waits_at_gate() && !pod.wants_gpus();
+                let settled = !is_living(pod) || !pod.waits_at_gate() && !pod.requests_gpus();
                 if is_living(pod) {
-                    count(&mut self.requested, pod, u128::saturating_add);
+                    change_sums(&mut self.requested, pod, u128::saturating_add);
                 }
                 Row { pod: Arc::clone(pod), update, settled }
             });
@@ -59,31 +59,31 @@ impl PodTracker {
                 unsettled.push(&**pod);
             }
         }
-        let mut maybe_gone = std::mem::take(&mut self.unsettled_names);
+        let mut maybe_deleted = std::mem::take(&mut self.unsettled_names);
         let requested = &mut self.requested;
         self.rows.retain(|_, row| {
             let stays = row.update == update;
             if !stays {
                 if is_living(&row.pod) {
-                    count(requested, &row.pod, u128::saturating_sub);
+                    change_sums(requested, &row.pod, u128::saturating_sub);
                 }
-                if row.settled && row.pod.wants_gpus() {
-                    maybe_gone.insert(full_name(&row.pod.metadata));
+                if row.settled && row.pod.requests_gpus() {
+                    maybe_deleted.insert(full_name(&row.pod.metadata));
                 }
             }
             stays
         });
-        (unsettled, maybe_gone)
+        (unsettled, maybe_deleted)
     }
 
     /// Stores the names of the pods that are not settled. The next update returns them as pods that
     /// may have ended or been deleted.
-    pub(super) fn remember(&mut self, names: BTreeSet<String>) {
+    pub(super) fn remember_unsettled(&mut self, names: BTreeSet<String>) {
         self.unsettled_names = names;
     }
 
     /// Marks a pod as settled until it changes.
-    pub(super) fn settle(&mut self, pod: &PodObject) {
+    pub(super) fn mark_settled(&mut self, pod: &PodObject) {
         if let Some(row) = self.rows.get_mut(&std::ptr::from_ref(pod).addr()) {
             row.settled = true;
         }
@@ -101,7 +101,11 @@ fn address(pod: &Arc<PodObject>) -> usize {
 
 /// Adds a pod's requests to the sums of its node, or subtracts them. Each request has 64 bits, so
 /// sums of 128 bits do not overflow.
-fn count(requested: &mut BTreeMap<String, BTreeMap<String, u128>>, pod: &PodObject, change: fn(u128, u128) -> u128) {
+fn change_sums(
+    requested: &mut BTreeMap<String, BTreeMap<String, u128>>,
+    pod: &PodObject,
+    change: fn(u128, u128) -> u128,
+) {
     let Some(node) = pod.node() else { return };
     let mut change = |resource: &str, milli: u64| {
         if !requested.contains_key(node) {
@@ -145,19 +149,19 @@ mod tests {
         let mut tracker = PodTracker::default();
         let both = [Arc::clone(&a), Arc::clone(&b)];
         assert_eq!(names(&tracker.update(&both).0), ["default/a", "default/b"]);
-        tracker.settle(&a);
+        tracker.mark_settled(&a);
         assert_eq!(names(&tracker.update(&both).0), ["default/b"]);
         let changed = [pod("a", "n", "1"), Arc::clone(&b)];
-        let (unsettled, maybe_gone) = tracker.update(&changed);
+        let (unsettled, maybe_deleted) = tracker.update(&changed);
         assert_eq!(names(&unsettled), ["default/a", "default/b"]);
-        assert_eq!(maybe_gone, BTreeSet::from(["default/a".to_owned()]), "the settled pod has changed");
-        tracker.settle(&changed[0]);
-        let (unsettled, maybe_gone) = tracker.update(&changed[1..]);
-        assert_eq!((names(&unsettled), maybe_gone.len()), (vec!["default/b".to_owned()], 1), "gone");
+        assert_eq!(maybe_deleted, BTreeSet::from(["default/a".to_owned()]), "the settled pod has changed");
+        tracker.mark_settled(&changed[0]);
+        let (unsettled, maybe_deleted) = tracker.update(&changed[1..]);
+        assert_eq!((names(&unsettled), maybe_deleted.len()), (vec!["default/b".to_owned()], 1), "gone");
     }
 
     #[test]
-    fn a_nodes_sums_match_its_pods_after_pods_come_and_go() {
+    fn the_sums_of_a_node_match_its_pods_after_pods_are_added_and_removed() {
         let mut tracker = PodTracker::default();
         let (a, b) = (pod("a", "n", "1"), pod("b", "n", "1500m"));
         let requested = |tracker: &PodTracker| {

@@ -43,7 +43,7 @@ impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
             return None;
         }
         self.considered += 1;
-        let found = ledger.preempt(candidate.asking(), search.nodes_with_room(candidate), self.holders);
+        let found = ledger.preempt(candidate.pending_pod(), search.nodes_with_room(candidate), self.holders);
         found.filter(|found| can_evict(found, self.protected))
     }
 

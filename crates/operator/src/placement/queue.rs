@@ -9,7 +9,7 @@ use kube::ResourceExt;
 
 use super::actions::Actions;
 use crate::pods::PodObject;
-use crate::policies::demand::{Reason, Waiting};
+use crate::policies::demand::{Reason, WaitingPod};
 
 /// Number of consecutive refusals by the API server after which a pod's release is delayed. The
 /// first refusals may only mean that the pod changed after the decision.
@@ -77,7 +77,7 @@ impl Queue {
     ///
     /// The refusal may be permanent, for example because of the pod's size. The pod must not
     /// reserve shares at each reconcile, and its owner must learn the reason.
-    pub(super) fn refuse(&mut self, name: &str, message: &str, up: Duration) {
+    pub(super) fn record_refusal(&mut self, name: &str, message: &str, up: Duration) {
         let Some(gated) = self.0.get_mut(name) else { return };
         let times = gated.refused.as_ref().map_or(1, |before| before.times.saturating_add(1));
         let delay = match times.checked_sub(MAX_REFUSALS) {
@@ -104,7 +104,7 @@ impl Queue {
             actions.requeue_in(until.saturating_sub(up));
             drop(ledger.withdraw(name));
             let message = format!("The API server refused the patch that releases this pod: {message}");
-            actions.waiting.insert(name.clone(), Waiting { reason: Reason::Malformed, message });
+            actions.waiting.insert(name.clone(), WaitingPod { reason: Reason::Malformed, message });
             false
         });
         waiting

@@ -19,7 +19,7 @@ use crate::evict::{self, Evicted};
 use crate::metrics::{Outcome, Reason};
 use crate::pod_condition;
 use crate::pods::{PodCondition, full_name};
-use crate::policies::demand::Waiting;
+use crate::policies::demand::WaitingPod;
 use crate::rollout::{self, Deleted, Replacement, Step, Watched};
 use crate::task::{Context, Controller, Trigger};
 use crate::write::{WRITE_TIMEOUT, publish};
@@ -32,12 +32,12 @@ const MAX_PATCHES_IN_FLIGHT: usize = 16;
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// The inputs of the controller.
-pub(crate) struct Parts {
+pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
-    /// Wakes this controller.
+    /// Wakers this controller.
     pub(crate) wake: Arc<Notify>,
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
-    pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, Waiting>>>,
+    pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts.
     pub(crate) hosts: Option<Watched>,
     /// Time for which a pod must be unplaceable before it is released as unschedulable.
@@ -83,7 +83,7 @@ impl SteadyClock {
 pub(crate) struct Gate {
     context: Context,
     wake: Arc<Notify>,
-    demand: watch::Receiver<Arc<BTreeMap<String, Waiting>>>,
+    demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     hosts: Option<Watched>,
     keeper: Gatekeeper,
     publisher: EventPublisher,
@@ -92,7 +92,7 @@ pub(crate) struct Gate {
 }
 
 impl Controller for Gate {
-    fn gather(&mut self) -> Duration {
+    fn gather_time(&mut self) -> Duration {
         GATHER_TIME
     }
 
@@ -109,10 +109,10 @@ impl Controller for Gate {
         let epoch = self.clock.epoch_seconds(Instant::now());
         let demand = Arc::clone(&self.demand.borrow_and_update());
         let actions = self.keeper.reconcile(&cluster, &demand, Now { up, epoch });
-        self.measure(&actions);
+        self.set_gauges(&actions);
         let released = self.release_all(&actions.releases).await;
         let evicted = self.evict_all(&actions.evictions, up).await;
-        self.rescue(&actions.rescue).await;
+        self.handle_stranded(&actions.rescue).await;
         let none_stranded = actions.rescue.recreate.is_empty() && actions.rescue.advise.is_empty();
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
@@ -128,8 +128,8 @@ impl Controller for Gate {
 }
 
 impl Gate {
-    pub(crate) fn new(parts: Parts) -> Self {
-        let Parts { context, wake, demand, hosts, unschedulable_after } = parts;
+    pub(crate) fn new(parts: ControllerInputs) -> Self {
+        let ControllerInputs { context, wake, demand, hosts, unschedulable_after } = parts;
         Self {
             context,
             wake,
@@ -167,8 +167,10 @@ impl Gate {
             all &= result.is_ok();
             match result {
                 Ok(()) => {}
-                Err(Failure::Retry) => self.keeper.release_failed(pod),
-                Err(Failure::Refused(message)) => self.keeper.release_refused(pod, &message, self.started.elapsed()),
+                Err(Failure::Retry) => self.keeper.record_failed_release(pod),
+                Err(Failure::Refused(message)) => {
+                    self.keeper.record_refused_release(pod, &message, self.started.elapsed())
+                }
             }
         }
         all
@@ -178,9 +180,9 @@ impl Gate {
     async fn release<'r>(&self, release: &'r Release) -> (&'r str, Result<(), Failure>) {
         let result = self.patch(release).await;
         let label = if result.is_ok() { release.reason.as_str() } else { "failed" };
-        self.context.metrics.gates_opened.get_or_create(&Outcome { result: label }).inc();
+        self.context.metrics.pods_released.get_or_create(&Outcome { result: label }).inc();
         if result.is_ok() {
-            self.context.metrics.gate_seconds.observe(release.waited.as_secs_f64());
+            self.context.metrics.gate_wait_seconds.observe(release.waited.as_secs_f64());
         }
         (&release.pod, result)
     }
@@ -241,15 +243,20 @@ impl Gate {
             match &evicted {
                 Evicted::Done => {
                     tracing::info!(pod, preemptor, "preempted a pod");
-                    publish(&self.context.recorder, &events::preempted(preemptor), &events::of_pod(pod, uid)).await;
+                    publish(
+                        &self.context.recorder,
+                        &events::preempted_event(preemptor),
+                        &events::pod_reference(pod, uid),
+                    )
+                    .await;
                 }
                 Evicted::Protected(message) => {
                     tracing::info!(pod, preemptor, message, "a disruption budget prevented an eviction");
-                    self.keeper.protect(pod, up);
+                    self.keeper.record_protection(pod, up);
                     // Reconcile again: the gatekeeper may find other pods to evict.
                     self.wake.notify_one();
                 }
-                Evicted::Gone => {}
+                Evicted::NotFound => {}
                 Evicted::Failed(error) => {
                     tracing::warn!(pod, preemptor, error, "failed to evict a pod");
                     all = false;
@@ -262,7 +269,7 @@ impl Gate {
 
     /// Evicts stranded pods so that their controllers recreate them, and writes the condition of
     /// other stranded pods. After a failed write, a later reconcile decides again.
-    async fn rescue(&mut self, rescue: &Rescue) {
+    async fn handle_stranded(&mut self, rescue: &Rescue) {
         for recreation in &rescue.recreate {
             if !self.context.claim.is_current() {
                 return;
@@ -273,31 +280,32 @@ impl Gate {
             if !self.context.claim.is_current() {
                 return;
             }
-            self.advise(advice).await;
+            self.write_advice(advice).await;
         }
     }
 
     async fn recreate(&mut self, Recreation { pod, uid, version, message }: &Recreation) {
         let evicted = evict::evict_unchanged(&self.context.client, pod, uid, version).await;
-        self.context.metrics.recreated.get_or_create(&Outcome { result: evicted.as_str() }).inc();
+        self.context.metrics.stranded_pods_recreated.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         match evicted {
             Evicted::Done => {
                 tracing::info!(pod, message, "evicted a stranded pod");
-                publish(&self.context.recorder, &events::stranded(message), &events::of_pod(pod, uid)).await;
+                publish(&self.context.recorder, &events::stranded_event(message), &events::pod_reference(pod, uid))
+                    .await;
             }
-            Evicted::Gone => {}
+            Evicted::NotFound => {}
             Evicted::Protected(why) => {
                 tracing::info!(pod, why, "a disruption budget prevented the eviction of a stranded pod");
-                self.keeper.eviction_failed(uid, self.started.elapsed());
+                self.keeper.record_failed_eviction(uid, self.started.elapsed());
             }
             Evicted::Failed(error) => {
                 tracing::warn!(pod, error, "failed to evict a stranded pod");
-                self.keeper.eviction_failed(uid, self.started.elapsed());
+                self.keeper.record_failed_eviction(uid, self.started.elapsed());
             }
         }
     }
 
-    async fn advise(&mut self, Advice { pod, uid, message }: &Advice) {
+    async fn write_advice(&mut self, Advice { pod, uid, message }: &Advice) {
         let (status, reason) = if message.is_some() { ("False", "Stranded") } else { ("True", "Bound") };
         let condition = PodCondition {
             type_: CONDITION_PLACED.to_owned(),
@@ -306,9 +314,9 @@ impl Gate {
             message: message.clone().unwrap_or_default(),
         };
         if !pod_condition::write(&self.context.client, (pod, uid), &condition, true).await {
-            self.keeper.advice_failed(uid);
+            self.keeper.record_failed_advice(uid);
         } else if let Some(message) = message {
-            publish(&self.context.recorder, &events::stranded(message), &events::of_pod(pod, uid)).await;
+            publish(&self.context.recorder, &events::stranded_event(message), &events::pod_reference(pod, uid)).await;
         }
     }
 
@@ -323,7 +331,7 @@ impl Gate {
         let mut events = Vec::new();
         if let Some((message, regarding)) = &step.news {
             tracing::warn!(message, "stopped the replacement of MPS hosts");
-            events.push((regarding.clone(), events::rollout_stopped(message)));
+            events.push((regarding.clone(), events::rollout_stopped_event(message)));
         }
         for replacement in &step.replace {
             if !self.context.claim.is_current() {
@@ -351,17 +359,17 @@ impl Gate {
         match deleted {
             Deleted::Done => {
                 tracing::info!(node, pod, "deleted an outdated MPS host");
-                self.keeper.rollout.replaced(replacement, up);
-                return Some((replacement.regarding(), events::host_replaced(node, pod, &replacement.host.uid)));
+                self.keeper.rollout.record_replacement(replacement, up);
+                return Some((replacement.regarding(), events::host_replaced_event(node, pod, &replacement.host.uid)));
             }
-            Deleted::Gone => self.keeper.rollout.cancel(node),
+            Deleted::Skipped => self.keeper.rollout.record_no_deletion(node),
             Deleted::Failed(error) => {
                 tracing::warn!(node, pod, error = &error as &dyn std::error::Error, "failed to delete an MPS host");
-                self.keeper.rollout.refused(node, up);
+                self.keeper.rollout.record_refusal(node, up);
             }
             Deleted::Timeout => {
                 tracing::warn!(node, pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
-                self.keeper.rollout.refused(node, up);
+                self.keeper.rollout.record_refusal(node, up);
             }
         }
         None
@@ -370,7 +378,13 @@ impl Gate {
     /// Publishes Events about pods that wait and pods that were released as unschedulable. The
     /// passes report the pods in `demand`, because only the passes have the plan for GPUs that are
     /// partitioned on demand.
-    async fn report(&mut self, actions: &Actions, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, up: Duration) {
+    async fn report(
+        &mut self,
+        actions: &Actions,
+        cluster: &Cluster,
+        demand: &BTreeMap<String, WaitingPod>,
+        up: Duration,
+    ) {
         let mut waiting = actions.waiting.clone();
         waiting.retain(|pod, _| !demand.contains_key(pod));
         let uids: BTreeMap<String, String> = if waiting.is_empty() {
@@ -379,10 +393,10 @@ impl Gate {
             let pods = cluster.pods.iter().filter(|pod| pod.waits_at_gate());
             pods.map(|pod| (full_name(&pod.metadata), pod.metadata.uid.clone().unwrap_or_default())).collect()
         };
-        let mut all = self.publisher.of_pods(&waiting, &uids, up);
+        let mut all = self.publisher.pod_events(&waiting, &uids, up);
         for release in &actions.releases {
             if let ReleaseReason::Unschedulable(message) = &release.reason {
-                all.push((events::of_pod(&release.pod, &release.uid), events::unschedulable(message)));
+                all.push((events::pod_reference(&release.pod, &release.uid), events::unschedulable_event(message)));
             }
         }
         for (regarding, event) in all {
@@ -393,7 +407,7 @@ impl Gate {
         }
     }
 
-    fn measure(&self, actions: &Actions) {
+    fn set_gauges(&self, actions: &Actions) {
         let waiting = i64::try_from(actions.waiting.len()).unwrap_or(i64::MAX);
         self.context.metrics.gated.get_or_create(&Reason { reason: "no_room" }).set(waiting);
     }

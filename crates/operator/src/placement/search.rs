@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::Quantity;
-use cleave_plan::constraints::Judge;
-use cleave_plan::ledger::{Ask, Fits, Ledger, Tightest, Waiting as Asking};
+use cleave_plan::constraints::NodeChecker;
+use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, PendingPod, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
 use kube::ResourceExt;
 
@@ -16,7 +16,7 @@ use super::free_resources::FreeResources;
 use super::nodes::{NodeChecks, Nodes, Provider};
 use super::patch;
 use super::pod_tracker::PodTracker;
-use super::verdict::{Impossible, Verdict};
+use super::verdict::{PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 
 /// Maximum number of nodes that a pod is released to if the operator does not evaluate all rules of
@@ -30,7 +30,7 @@ pub(super) struct Candidate<'a> {
     pub(super) pod: &'a PodObject,
     pub(super) plan_pod: PlanPod,
     /// The pod's requests, sorted, without requests that another plugin serves.
-    pub(super) asks: Vec<Ask>,
+    pub(super) device_requests: Vec<DeviceRequest>,
     /// Nodes to which the scheduler did not bind pods of the same controller. The search tries
     /// other nodes first.
     avoided: Option<&'a BTreeSet<String>>,
@@ -43,12 +43,12 @@ pub(super) struct Candidate<'a> {
 
 impl<'a> Candidate<'a> {
     pub(super) fn new(name: String, pod: &'a PodObject, nodes: &Nodes, avoided: Option<&'a BTreeSet<String>>) -> Self {
-        let mut asks = pod.asks();
-        asks.retain(|ask| nodes.provider(&ask.resource) != Provider::Another);
-        asks.sort();
-        let unclear = asks.iter().all(|ask| nodes.provider(&ask.resource) == Provider::Unclear);
-        let offered = asks.iter().any(|ask| nodes.provider(&ask.resource) == Provider::Cleave);
-        Self { name, pod, plan_pod: plan_pod(pod), asks, avoided, offered, unclear }
+        let mut device_requests = pod.device_requests();
+        device_requests.retain(|request| nodes.provider(&request.resource) != Provider::Another);
+        device_requests.sort();
+        let unclear = device_requests.iter().all(|request| nodes.provider(&request.resource) == Provider::Unclear);
+        let offered = device_requests.iter().any(|request| nodes.provider(&request.resource) == Provider::Cleave);
+        Self { name, pod, plan_pod: plan_pod(pod), device_requests, avoided, offered, unclear }
     }
 
     /// Creates a candidate from a pod that was released as unschedulable, with the affinity from
@@ -60,8 +60,8 @@ impl<'a> Candidate<'a> {
     }
 
     /// The pod's request to the ledger.
-    pub(super) fn asking(&self) -> Asking<'_> {
-        Asking { pod: &self.name, priority: self.plan_pod.priority, asks: &self.asks }
+    pub(super) fn pending_pod(&self) -> PendingPod<'_> {
+        PendingPod { pod: &self.name, priority: self.plan_pod.priority, device_requests: &self.device_requests }
     }
 
     /// Returns the action that releases the pod.
@@ -72,7 +72,12 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns a release without a reservation, because the pod was unplaceable for too long.
-    pub(super) fn give_up(&self, impossible: Option<Impossible>, message: String, waited: Duration) -> Release {
+    pub(super) fn release_unplaceable(
+        &self,
+        impossible: Option<PermanentObstacle>,
+        message: String,
+        waited: Duration,
+    ) -> Release {
         if self.unclear {
             // The pod has waited longer than any kubelet's report stays outdated. So another plugin
             // serves the resources on nodes where Cleave runs.
@@ -81,8 +86,9 @@ impl<'a> Candidate<'a> {
         // Without a reservation, the pod would fail on any node that offers the resource, including
         // nodes that the pod may not use now. If no node offers the resource, any node that is
         // added may serve the pod.
-        let needs_larger = impossible == Some(Impossible::TooLarge) || self.offered;
-        let destination = if needs_larger { Destination::LargerGpus(&self.asks) } else { Destination::Anywhere };
+        let needs_larger = impossible == Some(PermanentObstacle::TooLarge) || self.offered;
+        let destination =
+            if needs_larger { Destination::LargerGpus(&self.device_requests) } else { Destination::Anywhere };
         self.release(ReleaseReason::Unschedulable(message), destination, waited)
     }
 
@@ -95,7 +101,7 @@ impl<'a> Candidate<'a> {
 type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
 /// All properties of a pod that decide whether the pod is placeable.
-type SearchKey<'a> = (&'a [Ask], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
+type SearchKey<'a> = (&'a [DeviceRequest], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
 
 /// Searches for placements within one reconcile. The search stores which pods are not placeable,
 /// because replicas of a workload have the same result.
@@ -123,40 +129,42 @@ impl<'a> PlacementSearch<'a> {
     /// # Errors
     /// Why the pod is not placeable.
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
-        let Candidate { name, pod, plan_pod, asks, .. } = candidate;
+        let Candidate { name, pod, plan_pod, device_requests, .. } = candidate;
         let constraint_key = self.constraints.key(pod);
         let has_unbound_volume = constraint_key.as_ref().is_some_and(|(.., volumes)| volumes.unbound);
-        let key = (asks.as_slice(), plan_pod.priority, &plan_pod.requests, candidate.node_key(), constraint_key);
+        let key =
+            (device_requests.as_slice(), plan_pod.priority, &plan_pod.requests, candidate.node_key(), constraint_key);
         if let Some(known) = self.without_place.get(&key).filter(|_| !ledger.nominations().contains_key(name)) {
             return Err(known.clone());
         }
-        let judge = key.4.as_ref().and_then(|constraint_key| self.constraints.judge(constraint_key, plan_pod));
+        let checker =
+            key.4.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
         let most = if pod.spec.particular || has_unbound_volume { MAX_RELEASE_NODES } else { 1 };
         let has_room = |node: &str| self.has_room(node, candidate);
-        let allows = |node: &str| self.allows(node, judge.as_ref());
+        let allows = |node: &str| self.allows(node, checker.as_ref());
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));
         // Most pods are placeable, so the search usually ends before it has checked every node.
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
-        if let Some(fits) = ledger.fit_tightest(candidate.asking(), most, may_use) {
+        if let Some(fits) = ledger.fit_tightest(candidate.pending_pod(), most, may_use) {
             return Ok(fits);
         }
         let eligible = self.eligible(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
         if candidate.avoided.is_some()
             && let Ok(fits) =
-                ledger.fit_for(candidate.asking(), with_room().filter(|node| !avoids(node)), most, &Tightest)
+                ledger.fit_for(candidate.pending_pod(), with_room().filter(|node| !avoids(node)), most, &Tightest)
         {
             return Ok(fits);
         }
-        let verdict = match ledger.fit_for(candidate.asking(), with_room(), most, &Tightest) {
+        let verdict = match ledger.fit_for(candidate.pending_pod(), with_room(), most, &Tightest) {
             Ok(fits) => return Ok(fits),
             Err(why) => {
-                let conflict = |node: &PlanNode| check(judge.as_ref(), node);
+                let conflict = |node: &PlanNode| check(checker.as_ref(), node);
                 let checks = NodeChecks { conflict: &conflict, has_room: &has_room };
-                self.nodes.diagnose(ledger, candidate.asking(), plan_pod, &checks, &why)
+                self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
         };
-        drop(judge);
+        drop(checker);
         self.without_place.insert(key, verdict.clone());
         Err(verdict)
     }
@@ -177,9 +185,9 @@ impl<'a> PlacementSearch<'a> {
     /// Eligible nodes that other rules allow and that have CPU, memory and a pod slot for the pod.
     pub(super) fn nodes_with_room(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
         let key = self.constraints.key(candidate.pod);
-        let judge = key.as_ref().and_then(|key| self.constraints.judge(key, &candidate.plan_pod));
+        let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
         let mut nodes = self.eligible(candidate);
-        nodes.retain(|node| self.allows(node, judge.as_ref()) && self.has_room(node, candidate));
+        nodes.retain(|node| self.allows(node, checker.as_ref()) && self.has_room(node, candidate));
         nodes
     }
 
@@ -187,7 +195,7 @@ impl<'a> PlacementSearch<'a> {
         self.free.borrow_mut().has_room(node, &candidate.plan_pod.requests)
     }
 
-    fn allows(&self, node: &str, judge: Option<&Judge<'_>>) -> bool {
-        self.nodes.0.get(node).is_some_and(|state| check(judge, &state.node).is_ok())
+    fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
+        self.nodes.0.get(node).is_some_and(|state| check(checker, &state.node).is_ok())
     }
 }

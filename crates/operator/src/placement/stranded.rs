@@ -9,9 +9,9 @@
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
 //! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | at once |
-//! | All its nodes were deleted. | after [`GONE_AFTER`] |
+//! | All its nodes were deleted. | after [`MISSING_NODE_DELAY`] |
 //! | All its nodes are cordoned, tainted or full. | after the time that also releases a pod as unschedulable |
-//! | It was released as unschedulable, and would wait or fit now. | after [`GONE_AFTER`] |
+//! | It was released as unschedulable, and would wait or fit now. | after [`MISSING_NODE_DELAY`] |
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -24,14 +24,14 @@ use super::pod_tracker::PodTracker;
 use crate::pods::{Controller, PodObject, Replacement, full_name};
 
 /// Time for which a pod's nodes must be missing before the operator acts. A watch may lag.
-pub(super) const GONE_AFTER: Duration = Duration::from_secs(20);
+pub(super) const MISSING_NODE_DELAY: Duration = Duration::from_secs(20);
 /// The first delay between two recreations for one controller. Each following delay is twice as
 /// long.
 const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum delay between two recreations for one controller.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// Time for which a controller must have no stranded pod before its delay is reset.
-const FORGET_AFTER: Duration = Duration::from_secs(1800);
+const BACKOFF_RESET_DELAY: Duration = Duration::from_secs(1800);
 /// The delay from which replacements also wait at the gate. Otherwise, pods that the scheduler
 /// repeatedly refuses would reserve GPUs all the time.
 const GATE_DELAY_FROM: Duration = Duration::from_secs(40);
@@ -172,14 +172,14 @@ impl Stranded {
     ) -> Rescue {
         let mut rescue = Rescue::default();
         let mut present = BTreeSet::new();
-        self.owners.retain(|_, backoff| up < backoff.until.saturating_add(FORGET_AFTER));
+        self.owners.retain(|_, backoff| up < backoff.until.saturating_add(BACKOFF_RESET_DELAY));
         for (pod, reason) in found {
             let uid = pod.metadata.uid.clone().unwrap_or_default();
             let since = *self.since.entry(uid.clone()).or_insert(up);
             present.insert(uid.clone());
             let due = since.saturating_add(match reason {
                 Reason::Expired(_) => Duration::ZERO,
-                Reason::Gone(_) | Reason::Possible => GONE_AFTER,
+                Reason::Gone(_) | Reason::Possible => MISSING_NODE_DELAY,
                 Reason::Refused(_) => patience,
             });
             let due = due.max(self.failed.get(&uid).copied().unwrap_or_default());
@@ -188,7 +188,7 @@ impl Stranded {
             } else if rescue.recreate.len().max(rescue.advise.len()) >= MAX_PODS_PER_RECONCILE {
                 rescue.requeue_in(Duration::from_secs(1));
             } else {
-                self.help(&mut rescue, pod, &uid, &reason, (due, up));
+                self.add_action(&mut rescue, pod, &uid, &reason, (due, up));
             }
         }
         self.since.retain(|uid, _| present.contains(uid));
@@ -198,7 +198,7 @@ impl Stranded {
     }
 
     /// Adds the action for one pod that has been stranded since `due`.
-    fn help(
+    fn add_action(
         &mut self,
         rescue: &mut Rescue,
         pod: &PodObject,
@@ -259,12 +259,12 @@ impl Stranded {
     }
 
     /// Records that a pod could not be evicted. Other pods are evicted before this pod is retried.
-    pub(super) fn eviction_failed(&mut self, uid: &str, up: Duration) {
+    pub(super) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY));
     }
 
     /// Records that a pod's condition could not be written. A later reconcile writes it.
-    pub(super) fn advice_failed(&mut self, uid: &str) {
+    pub(super) fn record_failed_advice(&mut self, uid: &str) {
         self.advised.remove(uid);
     }
 
@@ -332,7 +332,7 @@ mod tests {
         let advice = rescue.advise[0].message.as_deref().unwrap();
         assert!(advice.contains("Delete and recreate it"), "{advice}");
         assert_eq!(stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(1)).advise, []);
-        stranded.advice_failed("bare");
+        stranded.record_failed_advice("bare");
         assert_eq!(
             stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(2)).advise.len(),
             1,
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_is_evicted_only_if_its_pod_cannot_run() {
+    fn the_pod_of_a_job_is_evicted_only_if_it_cannot_run() {
         let gone = || Reason::Gone(vec!["n1".to_owned()]);
         for (kind, when_expired, when_gone) in
             [("ReplicaSet", 1, 1), ("StatefulSet", 1, 1), ("Job", 0, 1), ("Workflow", 0, 0), ("ConfigMap", 0, 0)]
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_refusal_by_a_node_strands_no_pod() {
+    fn a_brief_refusal_by_a_node_strands_no_pod() {
         let pod = replica("owned");
         let cordoned = || (&pod, Reason::Refused("n1: cordoned".to_owned()));
         let mut stranded = Stranded::default();
@@ -400,13 +400,13 @@ mod tests {
             second += all(&mut stranded, second + 1).requeue.unwrap().as_secs() + 1;
         }
         assert_eq!(times, [10, 30, 70, 150, 310, 630, 1230, 1830, 2430]);
-        let rested = second + FORGET_AFTER.as_secs() + 600;
+        let rested = second + BACKOFF_RESET_DELAY.as_secs() + 600;
         all(&mut stranded, rested);
         assert_eq!(all(&mut stranded, rested + 1).requeue, Some(at(9)), "the delay restarts from the first");
     }
 
     #[test]
-    fn stranded_pods_of_a_large_controller_are_recreated_in_bounded_batches() {
+    fn stranded_pods_of_a_large_controller_are_recreated_in_batches() {
         let pods: Vec<PodObject> = (0..100).map(|at| replica(&format!("p{at:02}"))).collect();
         let mut left: Vec<&PodObject> = pods.iter().collect();
         let mut stranded = Stranded::default();

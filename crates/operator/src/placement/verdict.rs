@@ -2,9 +2,9 @@
 use cleave_api::names::RESOURCE_MIG_PREFIX;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::device::sized;
-use cleave_plan::ledger::Ask;
+use cleave_plan::ledger::DeviceRequest;
 
-use crate::policies::demand::{Reason, Waiting};
+use crate::policies::demand::{Reason, WaitingPod};
 
 /// Maximum number of nodes that a message names for each reason.
 const MAX_NAMED_NODES: usize = 3;
@@ -15,12 +15,12 @@ pub(super) enum Verdict {
     /// The pod is not placeable now, but may be later. Contains the explanation.
     Waits(String),
     /// The pod is not placeable until nodes, GPUs or policies change.
-    Never { message: String, impossible: Impossible },
+    Never { message: String, impossible: PermanentObstacle },
 }
 
 /// Why a pod fits no GPU of the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Impossible {
+pub(super) enum PermanentObstacle {
     /// The pod may not use any node with GPUs.
     Excluded,
     /// The nodes that the pod may use do not offer the requested resources.
@@ -32,7 +32,7 @@ pub(super) enum Impossible {
 
 impl Verdict {
     /// Why the pod fits no GPU. `None` if it may fit one later.
-    pub(super) fn impossible(&self) -> Option<Impossible> {
+    pub(super) fn impossible(&self) -> Option<PermanentObstacle> {
         match self {
             Self::Waits(_) => None,
             Self::Never { impossible, .. } => Some(*impossible),
@@ -41,15 +41,16 @@ impl Verdict {
 
     /// Returns the explanation for the pod's owner, and whether the pod may become placeable.
     /// `demand` is set if a GPU may be repartitioned for the pod.
-    pub(super) fn explain(self, asks: &[Ask], demand: Option<&Waiting>) -> (String, bool) {
-        let is_partitioned =
-            |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
+    pub(super) fn explain(self, device_requests: &[DeviceRequest], demand: Option<&WaitingPod>) -> (String, bool) {
+        let is_partitioned = |request: &DeviceRequest| {
+            sized(&request.resource).is_some() || request.resource.starts_with(RESOURCE_MIG_PREFIX)
+        };
         match (self, demand) {
             // Demand decides which resources exist, so Cleave may create a missing resource for the
             // pod.
             (Self::Never { impossible, .. }, Some(waiting))
                 if waiting.reason != Reason::Malformed
-                    && (impossible == Impossible::NotOffered || asks.iter().any(is_partitioned)) =>
+                    && (impossible == PermanentObstacle::NotOffered || device_requests.iter().any(is_partitioned)) =>
             {
                 (waiting.message.clone(), true)
             }

@@ -31,7 +31,7 @@ pub struct Outcome {
     /// GPUs that are repartitioned.
     pub repartitioned: Vec<GpuKey>,
     /// Waiting pods, each with the reason.
-    pub waiting: BTreeMap<String, Waiting>,
+    pub waiting: BTreeMap<String, WaitingPod>,
     /// Nodes on which a repartitioning is in progress.
     pub changing: BTreeSet<String>,
     /// Nodes excluded from the plan, each with the reason.
@@ -48,7 +48,7 @@ pub struct Outcome {
 
 /// Why a pod waits.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Waiting {
+pub struct WaitingPod {
     /// The reason, for metrics and for callers.
     pub reason: Reason,
     /// The explanation for the pod's owner.
@@ -125,7 +125,7 @@ fn apply_plan(plan: &mut Plan, observed: &Observed, input: &PlannerInput, planne
         let Some(desired) = spec.gpus.iter_mut().find(|desired| desired.uuid == gpu.uuid) else { continue };
         match partition(gpu, by_demand, status, &desired.partition) {
             Ok(partition) => {
-                if !partition::is_reached(&partition, status) {
+                if !partition::has_partition(&partition, status) {
                     outcome.repartitioned.push(at);
                 }
                 desired.partition = partition;
@@ -154,13 +154,13 @@ fn gpu_status<'a>(observed: &'a Observed, (node, uuid): &GpuKey) -> Option<&'a G
 }
 
 /// The reason why each pending pod waits.
-fn waiting(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) -> BTreeMap<String, Waiting> {
+fn waiting(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) -> BTreeMap<String, WaitingPod> {
     let mut all = BTreeMap::new();
     for placement in &planned.plan.placements {
         let on = |gpu: &String| repartitioned.contains(&(placement.node.clone(), gpu.clone()));
         let repartitioning = input.changing.contains(&placement.node) || placement.gpus.iter().any(on);
         let reason = if repartitioning { Reason::Repartitioning } else { Reason::Scheduler };
-        all.insert(placement.pod.clone(), Waiting { reason, message: placement.reason.clone() });
+        all.insert(placement.pod.clone(), WaitingPod { reason, message: placement.reason.clone() });
     }
     for unplaced in &planned.plan.unplaced {
         let reason = if unplaced.malformed {
@@ -170,7 +170,7 @@ fn waiting(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) ->
         } else {
             Reason::NodeChanging
         };
-        all.insert(unplaced.pod.clone(), Waiting { reason, message: unplaced.reason.clone() });
+        all.insert(unplaced.pod.clone(), WaitingPod { reason, message: unplaced.reason.clone() });
     }
     all
 }
@@ -181,8 +181,8 @@ fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
     let (mut beside, mut all) = (0_u64, 0_u64);
     let plans: BTreeMap<(&str, &str), &GpuPlan> =
         planned.plan.gpus.iter().map(|gpu| ((gpu.node.as_str(), gpu.uuid.as_str()), gpu)).collect();
-    for node in input.snapshot.nodes.iter().filter(|node| node.left_out.is_none()) {
-        for gpu in node.gpus.iter().filter(|gpu| gpu.left_out.is_none() && !gpu.fixed) {
+    for node in input.snapshot.nodes.iter().filter(|node| node.exclusion.is_none()) {
+        for gpu in node.gpus.iter().filter(|gpu| gpu.exclusion.is_none() && !gpu.fixed) {
             let Some(plan) = plans.get(&(node.name.as_str(), gpu.uuid.as_str())) else { continue };
             let total = gpu.memory.as_mebibytes().unwrap_or(0);
             let used: u64 = plan.slices.iter().filter(|slice| slice.in_use).map(|slice| memory(gpu, slice)).sum();
@@ -223,13 +223,13 @@ fn report_to_policies(plan: &mut Plan, observed: &Observed, outcome: &Outcome, p
         for (uuid, by_demand) in gpus {
             let Some(report) = plan.policies.get_mut(&by_demand.policy) else { continue };
             if let Some(reason) = excluded_nodes.get(node) {
-                report.left_out.insert(node.clone(), reason.clone());
+                report.excluded.insert(node.clone(), reason.clone());
                 continue;
             }
             let at = (node.clone(), uuid.clone());
             if let Some(reason) = excluded_gpus.get(&at) {
                 let index = gpu_status(observed, &at).map_or(0, |gpu| gpu.index);
-                report.left_out.insert(format!("GPU {index} of {node}"), reason.clone());
+                report.excluded.insert(format!("GPU {index} of {node}"), reason.clone());
             }
         }
     }

@@ -38,7 +38,7 @@ impl Pace {
 
     /// Records a plan. `more` states whether further changes arrived during the wait before the
     /// plan.
-    pub(crate) fn planned(&mut self, now: Duration, more: bool) {
+    pub(crate) fn record_plan(&mut self, now: Duration, more: bool) {
         self.last = Some(now);
         self.between = if more { (self.between * 2).min(PLAN_INTERVALS.1) } else { PLAN_INTERVALS.0 };
     }
@@ -96,12 +96,12 @@ mod tests {
     fn a_change_of_a_quiet_cluster_is_planned_almost_at_once() {
         let mut pace = Pace::default();
         assert_eq!(pace.wait(ms(0)), FIRST_CHANGE_DELAY);
-        pace.planned(ms(50), false);
+        pace.record_plan(ms(50), false);
         assert_eq!(pace.wait(ms(5000)), FIRST_CHANGE_DELAY);
     }
 
     #[test]
-    fn plans_get_rarer_under_load_and_fast_again_after_it() {
+    fn plans_are_less_frequent_under_load_and_frequent_again_after_it() {
         let mut pace = Pace::default();
         let mut now = ms(0);
         let mut waits = Vec::new();
@@ -109,12 +109,12 @@ mod tests {
             let wait = pace.wait(now);
             now += wait;
             waits.push(wait);
-            pace.planned(now, true);
+            pace.record_plan(now, true);
         }
         assert_eq!(waits, [50, 200, 400, 800, 1600, 2000, 2000, 2000].map(ms));
         assert_eq!(pace.wait(now + ms(3999)), FIRST_CHANGE_DELAY, "a late change has already waited");
         assert_eq!(pace.wait(now + ms(4000)), FIRST_CHANGE_DELAY);
-        pace.planned(now + ms(4050), false);
+        pace.record_plan(now + ms(4050), false);
         assert_eq!(pace.wait(now + ms(4060)), ms(90), "the pace is reset");
     }
 

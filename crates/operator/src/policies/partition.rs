@@ -124,15 +124,15 @@ fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u
 }
 
 /// Whether the kubelet lists exactly the slices of a partition.
-pub(crate) fn is_reached(partition: &Partition, gpu: &GpuStatus) -> bool {
+pub(crate) fn has_partition(partition: &Partition, gpu: &GpuStatus) -> bool {
     if let Some(whole) = &partition.whole {
         return gpu.slices.iter().all(|status| status.resource == whole.resource && status.device == gpu.uuid)
             && gpu.slices.iter().any(|status| status.total > 0);
     }
-    counts(&desired(partition, gpu)) == counts(&served(gpu))
+    slice_counts(&desired(partition, gpu)) == slice_counts(&served(gpu))
 }
 
-fn counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
+fn slice_counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
     let mut counts = BTreeMap::new();
     for slice in slices.iter().filter(|slice| slice.count > 0) {
         *counts.entry((slice.placement, slice.resource.as_str())).or_default() += slice.count;
@@ -201,7 +201,7 @@ fn mps_partition(
                 (memory, threads, demand.mps.max_clients)
             }
         };
-        for (first, count) in ranges(&numbers(resource, count, gpu, current)) {
+        for (first, count) in number_ranges(&id_numbers(resource, count, gpu, current)) {
             all.push(MpsSlices {
                 resource: resource.to_owned(),
                 count,
@@ -266,7 +266,7 @@ fn saturating_u32(number: u64) -> u32 {
 
 /// The numbers in the device ids of a resource. Prefers numbers in use, then existing numbers, then
 /// the lowest free numbers.
-fn numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
+fn id_numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
     let mut numbers = numbers_in_use(gpu, resource);
     let existing = current.iter().flat_map(|current| &current.slices).filter(|slices| slices.resource == resource);
     let existing: BTreeSet<u32> =
@@ -288,7 +288,7 @@ fn numbers_in_use(gpu: &GpuStatus, resource: &str) -> BTreeSet<u32> {
 }
 
 /// Groups numbers into ranges of (first, count).
-fn ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
+fn number_ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for &number in numbers {
         match ranges.last_mut() {
@@ -378,12 +378,12 @@ mod tests {
             .collect()
     }
 
-    const TEN: &str = "nvidia.com/gpu-10gb";
-    const TWENTY: &str = "nvidia.com/gpu-20gb";
+    const SLICE_10GB_RESOURCE: &str = "nvidia.com/gpu-10gb";
+    const SLICE_20GB_RESOURCE: &str = "nvidia.com/gpu-20gb";
 
     #[test]
     fn a_sized_slice_has_its_part_of_memory_and_threads() {
-        let mps = mps(&[free(TEN, 2), free(TWENTY, 1)], &gpu(), None);
+        let mps = mps(&[free(SLICE_10GB_RESOURCE, 2), free(SLICE_20GB_RESOURCE, 1)], &gpu(), None);
         let all = 40 * 1024 - 128;
         assert_eq!(mps.slices[0].memory_mib, [all / 4, all / 2, all * 3 / 4, all]);
         assert_eq!(mps.slices[0].threads, [25, 50, 75, 100]);
@@ -394,8 +394,8 @@ mod tests {
     /// agent could not apply a changed limit while a client runs.
     #[test]
     fn the_limits_of_a_slice_do_not_depend_on_the_others() {
-        let small = mps(&[free(TEN, 1)], &gpu(), None);
-        let large = mps(&[free(TEN, 2), free("nvidia.com/gpu-7gb", 1)], &gpu(), None);
+        let small = mps(&[free(SLICE_10GB_RESOURCE, 1)], &gpu(), None);
+        let large = mps(&[free(SLICE_10GB_RESOURCE, 2), free("nvidia.com/gpu-7gb", 1)], &gpu(), None);
         assert_eq!(small.slices[0].memory_mib, large.slices[0].memory_mib);
         assert_eq!(small.slices[0].threads, large.slices[0].threads);
         assert_eq!(small.slices[0].memory_mib.last(), large.slices[1].memory_mib.last(), "the daemon's default");
@@ -406,31 +406,37 @@ mod tests {
 
     #[test]
     fn ids_in_use_stay_and_the_lowest_free_ids_are_added() {
-        let current = mps(&[free(TEN, 4)], &gpu(), None);
+        let current = mps(&[free(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
         let mut busy = gpu();
         busy.allocations = vec![AllocationStatus {
             device: "GPU-a".into(),
-            resource: TEN.into(),
+            resource: SLICE_10GB_RESOURCE.into(),
             ids: vec!["GPU-a::1".into(), "GPU-a::3".into()],
             ..AllocationStatus::default()
         }];
         let current = Partition { mps: Some(current), ..Partition::default() };
-        let fewer = mps(&[in_use(TEN, 2), free(TWENTY, 1)], &busy, Some(&current));
-        assert_eq!((ids(&fewer, TEN), ids(&fewer, TWENTY)), (vec![(1, 1), (3, 1)], vec![(0, 1)]));
-        let more =
-            mps(&[in_use(TEN, 2), free(TEN, 1)], &busy, Some(&Partition { mps: Some(fewer), ..Partition::default() }));
-        assert_eq!(ids(&more, TEN), [(0, 2), (3, 1)]);
+        let fewer = mps(&[in_use(SLICE_10GB_RESOURCE, 2), free(SLICE_20GB_RESOURCE, 1)], &busy, Some(&current));
+        assert_eq!(
+            (ids(&fewer, SLICE_10GB_RESOURCE), ids(&fewer, SLICE_20GB_RESOURCE)),
+            (vec![(1, 1), (3, 1)], vec![(0, 1)])
+        );
+        let more = mps(
+            &[in_use(SLICE_10GB_RESOURCE, 2), free(SLICE_10GB_RESOURCE, 1)],
+            &busy,
+            Some(&Partition { mps: Some(fewer), ..Partition::default() }),
+        );
+        assert_eq!(ids(&more, SLICE_10GB_RESOURCE), [(0, 2), (3, 1)]);
     }
 
     #[test]
     fn limits_in_use_are_kept_when_the_policy_has_others() {
-        let mut old = mps(&[free(TEN, 4)], &gpu(), None);
+        let mut old = mps(&[free(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
         old.slices[0].threads = vec![50, 100];
         old.multi_user = false;
         let current = Partition { mps: Some(old), ..Partition::default() };
-        let kept = mps(&[in_use(TEN, 1), free(TEN, 1)], &gpu(), Some(&current));
+        let kept = mps(&[in_use(SLICE_10GB_RESOURCE, 1), free(SLICE_10GB_RESOURCE, 1)], &gpu(), Some(&current));
         assert_eq!((&kept.slices[0].threads[..], kept.multi_user), (&[50, 100][..], false));
-        let fresh = mps(&[free(TEN, 2)], &gpu(), Some(&current));
+        let fresh = mps(&[free(SLICE_10GB_RESOURCE, 2)], &gpu(), Some(&current));
         assert_eq!((&fresh.slices[0].threads[..], fresh.multi_user), (&[25, 50, 75, 100][..], true));
     }
 
@@ -444,18 +450,25 @@ mod tests {
             ..SliceStatus::default()
         };
         let mut gpu = gpu();
-        let spec = Partition { mps: Some(mps(&[free(TEN, 2), free(TWENTY, 1)], &gpu, None)), ..Partition::default() };
-        gpu.slices = vec![slice_status(TEN, 4, 1)];
-        assert!(!is_reached(&spec, &gpu));
-        assert_eq!(desired(&spec, &gpu), [in_use(TEN, 1), free(TEN, 1), free(TWENTY, 1)], "what it will be");
-        gpu.slices = vec![slice_status(TEN, 2, 1), slice_status(TWENTY, 1, 0)];
-        assert!(is_reached(&spec, &gpu));
+        let spec = Partition {
+            mps: Some(mps(&[free(SLICE_10GB_RESOURCE, 2), free(SLICE_20GB_RESOURCE, 1)], &gpu, None)),
+            ..Partition::default()
+        };
+        gpu.slices = vec![slice_status(SLICE_10GB_RESOURCE, 4, 1)];
+        assert!(!has_partition(&spec, &gpu));
+        assert_eq!(
+            desired(&spec, &gpu),
+            [in_use(SLICE_10GB_RESOURCE, 1), free(SLICE_10GB_RESOURCE, 1), free(SLICE_20GB_RESOURCE, 1)],
+            "what it will be"
+        );
+        gpu.slices = vec![slice_status(SLICE_10GB_RESOURCE, 2, 1), slice_status(SLICE_20GB_RESOURCE, 1, 0)];
+        assert!(has_partition(&spec, &gpu));
         let whole = Partition { whole: Some(Whole { resource: RESOURCE_GPU.into() }), ..Partition::default() };
-        assert!(!is_reached(&whole, &gpu));
+        assert!(!has_partition(&whole, &gpu));
         gpu.slices = vec![slice_status(RESOURCE_GPU, 1, 0)];
-        assert!(is_reached(&whole, &gpu) && served(&gpu).is_empty());
+        assert!(has_partition(&whole, &gpu) && served(&gpu).is_empty());
         gpu.slices.clear();
-        assert!(!is_reached(&whole, &gpu), "a GPU in MIG mode without instances is not whole");
+        assert!(!has_partition(&whole, &gpu), "a GPU in MIG mode without instances is not whole");
     }
 
     #[test]
@@ -463,7 +476,7 @@ mod tests {
         let mut gpu = gpu();
         gpu.slices = vec![SliceStatus {
             device: "GPU-a".into(),
-            resource: TEN.into(),
+            resource: SLICE_10GB_RESOURCE.into(),
             total: 2,
             in_use: 1,
             ..SliceStatus::default()
@@ -471,7 +484,7 @@ mod tests {
         assert!(has_unknown_ids(&gpu));
         gpu.allocations = vec![AllocationStatus {
             device: "GPU-a".into(),
-            resource: TEN.into(),
+            resource: SLICE_10GB_RESOURCE.into(),
             ids: vec!["GPU-a::0".into()],
             ..AllocationStatus::default()
         }];

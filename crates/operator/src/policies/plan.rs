@@ -17,7 +17,7 @@ use cleave_plan::units::Mebibytes;
 use sha2::{Digest, Sha256};
 
 use crate::policies::layout;
-use crate::policies::select::{self, by_rank, matching, selects_node};
+use crate::policies::select::{self, matching_policies, selects_node, sort_by_rank};
 use crate::policies::validate::{
     self, Demand, Gathering, InstanceShare, MpsShare, Policy, ReplicaRules, ShareSize, SharingMode,
     shared_instance_resource,
@@ -57,7 +57,7 @@ pub struct Report {
     /// Number of slices that pods request and that the policy's GPUs do not have yet.
     pub wanted: u32,
     /// Nodes and GPUs of the policy that plans exclude, each with the reason.
-    pub left_out: BTreeMap<String, String>,
+    pub excluded: BTreeMap<String, String>,
     /// Nodes that the policy selects.
     pub nodes: BTreeSet<String>,
     /// Selected nodes whose agent has not reported GPUs.
@@ -153,7 +153,7 @@ pub fn plan(observed: &Observed) -> Plan {
             }
         }
     }
-    by_rank(&mut policies);
+    sort_by_rank(&mut policies);
     for (name, node) in &observed.nodes {
         plan_node(name, node, &policies, &mut plan);
     }
@@ -222,7 +222,7 @@ fn plan_gpu(
     plan: &mut Plan,
 ) -> Option<GpuSpec> {
     let at = GpuRef { node: name.to_owned(), index: gpu.index, uuid: gpu.uuid.clone() };
-    let mut matching = matching(policies, &node.labels, gpu);
+    let mut matching = matching_policies(policies, &node.labels, gpu);
     let winner = matching.next();
     for loser in matching {
         if let (Some(report), Some(winner)) = (plan.policies.get_mut(&loser.name), winner) {

@@ -40,13 +40,13 @@ impl<'a> Rank<'a> {
 }
 
 /// Sorts policies so that the winning policy comes first.
-pub(super) fn by_rank(policies: &mut [Policy]) {
+pub(super) fn sort_by_rank(policies: &mut [Policy]) {
     policies.sort_by(|a, b| Rank::of(a).cmp(&Rank::of(b)));
 }
 
 /// Returns the policies that match a GPU, the winner first. `policies` must be sorted by
-/// [`by_rank`].
-pub(super) fn matching<'a>(
+/// [`sort_by_rank`].
+pub(super) fn matching_policies<'a>(
     policies: &'a [Policy],
     labels: &'a BTreeMap<String, String>,
     gpu: &'a GpuStatus,
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn the_more_specific_then_the_older_then_the_first_by_name_wins() {
+    fn the_more_specific_policy_wins_then_the_older_then_the_first_by_name() {
         let gpu = |uuids: &[&str], indices: &[u32]| GpuSelector {
             uuids: uuids.iter().map(|&uuid| uuid.to_owned()).collect(),
             indices: indices.to_vec(),
@@ -134,7 +134,7 @@ mod tests {
             policy("uuid", 9, 0, gpu(&["GPU-x"], &[])),
         ];
         policies.push(Policy { created: None, ..policy("all-undated", 0, 0, GpuSelector::default()) });
-        by_rank(&mut policies);
+        sort_by_rank(&mut policies);
         let names: Vec<&str> = policies.iter().map(|policy| policy.name.as_str()).collect();
         assert_eq!(
             names,
@@ -167,8 +167,8 @@ mod tests {
             }).collect();
             let mut forwards = all.clone();
             let mut backwards: Vec<Policy> = all.into_iter().rev().collect();
-            by_rank(&mut forwards);
-            by_rank(&mut backwards);
+            sort_by_rank(&mut forwards);
+            sort_by_rank(&mut backwards);
             prop_assert_eq!(forwards, backwards);
         }
 

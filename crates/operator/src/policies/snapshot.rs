@@ -108,7 +108,7 @@ pub struct PlannerInput {
 
 /// Returns the progress of a GPU towards its spec.
 pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
-    if partition::is_reached(&spec.partition, gpu) {
+    if partition::has_partition(&spec.partition, gpu) {
         return Progress::Reached;
     }
     if !has_read(node) {
@@ -164,7 +164,7 @@ fn has_read(node: &Node) -> bool {
 
 impl History {
     /// Records that a spec was written. `generation` is the object's generation before the write.
-    pub fn wrote(&mut self, node: &str, generation: Option<i64>, spec: &GpuNodeSpec, now: Duration) {
+    pub fn record_write(&mut self, node: &str, generation: Option<i64>, spec: &GpuNodeSpec, now: Duration) {
         self.written.insert(node.to_owned(), (generation, spec.clone(), now));
     }
 
@@ -223,7 +223,7 @@ impl History {
                     Progress::Changing => {}
                     // Keep the start time. Otherwise the deadline of a late GPU would restart
                     // although its desired partition has not changed.
-                    Progress::Failed(message) => self.fail(&at, &spec.partition, message, now),
+                    Progress::Failed(message) => self.record_failure(&at, &spec.partition, message, now),
                     Progress::Reached | Progress::Blocked => {
                         self.changing.remove(&at);
                         // The GPU reached the partition after a failure.
@@ -246,7 +246,7 @@ impl History {
     }
 
     /// Records a failure. The backoff doubles with each consecutive failure.
-    fn fail(&mut self, at: &GpuKey, partition: &Partition, message: &str, now: Duration) {
+    fn record_failure(&mut self, at: &GpuKey, partition: &Partition, message: &str, now: Duration) {
         let before = self.failures.get(at);
         if before.is_some_and(|failure| failure.partition == *partition && now < failure.until) {
             return;
@@ -280,8 +280,8 @@ pub fn build(observed: &Observed, plan: &Plan, history: &mut History, now: Durat
     for (name, node) in &observed.nodes {
         let Some(gpus) = node.reported() else {
             if node.agent.is_some() {
-                let left_out = Some("the agent has not reported the node's GPUs".to_owned());
-                input.snapshot.nodes.push(PlanNode { name: name.clone(), left_out, ..PlanNode::default() });
+                let exclusion = Some("the agent has not reported the node's GPUs".to_owned());
+                input.snapshot.nodes.push(PlanNode { name: name.clone(), exclusion, ..PlanNode::default() });
             }
             continue;
         };
@@ -306,17 +306,17 @@ impl NodeBuilder<'_> {
     fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], input: &mut PlannerInput) {
         let demand = self.plan.demand.get(self.name);
         let deadline = deadline(self.plan, self.name);
-        let left_out = self.exclusion(deadline, input);
-        if let Some(reason) = &left_out {
+        let exclusion = self.exclusion(deadline, input);
+        if let Some(reason) = &exclusion {
             input.excluded_nodes.insert(self.name.to_owned(), reason.clone());
         }
-        let mut changing = left_out.is_none() && self.history.unread.contains_key(self.name);
-        for gpu in gpus.iter().filter(|_| left_out.is_none()) {
+        let mut changing = exclusion.is_none() && self.history.unread.contains_key(self.name);
+        for gpu in gpus.iter().filter(|_| exclusion.is_none()) {
             let at = (self.name.to_owned(), gpu.uuid.clone());
             if let (Some(Progress::Changing), Some((_, since))) =
                 (self.progress.get(&at), self.history.changing.get(&at))
             {
-                limit_next(input, since.saturating_add(deadline), self.now);
+                cap_next_pass(input, since.saturating_add(deadline), self.now);
                 changing = true;
             }
         }
@@ -334,29 +334,29 @@ impl NodeBuilder<'_> {
                 self.progress.get(&at) == Some(&Progress::Changing) && gpu.health.reason == HEALTH_MPS_UNAVAILABLE;
             if !gpu.health.healthy && !starting {
                 let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
-                planned.left_out = Some(format!("unhealthy: {why}"));
+                planned.exclusion = Some(format!("unhealthy: {why}"));
             }
             if let Some(reason) = cordons.0.get(&gpu.uuid) {
                 let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
-                planned.left_out = Some(format!("cordoned{why}"));
+                planned.exclusion = Some(format!("cordoned{why}"));
             }
             if by_demand.is_some() {
                 let failure = self.history.failures.get(&at);
-                if let Some(reason) = &planned.left_out {
+                if let Some(reason) = &planned.exclusion {
                     input.excluded_gpus.insert(at.clone(), reason.clone());
                 } else if let Some(failure) = failure.filter(|failure| self.now < failure.until) {
-                    limit_next(input, failure.until, self.now);
+                    cap_next_pass(input, failure.until, self.now);
                     input
                         .excluded_gpus
                         .insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
-                    pin(&mut planned);
+                    fix_slices(&mut planned);
                     // The GPU is pinned, so its present slices become its desired partition.
-                    if !changing && left_out.is_none() {
+                    if !changing && exclusion.is_none() {
                         input.repartitionable.insert(at);
                     }
                 } else if changing || partition::has_unknown_ids(gpu) {
-                    pin(&mut planned);
-                } else if left_out.is_none() {
+                    fix_slices(&mut planned);
+                } else if exclusion.is_none() {
                     input.repartitionable.insert(at);
                 }
             }
@@ -378,7 +378,7 @@ impl NodeBuilder<'_> {
             allocatable: self.node.allocatable.clone(),
             requested: requested.into_quantities(),
             gpus: all,
-            left_out,
+            exclusion,
         });
     }
 
@@ -391,7 +391,7 @@ impl NodeBuilder<'_> {
         }
         let (_, since) = self.history.unread.get(self.name)?;
         if self.now.saturating_sub(*since) < deadline {
-            limit_next(input, since.saturating_add(deadline), self.now);
+            cap_next_pass(input, since.saturating_add(deadline), self.now);
             return None;
         }
         Some(format!("the agent did not read the GpuNode spec within {} s", deadline.as_secs()))
@@ -458,7 +458,7 @@ impl NodeBuilder<'_> {
             planned.mig_sharing =
                 Some(MigSharing { units: slice.count.max(1), resource_name: Some(slice.resource.clone()) });
         }
-        pin(planned);
+        fix_slices(planned);
     }
 
     /// Whether the GPU does not have this partition yet.
@@ -489,12 +489,13 @@ impl NodeBuilder<'_> {
                 let mut offers = false;
                 for gpu in all.iter_mut().filter(|gpu| has(gpu, resource)) {
                     offers = true;
-                    pin(gpu);
+                    fix_slices(gpu);
                     input.repartitionable.remove(&(self.name.to_owned(), gpu.uuid.clone()));
                 }
                 if offers {
                     let each = if together { missing } else { 1 };
-                    (0..missing / each).for_each(|_| take_free(all, resource, u32::try_from(each).unwrap_or(u32::MAX)));
+                    (0..missing / each)
+                        .for_each(|_| mark_free_in_use(all, resource, u32::try_from(each).unwrap_or(u32::MAX)));
                 }
             }
         }
@@ -502,14 +503,14 @@ impl NodeBuilder<'_> {
 }
 
 /// Ensures that the next pass runs no later than at `at`.
-fn limit_next(input: &mut PlannerInput, at: Duration, now: Duration) {
+fn cap_next_pass(input: &mut PlannerInput, at: Duration, now: Duration) {
     let from_now = at.saturating_sub(now);
     input.next = Some(input.next.map_or(from_now, |next| next.min(from_now)));
 }
 
 /// Forces the planner to keep a GPU's slices. A GPU that has no slices or is used as a whole is
 /// planned as a whole GPU.
-fn pin(gpu: &mut Gpu) {
+fn fix_slices(gpu: &mut Gpu) {
     if gpu.slices.iter().all(|slice| slice.resource == RESOURCE_GPU) {
         gpu.mode = Mode::Whole;
     } else {
@@ -532,7 +533,7 @@ fn has(gpu: &Gpu, resource: &str) -> bool {
 
 /// Marks `count` units of a resource on one device as in use. Chooses the device with the fewest
 /// free units that suffice.
-fn take_free(gpus: &mut [Gpu], resource: &str, count: u32) {
+fn mark_free_in_use(gpus: &mut [Gpu], resource: &str, count: u32) {
     if resource == RESOURCE_GPU {
         if let Some(gpu) = gpus.iter_mut().filter(|gpu| has(gpu, resource)).min_by_key(|gpu| gpu.index) {
             gpu.slices.push(Slice {

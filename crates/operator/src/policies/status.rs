@@ -6,7 +6,7 @@ use cleave_api::SharingPolicy;
 use cleave_api::gpunode::{GpuStatus, MigPartition, MpsPartition, Partition, StepStatus, TimeSlicedPartition, Whole};
 use cleave_api::names::{
     CONDITION_ACCEPTED, CONDITION_CONFLICT, CONDITION_READY, OPERATOR_MANAGER, STEP_DONE, STEP_FAILED, STEP_IN_USE,
-    STEP_REFUSED, STEP_WAITING, reason,
+    STEP_REFUSED, STEP_WAITING, daemon_state, reason,
 };
 use cleave_api::sharingpolicy::SharingPolicyStatus;
 use jiff::Timestamp;
@@ -189,11 +189,11 @@ struct Verdict {
 }
 
 impl Verdict {
-    fn yes(reason: &'static str, message: impl Into<String>) -> Self {
+    fn true_with(reason: &'static str, message: impl Into<String>) -> Self {
         Self { holds: true, reason, message: message.into() }
     }
 
-    fn no(reason: &'static str, message: impl Into<String>) -> Self {
+    fn false_with(reason: &'static str, message: impl Into<String>) -> Self {
         Self { holds: false, reason, message: message.into() }
     }
 }
@@ -202,13 +202,13 @@ impl Verdict {
 fn accepted(report: &Report) -> Verdict {
     match &report.invalid {
         Some(Invalid::Malformed(error)) => {
-            return Verdict::no(
+            return Verdict::false_with(
                 reason::MALFORMED,
                 format!("the policy is malformed and is ignored: {}", shorten(error, 400)),
             );
         }
         Some(Invalid::Refused(error)) => {
-            return Verdict::no(
+            return Verdict::false_with(
                 reason::INVALID,
                 format!("{error}; the policy is ignored, and its GPUs keep their partition"),
             );
@@ -218,9 +218,9 @@ fn accepted(report: &Report) -> Verdict {
     // Nodes that have not reported yet may have the missing GPUs.
     if report.unreported.is_empty() && !report.models.is_empty() && matches_nothing(report) {
         let known = report.models.iter().map(|(model, gpus)| format!("{model} ({gpus})"));
-        let known = listed(known.collect());
+        let known = join_names(known.collect());
         if !report.unknown_models.is_empty() {
-            return Verdict::no(
+            return Verdict::false_with(
                 reason::UNKNOWN_MODEL,
                 format!(
                     "no GPU of the selected nodes is {}; the nodes have {known}",
@@ -229,12 +229,12 @@ fn accepted(report: &Report) -> Verdict {
             );
         }
         if !report.unknown_uuids.is_empty() {
-            return Verdict::no(
+            return Verdict::false_with(
                 reason::UNKNOWN_GPU,
                 format!("no selected node has {}; the nodes have {known}", alternatives(&report.unknown_uuids)),
             );
         }
-        return Verdict::no(
+        return Verdict::false_with(
             reason::NO_GPU_MATCHES,
             format!("no GPU matches all lists in spec.gpus; the selected nodes have {known}"),
         );
@@ -242,9 +242,9 @@ fn accepted(report: &Report) -> Verdict {
     if report.following.is_empty()
         && let Some((_, cannot)) = report.unsupported.first()
     {
-        return Verdict::no(cannot.reason(), unsupported(report));
+        return Verdict::false_with(cannot.reason(), unsupported(report));
     }
-    Verdict::yes(reason::ACCEPTED, "")
+    Verdict::true_with(reason::ACCEPTED, "")
 }
 
 /// Whether the policy matches no GPU at all.
@@ -255,14 +255,14 @@ fn matches_nothing(report: &Report) -> bool {
 /// Whether GPUs that this policy selects follow another policy.
 fn conflict(report: &Report) -> Verdict {
     if report.overridden.is_empty() {
-        return Verdict::no(reason::NO_CONFLICT, "");
+        return Verdict::false_with(reason::NO_CONFLICT, "");
     }
     let taken = report.overridden.iter().map(|(policy, gpus)| format!("{policy} has {}", gpu_list(gpus)));
-    Verdict::yes(
+    Verdict::true_with(
         reason::OVERRIDDEN,
         format!(
             "more specific or older policies apply to GPUs that this policy also selects: {}",
-            listed(taken.collect())
+            join_names(taken.collect())
         ),
     )
 }
@@ -270,14 +270,14 @@ fn conflict(report: &Report) -> Verdict {
 /// Whether the GPUs are partitioned as the policy specifies.
 fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     match &report.invalid {
-        Some(Invalid::Malformed(_)) => return Verdict::no(reason::MALFORMED, "the policy is malformed"),
+        Some(Invalid::Malformed(_)) => return Verdict::false_with(reason::MALFORMED, "the policy is malformed"),
         Some(Invalid::Refused(_)) => {
-            return Verdict::no(reason::INVALID, "the policy is invalid; see the condition Accepted");
+            return Verdict::false_with(reason::INVALID, "the policy is invalid; see the condition Accepted");
         }
         None => {}
     }
     if report.nodes.is_empty() {
-        return Verdict::no(reason::NO_NODE_MATCHES, "no node matches spec.nodeSelector");
+        return Verdict::false_with(reason::NO_NODE_MATCHES, "no node matches spec.nodeSelector");
     }
     if report.following.is_empty() && report.unsupported.is_empty() {
         return nothing_to_share(report);
@@ -291,54 +291,54 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         problems.entry(Problem::UnknownGpu).or_default().push(message);
     }
     if !report.unreported.is_empty() {
-        let nodes = listed(report.unreported.iter().cloned().collect());
+        let nodes = join_names(report.unreported.iter().cloned().collect());
         let message = format!("no agent has reported the GPUs of {nodes}");
         problems.entry(Problem::AgentNotReady).or_default().push(message);
     }
-    for (what, why) in &report.left_out {
-        problems.entry(Problem::LeftOut).or_default().push(format!("{what} is excluded from plans: {why}"));
+    for (what, why) in &report.excluded {
+        problems.entry(Problem::Excluded).or_default().push(format!("{what} is excluded from plans: {why}"));
     }
     let Some(first) = problems.keys().next().copied() else {
         let how =
             if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy specifies" };
-        return Verdict::yes(reason::READY, format!("{} {how}", subject(&report.following)));
+        return Verdict::true_with(reason::READY, format!("{} {how}", subject(&report.following)));
     };
     let reason = match (first, report.unsupported.first()) {
         (Problem::Unsupported, Some((_, cannot))) => cannot.reason(),
         _ => first.reason(),
     };
-    let sentences = problems.into_values().flat_map(joined).collect::<Vec<_>>();
-    Verdict::no(reason, shorten(&sentences.join("; "), 2000))
+    let sentences = problems.into_values().flat_map(join_sentences).collect::<Vec<_>>();
+    Verdict::false_with(reason, shorten(&sentences.join("; "), 2000))
 }
 
 /// Why a valid policy has no GPU.
 fn nothing_to_share(report: &Report) -> Verdict {
     if !report.unreported.is_empty() {
-        let nodes = listed(report.unreported.iter().cloned().collect());
-        return Verdict::no(reason::AGENT_NOT_REPORTING, format!("no agent has reported the GPUs of {nodes}"));
+        let nodes = join_names(report.unreported.iter().cloned().collect());
+        return Verdict::false_with(reason::AGENT_NOT_REPORTING, format!("no agent has reported the GPUs of {nodes}"));
     }
     if report.without_agent == report.nodes {
-        let nodes = listed(report.nodes.iter().cloned().collect());
-        return Verdict::no(
+        let nodes = join_names(report.nodes.iter().cloned().collect());
+        return Verdict::false_with(
             reason::AGENT_NOT_REPORTING,
             format!("no Cleave agent runs on the selected nodes: {nodes}"),
         );
     }
     if !report.overridden.is_empty() {
-        let policies = listed(report.overridden.keys().cloned().collect());
-        return Verdict::no(
+        let policies = join_names(report.overridden.keys().cloned().collect());
+        return Verdict::false_with(
             reason::OVERRIDDEN,
             format!("all GPUs that the policy selects follow other policies: {policies}"),
         );
     }
     if report.models.is_empty() {
         let nodes = report.nodes.difference(&report.without_agent).cloned().collect();
-        return Verdict::no(
+        return Verdict::false_with(
             reason::NO_GPU,
-            format!("the driver reports no GPU on the selected nodes: {}", listed(nodes)),
+            format!("the driver reports no GPU on the selected nodes: {}", join_names(nodes)),
         );
     }
-    Verdict::no(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches spec.gpus")
+    Verdict::false_with(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches spec.gpus")
 }
 
 /// Reasons why a GPU is not ready, ordered by importance.
@@ -350,7 +350,7 @@ enum Problem {
     UnknownGpu,
     Unhealthy,
     AgentNotReady,
-    LeftOut,
+    Excluded,
     Waiting,
     Applying,
 }
@@ -364,7 +364,7 @@ impl Problem {
             Self::UnknownGpu => reason::UNKNOWN_GPU,
             Self::Unhealthy => reason::GPU_UNHEALTHY,
             Self::AgentNotReady => reason::AGENT_NOT_REPORTING,
-            Self::LeftOut => reason::LEFT_OUT,
+            Self::Excluded => reason::EXCLUDED,
             Self::Waiting => reason::WAITING_FOR_PODS,
             Self::Applying => reason::APPLYING,
         }
@@ -402,19 +402,23 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
         }
         let desired = object.spec.gpus.iter().find(|spec| spec.uuid == at.uuid);
         if !desired.is_none_or(|desired| has_slices_of(&desired.partition, gpu)) {
-            return Some((Problem::Applying, format!("{} is being repartitioned", name(at))));
+            return Some((Problem::Applying, format!("{} is being repartitioned", gpu_name(at))));
         }
     }
     if !gpu.health.healthy {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
-        return Some((Problem::Unhealthy, format!("{} is unhealthy: {why}", name(at))));
+        return Some((Problem::Unhealthy, format!("{} is unhealthy: {why}", gpu_name(at))));
     }
     // A restarting daemon usually serves again soon. Otherwise the GPU's health reports the
     // failure.
-    let serves = |state: &str| matches!(state, "Active" | "Starting" | "Restarting" | "");
+    let serves =
+        |state: &str| matches!(state, daemon_state::ACTIVE | daemon_state::STARTING | daemon_state::RESTARTING | "");
     if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {
         let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };
-        return Some((Problem::Unhealthy, format!("the MPS daemon of {} is in state {}{why}", name(at), daemon.state)));
+        return Some((
+            Problem::Unhealthy,
+            format!("the MPS daemon of {} is in state {}{why}", gpu_name(at), daemon.state),
+        ));
     }
     None
 }
@@ -453,43 +457,43 @@ fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (Problem, St
         STEP_WAITING if step.reason == STEP_IN_USE => {
             let pods: BTreeSet<&str> = gpu.allocations.iter().map(|allocation| allocation.pod.as_str()).collect();
             let why = if step.message.is_empty() {
-                format!("in use by {}", listed(pods.into_iter().map(str::to_owned).collect()))
+                format!("in use by {}", join_names(pods.into_iter().map(str::to_owned).collect()))
             } else {
                 step.message.clone()
             };
-            (Problem::Waiting, format!("{} waits: {why}", name(at)))
+            (Problem::Waiting, format!("{} waits: {why}", gpu_name(at)))
         }
-        STEP_WAITING => (Problem::Applying, format!("{} waits: {why}", name(at))),
-        STEP_REFUSED => (Problem::Refused, format!("{}: {why}", name(at))),
-        STEP_FAILED => (Problem::Failed, format!("{}: {why}", name(at))),
-        _ => (Problem::Applying, format!("{} is being repartitioned: {why}", name(at))),
+        STEP_WAITING => (Problem::Applying, format!("{} waits: {why}", gpu_name(at))),
+        STEP_REFUSED => (Problem::Refused, format!("{}: {why}", gpu_name(at))),
+        STEP_FAILED => (Problem::Failed, format!("{}: {why}", gpu_name(at))),
+        _ => (Problem::Applying, format!("{} is being repartitioned: {why}", gpu_name(at))),
     }
 }
 
 /// The GPUs that do not support their policy, each with the reason.
 fn unsupported(report: &Report) -> String {
     let sentences: BTreeSet<String> =
-        report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", name(at))).collect();
-    listed_by(sentences.into_iter().collect(), "; ")
+        report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", gpu_name(at))).collect();
+    join_names_with(sentences.into_iter().collect(), "; ")
 }
 
 /// Joins sentences, each once and at most [`MAX_LISTED_NAMES`].
-fn joined(sentences: Vec<String>) -> Vec<String> {
+fn join_sentences(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
-    vec![listed_by(distinct.into_iter().collect(), "; ")]
+    vec![join_names_with(distinct.into_iter().collect(), "; ")]
 }
 
-fn name(at: &GpuRef) -> String {
+fn gpu_name(at: &GpuRef) -> String {
     format!("GPU {} of {}", at.index, at.node)
 }
 
 /// Formats a list of GPUs: `GPU 0 of node1`, or `4 GPUs of node1, node2`.
 fn gpu_list(gpus: &[GpuRef]) -> String {
     match gpus {
-        [one] => name(one),
+        [one] => gpu_name(one),
         many => {
             let nodes: BTreeSet<&str> = many.iter().map(|at| at.node.as_str()).collect();
-            format!("{} GPUs of {}", many.len(), listed(nodes.into_iter().map(str::to_owned).collect()))
+            format!("{} GPUs of {}", many.len(), join_names(nodes.into_iter().map(str::to_owned).collect()))
         }
     }
 }
@@ -498,11 +502,11 @@ fn subject(gpus: &[GpuRef]) -> String {
     format!("{} {}", gpu_list(gpus), if gpus.len() == 1 { "is" } else { "are" })
 }
 
-fn listed(names: Vec<String>) -> String {
-    listed_by(names, ", ")
+fn join_names(names: Vec<String>) -> String {
+    join_names_with(names, ", ")
 }
 
-fn listed_by(mut names: Vec<String>, between: &str) -> String {
+fn join_names_with(mut names: Vec<String>, between: &str) -> String {
     let more = names.len().saturating_sub(MAX_LISTED_NAMES);
     names.truncate(MAX_LISTED_NAMES);
     let shown = names.join(between);
@@ -510,7 +514,7 @@ fn listed_by(mut names: Vec<String>, between: &str) -> String {
 }
 
 fn alternatives(names: &[String]) -> String {
-    listed_by(names.to_vec(), " or ")
+    join_names_with(names.to_vec(), " or ")
 }
 
 /// Shortens a text to at most `most` bytes.

@@ -248,7 +248,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
             resource,
         )?),
         Mode::Mig => mig_share(mig.as_ref(), resource)?,
-        Mode::Auto => SharingMode::Demand(auto(mps.as_ref(), time_slicing.as_ref(), mig.as_ref())?),
+        Mode::Auto => SharingMode::Demand(auto_demand(mps.as_ref(), time_slicing.as_ref(), mig.as_ref())?),
     };
     check_resource(resource, &share)?;
     let gathering = dynamic.as_ref().map(gathering).transpose()?.unwrap_or_default();
@@ -436,7 +436,7 @@ fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
 /// The demand of mode Auto. Sized slices, MIG instances and whole GPUs are always allowed. Shares
 /// and replicas are allowed only if their sections specify a number. A `mig.layout` is checked and
 /// then ignored, because pods determine the instances.
-fn auto(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
+fn auto_demand(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
         SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => by_demand(each)?,
         _ => InstanceShare::Whole,
@@ -535,7 +535,7 @@ mod tests {
         paths.map(|path| (path.display().to_string(), std::fs::read_to_string(path).unwrap())).collect()
     }
 
-    fn judge(text: &str) -> Result<Policy, String> {
+    fn validate_yaml(text: &str) -> Result<Policy, String> {
         let policy: SharingPolicy = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
         validate("p", None, &policy.spec).map_err(|error| error.to_string())
     }
@@ -543,7 +543,7 @@ mod tests {
     #[test]
     fn policies_that_the_crd_accepts_are_valid() {
         for (name, text) in fixtures("good") {
-            assert_eq!(judge(&text).err(), None, "{name}");
+            assert_eq!(validate_yaml(&text).err(), None, "{name}");
         }
     }
 
@@ -553,7 +553,7 @@ mod tests {
         for (name, text) in fixtures("bad") {
             // The API server drops or refuses unknown fields. The rest of this object is valid.
             if !name.contains("field-unknown") {
-                assert!(judge(&text).is_err(), "{name}");
+                assert!(validate_yaml(&text).is_err(), "{name}");
             }
         }
     }
@@ -564,25 +564,29 @@ mod tests {
             std::fs::read_to_string(format!("{}/../api/tests/fixtures/good/{name}.yaml", env!("CARGO_MANIFEST_DIR")))
                 .unwrap()
         };
-        let SharingMode::Mps(share) = judge(&text("shares-by-memory")).unwrap().share else { panic!("not MPS") };
+        let SharingMode::Mps(share) = validate_yaml(&text("shares-by-memory")).unwrap().share else {
+            panic!("not MPS")
+        };
         assert_eq!(share.size, ShareSize::Memory(Mebibytes(10 * 1024)));
         assert_eq!((share.rules.max_clients, share.rules.memory_parts), (Some(4), 4));
         assert_eq!(share.resource(), "nvidia.com/gpu-10gi");
         assert_eq!(
-            judge(&text("dynamic-slices")).unwrap().dynamic,
+            validate_yaml(&text("dynamic-slices")).unwrap().dynamic,
             Gathering { idle: Some(Duration::from_millis(500)), timeout: Some(Duration::from_secs(90)) }
         );
-        let SharingMode::Demand(demand) = judge(&text("mig-dynamic")).unwrap().share else { panic!("not by demand") };
+        let SharingMode::Demand(demand) = validate_yaml(&text("mig-dynamic")).unwrap().share else {
+            panic!("not by demand")
+        };
         assert_eq!((demand.words, demand.mode), ("mode Mig without a layout", PlannerMode::Mig));
-        let SharingMode::Demand(auto) = judge(&text("auto")).unwrap().share else { panic!("not by demand") };
+        let SharingMode::Demand(auto) = validate_yaml(&text("auto")).unwrap().share else { panic!("not by demand") };
         assert_eq!(auto.mode, PlannerMode::Auto);
         assert!(auto.mps.multi_user && auto.mps.limited);
     }
 
     #[test]
     fn an_error_names_the_field_and_what_it_needs() {
-        let error =
-            judge(&fixtures("bad").into_iter().find(|(name, _)| name.contains("units-49")).unwrap().1).unwrap_err();
+        let error = validate_yaml(&fixtures("bad").into_iter().find(|(name, _)| name.contains("units-49")).unwrap().1)
+            .unwrap_err();
         assert_eq!(error, "mps.units is 49; it must be from 1 to 48");
     }
 }

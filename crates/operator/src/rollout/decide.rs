@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use cleave_api::names::is_mps;
-use cleave_plan::ledger::Ask;
+use cleave_plan::ledger::DeviceRequest;
 use k8s_openapi::api::core::v1::ObjectReference;
 
 use super::hosts::{Host, regarding};
@@ -98,8 +98,8 @@ impl Rollout {
 
     /// Returns the text to add to the message of a waiting pod that could use these nodes. Empty if
     /// the nodes withhold none of the requested resources.
-    pub(crate) fn describe_withheld(&self, asks: &[Ask], nodes: &[&str]) -> String {
-        let nodes = nodes.iter().copied().filter(|_| asks.iter().any(|ask| is_mps(&ask.resource)));
+    pub(crate) fn describe_withheld(&self, device_requests: &[DeviceRequest], nodes: &[&str]) -> String {
+        let nodes = nodes.iter().copied().filter(|_| device_requests.iter().any(|request| is_mps(&request.resource)));
         let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(MAX_NAMED_NODES).collect();
         if withheld.is_empty() {
             return String::new();
@@ -111,7 +111,7 @@ impl Rollout {
     pub(crate) fn update(&mut self, nodes: &BTreeMap<String, View>, up: Duration) -> Step {
         self.update_outages(nodes, up);
         let mut step = Step::default();
-        let stopped = self.stopped(nodes);
+        let stopped = self.stop_reason(nodes);
         step.stopped = stopped.is_some();
         if stopped != self.reported {
             let set = nodes.values().find_map(|view| view.host.as_ref()).map(regarding);
@@ -124,20 +124,20 @@ impl Rollout {
             let host = nodes.get(name).and_then(|view| view.host.clone());
             match host.filter(|_| due <= up) {
                 Some(host) => step.replace.push(Replacement { node: name.clone(), host }),
-                None => step.check_by(due, up),
+                None => step.schedule_check(due, up),
             }
         }
         for outage in self.outages.values() {
             match outage.serving {
-                Some(serving) => step.check_by(serving.saturating_add(STEADY_TIME), up),
+                Some(serving) => step.schedule_check(serving.saturating_add(STEADY_TIME), up),
                 None if outage.late => {}
-                None => step.check_by(outage.since.saturating_add(START_TIMEOUT), up),
+                None => step.schedule_check(outage.since.saturating_add(START_TIMEOUT), up),
             }
         }
         let is_outdated = |view: &&View| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
         step.outdated = nodes.values().filter(is_outdated).count();
         if let Some(until) = self.suspended.filter(|until| step.outdated > 0 && *until > up) {
-            step.check_by(until, up);
+            step.schedule_check(until, up);
         }
         for (name, view) in nodes.iter().filter(|(name, view)| is_outdated(view) && !self.closed.contains_key(*name)) {
             let why = view.busy.clone().unwrap_or_else(|| "other hosts are replaced first".to_owned());
@@ -147,7 +147,7 @@ impl Rollout {
     }
 
     /// Records that a pod was deleted.
-    pub(crate) fn replaced(&mut self, replacement: &Replacement, up: Duration) {
+    pub(crate) fn record_replacement(&mut self, replacement: &Replacement, up: Duration) {
         let Replacement { node, host } = replacement;
         self.closed.remove(node);
         self.deleted.insert(node.clone(), host.uid.clone());
@@ -156,13 +156,13 @@ impl Rollout {
     }
 
     /// Records that the pod of a host was not deleted, or no longer exists. Reopens the node.
-    pub(crate) fn cancel(&mut self, node: &str) {
+    pub(crate) fn record_no_deletion(&mut self, node: &str) {
         self.closed.remove(node);
     }
 
     /// Records that the API server refused a deletion. Pods can use the node until replacement
     /// resumes.
-    pub(crate) fn refused(&mut self, node: &str, up: Duration) {
+    pub(crate) fn record_refusal(&mut self, node: &str, up: Duration) {
         self.closed.remove(node);
         self.suspended = Some(up.saturating_add(REFUSAL_BACKOFF));
     }
@@ -193,7 +193,7 @@ impl Rollout {
     }
 
     /// Returns why replacement is stopped. `None` if replacement is not stopped.
-    fn stopped(&self, nodes: &BTreeMap<String, View>) -> Option<String> {
+    fn stop_reason(&self, nodes: &BTreeMap<String, View>) -> Option<String> {
         let counts = |name: &str| nodes.get(name).is_some_and(|view| !view.excused);
         let late: Vec<_> = self.outages.iter().filter(|(name, outage)| outage.late && counts(name)).collect();
         let named: Vec<String> =
@@ -241,7 +241,7 @@ impl Rollout {
 }
 
 impl Step {
-    fn check_by(&mut self, at: Duration, up: Duration) {
+    fn schedule_check(&mut self, at: Duration, up: Duration) {
         let from_now = at.saturating_sub(up);
         self.next = Some(self.next.map_or(from_now, |next| next.min(from_now)));
     }

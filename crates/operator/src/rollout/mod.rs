@@ -36,4 +36,4 @@ pub(crate) use decide::{Rollout, UPDATE_INTERVAL};
 pub(crate) use hosts::{Hosts, Revision};
 pub(crate) use hosts::{Newest, Watched, by_node};
 pub(crate) use replace::{Deleted, replace};
-pub(crate) use view::{Mps, View, is_excused, pending_users};
+pub(crate) use view::{Mps, View, may_be_down, pending_users};

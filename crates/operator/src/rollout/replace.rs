@@ -13,7 +13,7 @@ pub(crate) enum Deleted {
     /// The pod terminates.
     Done,
     /// The pod no longer exists or is no longer outdated. A new pod may have the same name.
-    Gone,
+    Skipped,
     /// The request failed.
     Failed(kube::Error),
     /// The API server did not answer in time.
@@ -25,7 +25,7 @@ impl Deleted {
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
             Self::Done => "replaced",
-            Self::Gone => "gone",
+            Self::Skipped => "skipped",
             Self::Failed(_) | Self::Timeout => "failed",
         }
     }
@@ -35,8 +35,8 @@ impl Deleted {
 pub(crate) async fn replace(client: &Client, watched: &Watched, replacement: &Replacement) -> Deleted {
     match tokio::time::timeout(WRITE_TIMEOUT, delete(client, watched, &replacement.host)).await {
         Ok(Ok(true)) => Deleted::Done,
-        Ok(Ok(false)) => Deleted::Gone,
-        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Deleted::Gone,
+        Ok(Ok(false)) => Deleted::Skipped,
+        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Deleted::Skipped,
         Ok(Err(error)) => Deleted::Failed(error),
         Err(_) => Deleted::Timeout,
     }

@@ -2,15 +2,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNode;
-use cleave_api::names::is_mps;
+use cleave_api::names::{daemon_state, is_mps};
 use cleave_plan::ledger::{Ledger, Place};
 
 use super::hosts::Host;
 
 /// Taints of a node whose kubelet does not report.
 const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
-/// The state of a daemon that serves.
-const ACTIVE: &str = "Active";
 
 /// The state of MPS on a node, according to its `GpuNode`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -32,7 +30,7 @@ impl Mps {
             return found;
         };
         for gpu in status.gpus.iter().filter(|gpu| gpu.health.class.is_empty()) {
-            let idle = gpu.mps.iter().find(|daemon| daemon.state != ACTIVE);
+            let idle = gpu.mps.iter().find(|daemon| daemon.state != daemon_state::ACTIVE);
             let describe = |daemon: &cleave_api::gpunode::MpsStatus| {
                 let state = if daemon.state.is_empty() { "absent" } else { &daemon.state };
                 let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };
@@ -120,7 +118,7 @@ impl View {
 }
 
 /// Whether a node is unreachable, or an administrator keeps pods away from the node.
-pub(crate) fn is_excused(node: &cleave_plan::snapshot::Node) -> bool {
+pub(crate) fn may_be_down(node: &cleave_plan::snapshot::Node) -> bool {
     node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()))
 }
 
@@ -133,7 +131,9 @@ pub(crate) fn pending_users(ledger: &Ledger, serves: impl Fn(&str, &str) -> bool
             Place::OneOf { nodes, .. } => nodes.iter().map(String::as_str).collect(),
             Place::Bound(node) => vec![node],
         };
-        for node in nodes.into_iter().filter(|node| claim.asks.iter().any(|ask| serves(node, &ask.resource))) {
+        for node in
+            nodes.into_iter().filter(|node| claim.device_requests.iter().any(|request| serves(node, &request.resource)))
+        {
             found.entry(node).or_insert_with(|| format!("{pod} has a reservation"));
         }
     }

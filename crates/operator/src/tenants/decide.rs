@@ -74,7 +74,7 @@ impl FindingTracker {
     }
 
     /// Records that a condition was written.
-    pub(crate) fn wrote(&mut self, update: &ConditionUpdate, now: Duration) {
+    pub(crate) fn record_write(&mut self, update: &ConditionUpdate, now: Duration) {
         self.written.insert(update.uid.clone(), (update.condition.clone(), now));
     }
 
@@ -219,7 +219,7 @@ pub(crate) mod tests {
         assert_eq!(updates(&actions), [("team/a", "False", "MemoryExceeded")]);
         assert_eq!(actions.conditions[0].condition.message, "MemoryExceeded: why; OutsideMps: why");
         assert!(actions.conditions[0].status_changed && actions.evictions.is_empty(), "it is only reported");
-        tracker.wrote(&actions.conditions[0], at(0));
+        tracker.record_write(&actions.conditions[0], at(0));
         assert_eq!(tracker.decide(&found, &pods, at(1)), Actions::default(), "the watch lags");
         let condition = json!([{"type": "cleave.dev/WithinShare", "status": "False", "reason": "MemoryExceeded",
             "message": "MemoryExceeded: why; OutsideMps: why"}]);

@@ -32,11 +32,11 @@ impl Tenants {
     async fn evict(&mut self, eviction: &Eviction) {
         let Eviction { pod, uid, node, message } = eviction;
         let evicted = evict(&self.context.client, pod, uid).await;
-        self.context.metrics.expelled.get_or_create(&Outcome { result: evicted.as_str() }).inc();
+        self.context.metrics.tenant_evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         let event = match evicted {
             Evicted::Done => {
                 tracing::info!(pod, node, message, "evicted a pod that exceeded its limits");
-                events::expelled(node, message)
+                events::outside_share_event(node, message)
             }
             Evicted::Protected(why) => {
                 tracing::info!(
@@ -48,19 +48,19 @@ impl Tenants {
                 if !self.protected.insert(uid.clone()) {
                     return;
                 }
-                events::protected(&why)
+                events::protected_event(&why)
             }
-            Evicted::Gone => return,
+            Evicted::NotFound => return,
             Evicted::Failed(error) => {
                 return tracing::warn!(pod, node, error, "failed to evict a pod that exceeded its limits");
             }
         };
-        publish(&self.context.recorder, &event, &events::of_pod(pod, uid)).await;
+        publish(&self.context.recorder, &event, &events::pod_reference(pod, uid)).await;
     }
 }
 
 impl Controller for Tenants {
-    fn gather(&mut self) -> Duration {
+    fn gather_time(&mut self) -> Duration {
         GATHER_TIME
     }
 
@@ -78,9 +78,13 @@ impl Controller for Tenants {
             }
             let done =
                 write(&self.context.client, (&update.pod, &update.uid), &update.condition, update.status_changed).await;
-            self.context.metrics.judged.get_or_create(&Outcome { result: if done { "ok" } else { "failed" } }).inc();
+            self.context
+                .metrics
+                .tenant_conditions
+                .get_or_create(&Outcome { result: if done { "ok" } else { "failed" } })
+                .inc();
             if done {
-                self.tracker.wrote(update, self.started.elapsed());
+                self.tracker.record_write(update, self.started.elapsed());
             } else {
                 requeue = Some(requeue.map_or(EVICTION_RETRY_DELAY, |requeue| requeue.min(EVICTION_RETRY_DELAY)));
             }
@@ -184,13 +188,15 @@ mod tests {
         let (evicted, (line, _, body)) = tokio::join!(evict, answer(&mut server, 409));
         assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
         assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u", "resourceVersion": "7"}));
-        assert_eq!(evicted, Evicted::Gone, "a pod that was bound meanwhile is not evicted");
+        assert_eq!(evicted, Evicted::NotFound, "a pod that was bound meanwhile is not evicted");
     }
 
     #[tokio::test]
     async fn an_eviction_requires_the_uid_and_respects_budgets() {
         let (client, mut server) = client();
-        for (code, result) in [(201, "evicted"), (429, "protected"), (404, "gone"), (409, "gone"), (500, "failed")] {
+        for (code, result) in
+            [(201, "evicted"), (429, "protected"), (404, "not_found"), (409, "not_found"), (500, "failed")]
+        {
             let (evicted, (line, _, body)) = tokio::join!(evict(&client, "team/p", "u"), answer(&mut server, code));
             assert_eq!(evicted.as_str(), result, "{code}: {evicted:?}");
             assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");

@@ -10,12 +10,12 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
 
-use crate::world::{TEN, TWENTY, TestCluster, assert_waits};
+use crate::world::{SLICE_10GB, SLICE_20GB, TestCluster, assert_waits};
 
 #[test]
 fn an_unreachable_node_is_excluded_until_it_answers() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     let (_, _) = world.pass();
     let unreachable = world.written()[0].to_owned();
     let other = if unreachable == "n1" { "n2" } else { "n1" };
@@ -29,7 +29,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     assert_eq!(world.written(), [other], "the pod gets the other node");
     assert!(outcome.excluded_nodes[&unreachable].contains("did not read the GpuNode spec within 30 s"));
     let (reason, message, _) = world.ready(&plan);
-    assert_eq!(reason, "LeftOut");
+    assert_eq!(reason, "Excluded");
     assert!(message.contains(&format!("{unreachable} is excluded from plans: the agent did not read")), "{message}");
     world.apply_on(other);
     // The agent applies the spec, and plans include the node again with its new partition.
@@ -44,7 +44,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
 fn a_node_whose_agent_is_not_ready_is_excluded_at_once() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.observed.nodes.get_mut("n1").unwrap().agent = Some(Agent { ready: false });
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.pod("two", "nvidia.com/mig-7g.40gb", 1);
     let (_, outcome) = world.pass();
     assert_eq!(world.written(), ["n2"]);
@@ -62,12 +62,12 @@ fn no_gpu_is_repartitioned_on_a_node_where_the_pod_cannot_run() {
     world.observed.nodes.get_mut("n2").unwrap().labels = labels;
     let cpu = BTreeMap::from([("cpu".to_owned(), cleave_plan::Quantity::new("4"))]);
     world.observed.nodes.get_mut("n1").unwrap().allocatable = cpu;
-    world.pod_with("zoned", TEN, 1, "  nodeSelector: {zone: b}\n");
+    world.pod_with("zoned", SLICE_10GB, 1, "  nodeSelector: {zone: b}\n");
     world.pass();
     assert_eq!(world.written(), ["n2"]);
     world.settle();
     world.pod_with("busy", "cpu", 3, "  nodeName: n1\n");
-    world.pod_with("hungry", TWENTY, 1, "  - resources: {requests: {cpu: 2}}\n  nodeSelector: {zone: a}\n");
+    world.pod_with("hungry", SLICE_20GB, 1, "  - resources: {requests: {cpu: 2}}\n  nodeSelector: {zone: a}\n");
     let a = BTreeMap::from([("zone".to_owned(), "a".to_owned())]);
     world.observed.nodes.get_mut("n1").unwrap().labels = a;
     let (_, outcome) = world.pass();
@@ -83,10 +83,10 @@ fn a_malformed_pod_or_node_affects_no_other() {
     let error = "no field".to_owned();
     world.observed.nodes.get_mut("n2").unwrap().gpu_node =
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error, metadata: ObjectMeta::default() }))));
-    world.pod("odd", TEN, 1);
+    world.pod("odd", SLICE_10GB, 1);
     world.pods.get_mut("team/odd").unwrap().spec.requests =
-        BTreeMap::from([(TEN.to_owned(), cleave_plan::Quantity::new("one"))]);
-    world.pod("fine", TEN, 1);
+        BTreeMap::from([(SLICE_10GB.to_owned(), cleave_plan::Quantity::new("one"))]);
+    world.pod("fine", SLICE_10GB, 1);
     let (_, outcome) = world.pass();
     assert_waits(&outcome, "odd", Reason::Malformed, "nvidia.com/gpu-10gb");
     assert_waits(&outcome, "fine", Reason::Repartitioning, "n1");
@@ -98,7 +98,7 @@ fn an_unhealthy_gpu_is_not_repartitioned() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 2);
     world.status("n1").gpus[0].health =
         Health { healthy: false, reason: "XidError".into(), message: "XID 79".into(), ..Health::default() };
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.pod("all", "nvidia.com/mig-7g.40gb", 1);
     let (_, outcome) = world.pass();
     assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Repartitioning).count(), 1);
@@ -113,7 +113,7 @@ fn a_cordoned_gpu_is_not_repartitioned() {
     let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
     let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
     object.metadata.annotations = Some(BTreeMap::from([("cleave.dev/cordon".to_owned(), format!("{uuid}=new fan"))]));
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.pod("all", "nvidia.com/mig-7g.40gb", 1);
     let (_, outcome) = world.pass();
     assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Repartitioning).count(), 1);
@@ -124,7 +124,7 @@ fn a_cordoned_gpu_is_not_repartitioned() {
 #[test]
 fn a_daemon_that_starts_for_a_change_does_not_exclude_its_gpu() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.pass();
     let node = world.written()[0].to_owned();
     let generation = world.object(&node).metadata.generation.unwrap();
@@ -140,7 +140,7 @@ fn a_daemon_that_starts_for_a_change_does_not_exclude_its_gpu() {
 #[test]
 fn a_gpu_that_is_lost_keeps_its_spec() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.settle();
     let before = world.object("n1").spec.clone();
     let gpu = &mut world.status("n1").gpus[0];
@@ -165,7 +165,7 @@ fn a_node_without_room_for_pods_is_not_repartitioned() {
     let full = BTreeMap::from([("pods".to_owned(), cleave_plan::Quantity::whole(1))]);
     world.observed.nodes.get_mut("n1").unwrap().allocatable = full;
     world.pod_with("other", "cpu", 1, "  nodeName: n1\n");
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     let (_, outcome) = world.pass();
     assert_waits(&outcome, "one", Reason::NoRoom, "pods");
     world.end("other");

@@ -3,13 +3,13 @@ use std::collections::BTreeSet;
 
 use cleave_operator::policies::demand::Reason;
 
-use crate::world::{HALF, SMALL, TEN, TWENTY, TestCluster, WHOLE, assert_waits};
+use crate::world::{MIG_1G, MIG_3G, SLICE_10GB, SLICE_20GB, TestCluster, WHOLE, assert_waits};
 
 #[test]
 fn instances_of_mixed_profiles_are_created_for_pods() {
     let mut world = TestCluster::new("mode: Mig").node("n1", 1);
-    world.pod("small", SMALL, 1);
-    world.pod("half", HALF, 1);
+    world.pod("small", MIG_1G, 1);
+    world.pod("half", MIG_3G, 1);
     let (plan, outcome) = world.pass();
     assert_eq!(world.written(), ["n1"]);
     assert_waits(&outcome, "small", Reason::Repartitioning, "1 nvidia.com/mig-1g.5gb");
@@ -22,7 +22,7 @@ fn instances_of_mixed_profiles_are_created_for_pods() {
     // Creating another instance does not move the instances in use. `list` panics if an instance in
     // use no longer exists.
     let before = world.mig("n1", 0);
-    world.pod("another", SMALL, 1);
+    world.pod("another", MIG_1G, 1);
     world.settle();
     assert!(world.is_bound("another"));
     let after = world.mig("n1", 0);
@@ -30,27 +30,27 @@ fn instances_of_mixed_profiles_are_created_for_pods() {
 }
 
 #[test]
-fn sized_slices_come_and_go_and_an_idle_gpu_changes_its_mode() {
+fn sized_slices_follow_demand_and_an_idle_gpu_changes_its_mode() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     for pod in ["a", "b", "c", "d"] {
-        world.pod(pod, TEN, 1);
+        world.pod(pod, SLICE_10GB, 1);
     }
     world.settle();
-    assert_eq!(world.count("n1", 0, TEN), 4);
-    world.pod("large", TWENTY, 1);
+    assert_eq!(world.count("n1", 0, SLICE_10GB), 4);
+    world.pod("large", SLICE_20GB, 1);
     world.settle();
     assert!(!world.is_bound("large"), "the GPU is full");
     world.end("b");
     world.end("d");
     world.settle();
     assert!(world.is_bound("large"));
-    assert_eq!((world.count("n1", 0, TEN), world.count("n1", 0, TWENTY)), (2, 1));
+    assert_eq!((world.count("n1", 0, SLICE_10GB), world.count("n1", 0, SLICE_20GB)), (2, 1));
     for pod in ["a", "c", "large"] {
         world.end(pod);
     }
     world.settle();
-    assert_eq!(world.count("n1", 0, TEN), 2, "free slices stay until their room is needed");
-    world.pod("mig", SMALL, 1);
+    assert_eq!(world.count("n1", 0, SLICE_10GB), 2, "free slices stay until their room is needed");
+    world.pod("mig", MIG_1G, 1);
     world.settle();
     assert!(world.is_bound("mig"), "an idle GPU changes from MPS to MIG");
     world.end("mig");
@@ -77,7 +77,7 @@ fn pods_that_free_slices_can_serve_change_nothing() {
 fn only_the_node_that_changes_is_written() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 2).node("n2", 2).node("n3", 2);
     let before = world.object("n1").spec.plan_id.clone();
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.pass();
     assert_eq!(world.changes.len(), 1);
     let node = world.changes[0].node.clone();
@@ -128,7 +128,7 @@ fn shares_and_replicas_have_the_numbers_of_the_policy() {
 #[test]
 fn an_edited_policy_applies_to_idle_gpus_only() {
     let mut world = TestCluster::new("mode: Auto\nmps:\n  threads: Strict").node("n1", 2);
-    world.pod("one", TWENTY, 1);
+    world.pod("one", SLICE_20GB, 1);
     world.settle();
     let at = (0..2).find(|&index| world.partition("n1", index).mps.is_some()).unwrap();
     world = world.policy("p", "mode: Auto\nmps:\n  threads: Uncapped");
@@ -140,7 +140,7 @@ fn an_edited_policy_applies_to_idle_gpus_only() {
 }
 
 #[test]
-fn slices_that_another_policy_is_about_to_make_count() {
+fn planned_slices_of_another_policy_count() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
     // Both policies were created at once. The spec of the second policy's GPU is not written yet.
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4");

@@ -4,17 +4,17 @@ use std::time::Duration;
 use cleave_api::gpunode::{AllocationStatus, StepStatus};
 use cleave_operator::policies::demand::Reason;
 
-use crate::world::{SMALL, TEN, TestCluster, WHOLE, assert_waits, list, serve};
+use crate::world::{MIG_1G, SLICE_10GB, TestCluster, WHOLE, assert_waits, list, serve};
 
 #[test]
 fn a_node_gets_no_second_change_while_it_changes() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 2);
-    world.pod("first", TEN, 1);
+    world.pod("first", SLICE_10GB, 1);
     world.pass();
     let written = world.object("n1").spec.clone();
     // The node has not read its spec. A pod that another GPU of the node could serve waits, and no
     // second change is started.
-    world.pod("second", SMALL, 1);
+    world.pod("second", MIG_1G, 1);
     world.now += Duration::from_secs(1);
     let (_, outcome) = world.pass();
     assert_eq!(world.written(), [] as [&str; 0]);
@@ -37,13 +37,13 @@ fn a_node_gets_no_second_change_while_it_changes() {
 #[test]
 fn a_written_spec_counts_before_the_watch_returns_it() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("first", TEN, 1);
+    world.pod("first", SLICE_10GB, 1);
     let old = world.object("n1").clone();
     world.pass();
     let change = world.changes[0].clone();
     *world.object("n1") = old;
-    world.history.wrote("n1", Some(2), &change.spec, world.now);
-    world.pod("second", SMALL, 1);
+    world.history.record_write("n1", Some(2), &change.spec, world.now);
+    world.pod("second", MIG_1G, 1);
     world.pass();
     assert_eq!(world.written(), [] as [&str; 0], "the node is still changing");
     world.now += Duration::from_secs(11);
@@ -54,7 +54,7 @@ fn a_written_spec_counts_before_the_watch_returns_it() {
 #[test]
 fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("mig", SMALL, 1);
+    world.pod("mig", MIG_1G, 1);
     world.pass();
     let fail = |world: &mut TestCluster| {
         let generation = world.object("n1").metadata.generation.unwrap();
@@ -106,7 +106,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
 #[test]
 fn a_change_that_misses_its_deadline_is_undone() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
-    world.pod("mig", SMALL, 1);
+    world.pod("mig", MIG_1G, 1);
     world.pass();
     let slow = world.written()[0].to_owned();
     let generation = world.object(&slow).metadata.generation.unwrap();
@@ -143,7 +143,7 @@ fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
         message: "MIG mode changes with the next reset of this GPU".into(),
         ..StepStatus::default()
     }];
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.pass();
     assert_eq!(world.written(), [] as [&str; 0], "the node is changing");
     world.now += Duration::from_secs(30);
@@ -153,22 +153,22 @@ fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
     world.status("n1").observed_generation = generation;
     let partition = world.partition("n1", 1);
     serve(&mut world.status("n1").gpus[1], &partition);
-    world.pod("two", SMALL, 1);
+    world.pod("two", MIG_1G, 1);
     world.now += Duration::from_secs(1);
     let (_, outcome) = world.pass();
     assert!(outcome.changing.is_empty(), "the late GPU does not delay the node again");
 }
 
 #[test]
-fn a_plan_overtaken_by_a_pod_is_replaced() {
+fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.settle();
     world.end("one");
-    world.pod("mig", SMALL, 1);
+    world.pod("mig", MIG_1G, 1);
     world.pass();
     // Before the node reads its spec, a pod is allocated the free slice.
-    world.pod("late", TEN, 1);
+    world.pod("late", SLICE_10GB, 1);
     world.pods.get_mut("team/late").unwrap().spec.node_name = Some("n1".to_owned());
     let partition = world.partition("n1", 0);
     assert!(partition.mig.is_some());
@@ -177,7 +177,7 @@ fn a_plan_overtaken_by_a_pod_is_replaced() {
         "n1".into(),
         AllocationStatus {
             pod: "team/late".into(),
-            resource: TEN.into(),
+            resource: SLICE_10GB.into(),
             device: "GPU-n1-0".into(),
             ids: vec!["GPU-n1-0::0".into()],
             ..AllocationStatus::default()
@@ -196,7 +196,7 @@ fn a_plan_overtaken_by_a_pod_is_replaced() {
         ..StepStatus::default()
     }];
     let (_, outcome) = world.pass();
-    assert_eq!(world.count("n1", 0, TEN), 1, "the slices in use stay");
+    assert_eq!(world.count("n1", 0, SLICE_10GB), 1, "the slices in use stay");
     assert_waits(&outcome, "mig", Reason::NoRoom, "in use");
     world.settle();
     world.end("late");
@@ -207,22 +207,22 @@ fn a_plan_overtaken_by_a_pod_is_replaced() {
 #[test]
 fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.pass();
     world.apply();
     // The scheduler has bound the pod, and the kubelet does not list its devices yet.
     world.pods.get_mut("team/one").unwrap().spec.node_name = Some("n1".to_owned());
     world.pod("whole", WHOLE, 1);
-    world.pod("mig", SMALL, 1);
+    world.pod("mig", MIG_1G, 1);
     let (_, outcome) = world.pass();
     assert_eq!(world.written(), [] as [&str; 0], "the pod's slice would be removed");
     assert_waits(&outcome, "whole", Reason::NoRoom, "");
     // No other pod is allocated the slice.
-    world.pod("two", TEN, 1);
+    world.pod("two", SLICE_10GB, 1);
     let (_, outcome) = world.pass();
     assert_ne!(outcome.waiting["team/two"].reason, Reason::Scheduler);
     // Once the pod's slice is listed, the rest of the GPU can be repartitioned around it.
-    world.allocate("team/one", "n1", TEN);
+    world.allocate("team/one", "n1", SLICE_10GB);
     world.settle();
     assert!(world.is_bound("two") && !world.is_bound("whole") && !world.is_bound("mig"));
 }
@@ -233,7 +233,7 @@ fn a_bound_pod_uses_a_whole_gpu_before_the_kubelet_lists_it() {
     world.pod("whole", WHOLE, 1);
     world.pass();
     world.pods.get_mut("team/whole").unwrap().spec.node_name = Some("n1".to_owned());
-    world.pod("one", TEN, 1);
+    world.pod("one", SLICE_10GB, 1);
     world.pod("whole2", WHOLE, 1);
     let (_, outcome) = world.pass();
     assert_eq!(world.written(), [] as [&str; 0], "it is unknown which GPU the pod uses");

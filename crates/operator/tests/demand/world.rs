@@ -19,11 +19,11 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::core::DeserializeGuard;
 
-pub(crate) const TEN: &str = "nvidia.com/gpu-10gb";
-pub(crate) const TWENTY: &str = "nvidia.com/gpu-20gb";
+pub(crate) const SLICE_10GB: &str = "nvidia.com/gpu-10gb";
+pub(crate) const SLICE_20GB: &str = "nvidia.com/gpu-20gb";
 pub(crate) const WHOLE: &str = "nvidia.com/gpu";
-pub(crate) const SMALL: &str = "nvidia.com/mig-1g.5gb";
-pub(crate) const HALF: &str = "nvidia.com/mig-3g.20gb";
+pub(crate) const MIG_1G: &str = "nvidia.com/mig-1g.5gb";
+pub(crate) const MIG_3G: &str = "nvidia.com/mig-3g.20gb";
 
 fn a100(node: &str, index: u32) -> GpuStatus {
     let uuid = format!("GPU-{node}-{index}");

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::conflict::Conflict;
 use super::pods::{Neighbour, Subject};
 use super::rules::{Match, PodAffinityTerm};
-use super::selector::{Labels, MOST_REQUIREMENTS};
+use super::selector::{Labels, MAX_REQUIREMENTS};
 use crate::snapshot::Node;
 
 /// Topology domains: for each topology key, the values of that node label.
@@ -85,7 +85,7 @@ impl<'a> RequiredDomains<'a> {
         namespaces: &impl Fn(&str) -> Option<&'a Labels>,
         node: &impl Fn(&str) -> Option<&'a Node>,
     ) {
-        let mut left = MOST_REQUIREMENTS;
+        let mut left = MAX_REQUIREMENTS;
         for term in &neighbour.rules.anti_affinity {
             let Some(rest) = left.checked_sub(term.weight()) else { break };
             left = rest;

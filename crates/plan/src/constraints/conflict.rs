@@ -1,5 +1,5 @@
 //! Reasons why a pod's rules about other pods exclude a node.
-use super::selector::MOST_REQUIREMENTS;
+use super::selector::MAX_REQUIREMENTS;
 
 /// Why a pod may not run on a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,7 +36,7 @@ pub enum Conflict {
     HostPort(u16),
     /// A volume of the pod cannot be used from the node.
     Volume,
-    /// The pod's rules exceed [`MOST_REQUIREMENTS`] comparisons.
+    /// The pod's rules exceed [`MAX_REQUIREMENTS`] comparisons.
     TooManyRules,
 }
 
@@ -80,7 +80,7 @@ impl std::fmt::Display for Conflict {
             Self::TooManyRules => {
                 write!(
                     f,
-                    "the pod's affinity, spread constraints and host ports exceed {MOST_REQUIREMENTS} requirements"
+                    "the pod's affinity, spread constraints and host ports exceed {MAX_REQUIREMENTS} requirements"
                 )
             }
         }

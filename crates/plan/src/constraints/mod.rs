@@ -1,19 +1,19 @@
 //! Decides which nodes a pod may run on, given the pods that are already placed. Applies
 //! kube-scheduler's required rules between pods.
 //!
-//! A [`Judge`] reads the nodes and pods once for one pod, the [`Subject`]. It then decides for each
-//! node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
+//! A [`NodeChecker`] reads the nodes and pods once for one pod, the [`Subject`]. It then decides
+//! for each node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
 //! `PodTopologySpread` (`DoNotSchedule` only), `NodePorts`, and `VolumeBinding` for bound volumes.
 //! [`scheduling`](crate::scheduling) covers node selector, node affinity and taints.
 //!
 //! # Cost
 //!
-//! [`Judge::new`] makes at most [`MOST_REQUIREMENTS`] comparisons for each node, and twice as many
-//! for each neighbour. A subject with more rules is refused on every node
+//! [`NodeChecker::new`] makes at most [`MAX_REQUIREMENTS`] comparisons for each node, and twice as
+//! many for each neighbour. A subject with more rules is refused on every node
 //! ([`Conflict::TooManyRules`]). A neighbour's anti-affinity terms and host ports beyond the limit
 //! are ignored. Nodes and pods are read only if a rule needs them. If a pod has no rules, only
-//! neighbours with anti-affinity or host ports are read. [`Judge::refuse`] looks up each of the
-//! subject's rules once.
+//! neighbours with anti-affinity or host ports are read. [`NodeChecker::refuse`] looks up each of
+//! the subject's rules once.
 mod affinity;
 mod conflict;
 mod pods;
@@ -28,22 +28,22 @@ use std::collections::BTreeMap;
 pub use conflict::Conflict;
 pub use pods::{Neighbour, Subject};
 pub use rules::{HostPort, NodePolicy, PodAffinityTerm, Rules, SpreadConstraint, WhenUnsatisfiable};
-pub use selector::{LabelSelector, Labels, MOST_REQUIREMENTS};
+pub use selector::{LabelSelector, Labels, MAX_REQUIREMENTS};
 
 use crate::scheduling;
 use crate::snapshot::{Node, NodeSelectorTerm};
 
 /// Decides which nodes one pod may run on, in one state of the cluster.
 #[derive(Debug)]
-pub struct Judge<'a> {
+pub struct NodeChecker<'a> {
     volumes: &'a [Vec<NodeSelectorTerm>],
     too_many: bool,
     affinity: affinity::RequiredDomains<'a>,
     spread: spread::Spread<'a>,
-    ports: ports::Taken<'a>,
+    ports: ports::PortConflicts<'a>,
 }
 
-impl<'a> Judge<'a> {
+impl<'a> NodeChecker<'a> {
     /// Reads the nodes and pods once, and records which nodes the rules require or exclude for the
     /// subject.
     ///
@@ -62,37 +62,37 @@ impl<'a> Judge<'a> {
         namespaces: impl Fn(&str) -> Option<&'a Labels>,
     ) -> Self {
         let too_many = subject.rules.are_too_many();
-        let mut judge = Self {
+        let mut checker = Self {
             volumes: subject.volumes,
             too_many,
             affinity: affinity::RequiredDomains::new(&subject, &namespaces),
             spread: spread::Spread::new(&subject),
-            ports: ports::Taken::new(&subject.rules.ports),
+            ports: ports::PortConflicts::new(&subject.rules.ports),
         };
         if too_many {
-            return judge;
+            return checker;
         }
         let index: LazyCell<BTreeMap<&str, &'a Node>, _> =
             LazyCell::new(|| nodes.into_iter().map(|node| (node.name.as_str(), node)).collect());
         let find = |name: &str| index.get(name).copied();
         for neighbour in repelling {
-            judge.affinity.count_repelling(&subject, &neighbour, &namespaces, &find);
-            judge.ports.count(&neighbour);
+            checker.affinity.count_repelling(&subject, &neighbour, &namespaces, &find);
+            checker.ports.count(&neighbour);
         }
         let apart = !subject.rules.affinity.is_empty() || !subject.rules.anti_affinity.is_empty();
-        if apart || !judge.spread.is_empty() {
-            let eligible = if judge.spread.is_empty() {
+        if apart || !checker.spread.is_empty() {
+            let eligible = if checker.spread.is_empty() {
                 BTreeMap::new()
             } else {
-                judge.spread.domains(&subject, index.values().copied())
+                checker.spread.domains(&subject, index.values().copied())
             };
             for neighbour in all {
-                judge.affinity.count(&subject, &neighbour, &namespaces, &find);
-                judge.spread.count(&subject, &neighbour, &eligible);
+                checker.affinity.count(&subject, &neighbour, &namespaces, &find);
+                checker.spread.count(&subject, &neighbour, &eligible);
             }
-            judge.spread.finish();
+            checker.spread.finish();
         }
-        judge
+        checker
     }
 
     /// Checks whether the pod may run on a node now. Permanent conflicts are reported first.

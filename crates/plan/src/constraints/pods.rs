@@ -11,8 +11,8 @@ pub struct Neighbour<'a> {
     pub namespace: &'a str,
     /// Labels of the pod.
     pub labels: &'a Labels,
-    /// Name of the node. If [`Judge::new`](super::Judge::new) does not receive the node, only the
-    /// neighbour's ports count.
+    /// Name of the node. If [`NodeChecker::new`](super::NodeChecker::new) does not receive the
+    /// node, only the neighbour's ports count.
     pub node: &'a str,
     /// Rules of the pod. Only anti-affinity and ports are read.
     pub rules: &'a Rules,

@@ -3,16 +3,16 @@ use std::collections::BTreeMap;
 
 use super::pods::Neighbour;
 use super::rules::HostPort;
-use super::selector::MOST_REQUIREMENTS;
+use super::selector::MAX_REQUIREMENTS;
 
 /// Nodes on which another pod uses a port of the subject.
 #[derive(Debug, Default)]
-pub(super) struct Taken<'a> {
+pub(super) struct PortConflicts<'a> {
     wanted: BTreeMap<(&'a str, u16), Vec<&'a HostPort>>,
     nodes: BTreeMap<&'a str, u16>,
 }
 
-impl<'a> Taken<'a> {
+impl<'a> PortConflicts<'a> {
     pub(super) fn new(ports: &'a [HostPort]) -> Self {
         let mut wanted: BTreeMap<_, Vec<_>> = BTreeMap::new();
         for port in ports.iter().filter(|port| port.port != 0) {
@@ -25,7 +25,7 @@ impl<'a> Taken<'a> {
         if self.wanted.is_empty() {
             return;
         }
-        for port in neighbour.rules.ports.iter().take(MOST_REQUIREMENTS) {
+        for port in neighbour.rules.ports.iter().take(MAX_REQUIREMENTS) {
             let wanted = self.wanted.get(&port.socket());
             if wanted.into_iter().flatten().any(|one| one.shares_address_with(port)) {
                 self.nodes.insert(neighbour.node, port.port);

@@ -1,7 +1,7 @@
 //! The rules of a pod: affinity, anti-affinity, spread constraints and host ports.
 use serde::Deserialize;
 
-use super::selector::{LabelSelector, Labels, MOST_REQUIREMENTS};
+use super::selector::{LabelSelector, Labels, MAX_REQUIREMENTS};
 
 /// The rules of a pod about other pods. Node selector, node affinity and tolerations are in
 /// [`Subject`](super::Subject).
@@ -26,16 +26,16 @@ impl Rules {
     }
 
     /// Whether a pod with these rules can keep other pods off nodes. Such a pod must be passed to
-    /// [`Judge::new`](super::Judge::new) in `repelling`.
+    /// [`NodeChecker::new`](super::NodeChecker::new) in `repelling`.
     pub fn repels(&self) -> bool {
         !self.anti_affinity.is_empty() || !self.ports.is_empty()
     }
 
-    /// Whether the rules exceed [`MOST_REQUIREMENTS`].
+    /// Whether the rules exceed [`MAX_REQUIREMENTS`].
     pub fn are_too_many(&self) -> bool {
         let terms = self.affinity.iter().chain(&self.anti_affinity).map(PodAffinityTerm::weight);
         let spread = self.spread.iter().filter(|one| one.is_hard()).map(SpreadConstraint::weight);
-        terms.chain(spread).fold(self.ports.len(), usize::saturating_add) > MOST_REQUIREMENTS
+        terms.chain(spread).fold(self.ports.len(), usize::saturating_add) > MAX_REQUIREMENTS
     }
 }
 

@@ -14,7 +14,7 @@ pub type Labels = BTreeMap<String, String>;
 ///
 /// A pod is an API object of up to 1.5 MiB, so it can contain 50,000 requirements. Real pods have
 /// about ten.
-pub const MOST_REQUIREMENTS: usize = 256;
+pub const MAX_REQUIREMENTS: usize = 256;
 
 /// A `metav1.LabelSelector`. All of its requirements must match. A selector without requirements
 /// matches everything.
@@ -47,9 +47,9 @@ impl LabelSelector {
     }
 
     /// Maximum number of comparisons that [`Self::matches`] makes. Counting stops soon after
-    /// [`MOST_REQUIREMENTS`].
+    /// [`MAX_REQUIREMENTS`].
     pub(super) fn weight(&self) -> usize {
-        let expressions = self.match_expressions.iter().take(MOST_REQUIREMENTS + 1);
+        let expressions = self.match_expressions.iter().take(MAX_REQUIREMENTS + 1);
         self.match_labels.len() + expressions.map(|one| 1 + one.values.len()).sum::<usize>()
     }
 }

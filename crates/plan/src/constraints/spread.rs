@@ -142,7 +142,7 @@ pub(super) struct Eligible<'a> {
 impl<'a> Eligible<'a> {
     /// The node's domain for a constraint. `None` if the constraint's policies ignore the node.
     fn domain(&self, constraint: &SpreadConstraint) -> Option<&'a str> {
-        let left_out = constraint.honors_affinity() && !self.selected || constraint.honors_taints() && !self.tolerated;
-        self.node.labels.get(&constraint.topology_key).filter(|_| !left_out).map(String::as_str)
+        let exclusion = constraint.honors_affinity() && !self.selected || constraint.honors_taints() && !self.tolerated;
+        self.node.labels.get(&constraint.topology_key).filter(|_| !exclusion).map(String::as_str)
     }
 }

@@ -2,11 +2,11 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
+use super::device_units::DeviceUnits;
 use super::facts::Reservation;
-use super::node::{Node, Stocks};
+use super::node::{Node, UnitsByDevice};
 use super::pack::{pack, tightest};
-use super::request::{Ask, Units};
-use super::stock::Stock;
+use super::request::{DeviceRequest, Units};
 use crate::placement::{self, Demand, GPU, Rank, Score};
 
 /// Why a pod fits nowhere, for the node that is closest to fitting.
@@ -22,30 +22,30 @@ pub enum NoFit {
         resource: String,
     },
     /// No device has enough units, even when the device is empty.
-    #[error("no device has {asked} {resource}: the largest has {most}")]
+    #[error("no device has {requested} {resource}: the largest has {most}")]
     TooLarge {
         /// The extended resource.
         resource: String,
         /// Units requested of one device.
-        asked: Units,
+        requested: Units,
         /// Units of the largest device.
         most: u32,
     },
-    /// Each ask fits on a device, but no node has room for all asks together, even when the node is
-    /// empty.
+    /// Each request fits on a device, but no node has room for all requests together, even when the
+    /// node is empty.
     #[error("each part of the request fits on a device, but no node has room for all parts, even if the node is empty")]
     TooMany,
     /// A device is large enough, but does not have enough free units.
-    #[error("no device has {asked} {resource} free: the emptiest has {most}")]
+    #[error("no device has {requested} {resource} free: the emptiest has {most}")]
     NotFree {
         /// The extended resource.
         resource: String,
         /// Units requested of one device.
-        asked: Units,
+        requested: Units,
         /// Free units of the device with the most free units.
         most: u32,
     },
-    /// Each ask fits now, but the asks do not fit together.
+    /// Each request fits now, but the requests do not fit together.
     #[error("each part of the request fits on a device now, but not all parts fit at once")]
     NotFreeTogether,
 }
@@ -64,47 +64,48 @@ impl NoFit {
 pub struct Tightest;
 
 impl Score for Tightest {
-    type Before = ();
+    type NodeValues = ();
 
-    fn before(&self, _: &placement::Node) {}
+    fn precompute(&self, _: &placement::Node) {}
 
     fn rank(&self, node: &placement::Node, (): &(), demand: &Demand, way: Option<usize>) -> Rank {
-        Rank { score: 0.0, spread: 0.0, left: placement::left(node, demand, way) }
+        Rank { score: 0.0, spread: 0.0, left: placement::remaining(node, demand, way) }
     }
 }
 
 /// Requested units by resource.
-pub(super) type Wanted<'a> = BTreeMap<&'a str, Vec<Units>>;
+pub(super) type RequestedUnits<'a> = BTreeMap<&'a str, Vec<Units>>;
 
-/// Groups asks by resource, with one entry of units for each ask.
-pub(super) fn wanted(asks: &[Ask]) -> Wanted<'_> {
-    let mut wanted = Wanted::new();
-    for ask in asks {
-        wanted.entry(&ask.resource).or_default().push(ask.units);
+/// Groups requests by resource, with one entry of units for each request.
+pub(super) fn requested_units(device_requests: &[DeviceRequest]) -> RequestedUnits<'_> {
+    let mut wanted = RequestedUnits::new();
+    for request in device_requests {
+        wanted.entry(&request.resource).or_default().push(request.units);
     }
     wanted
 }
 
 /// How good a placement on a node is: its score (higher is better), and the remaining units of the
 /// chosen devices (lower is better).
-pub(super) type Worth = (f64, u32);
+pub(super) type NodeRank = (f64, u32);
 
 impl Node {
-    /// How good the best placement of all asks is. The result equals the result of [`Node::fit`].
-    /// For one ask, this function is faster, because it is called for every node.
-    pub(super) fn worth<S: Score>(&self, wanted: &Wanted<'_>, score: &S) -> Result<Worth, NoFit> {
+    /// How good the best placement of all requests is. The result equals the result of
+    /// [`Node::fit`]. For one request, this function is faster, because it is called for every
+    /// node.
+    pub(super) fn rank_node<S: Score>(&self, wanted: &RequestedUnits<'_>, score: &S) -> Result<NodeRank, NoFit> {
         let mut resources = wanted.iter();
         let (Some((resource, units)), None) = (resources.next(), resources.next()) else {
             return self.fit(wanted, score).map(|(worth, _)| worth);
         };
         let &[size] = units.as_slice() else { return self.fit(wanted, score).map(|(worth, _)| worth) };
-        let none = Stocks::new();
+        let none = UnitsByDevice::new();
         let stocks = self.stocks.get(*resource).unwrap_or(&none);
         let mut best: Option<Candidate> = None;
         if stocks.values().any(|stock| stock.free() >= size.get()) {
-            let free: Vec<u32> = stocks.values().map(Stock::free).collect();
-            each(&self.model, stocks, size.get(), &free, score, |candidate| {
-                if best.as_ref().is_none_or(|best| candidate.order(best).is_lt()) {
+            let free: Vec<u32> = stocks.values().map(DeviceUnits::free).collect();
+            for_each_device(&self.model, stocks, size.get(), &free, score, |candidate| {
+                if best.as_ref().is_none_or(|best| candidate.compare(best).is_lt()) {
                     best = Some(candidate);
                 }
             });
@@ -115,15 +116,19 @@ impl Node {
         }
     }
 
-    /// Finds the best placement of all asks.
-    pub(super) fn fit<S: Score>(&self, wanted: &Wanted<'_>, score: &S) -> Result<(Worth, Vec<Reservation>), NoFit> {
+    /// Finds the best placement of all requests.
+    pub(super) fn fit<S: Score>(
+        &self,
+        wanted: &RequestedUnits<'_>,
+        score: &S,
+    ) -> Result<(NodeRank, Vec<Reservation>), NoFit> {
         let (mut total, mut spare, mut takes) = (0.0, 0_u32, Vec::new());
         for (resource, units) in wanted {
-            let none = Stocks::new();
+            let none = UnitsByDevice::new();
             let stocks = self.stocks.get(*resource).unwrap_or(&none);
             let names: Vec<&String> = stocks.keys().collect();
             let sizes: Vec<u32> = units.iter().map(|units| units.get()).collect();
-            let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
+            let mut free: Vec<u32> = stocks.values().map(DeviceUnits::free).collect();
             let mut order = |size: u32, free: &[u32]| {
                 let candidates = candidates(&self.model, stocks, size, free, score);
                 candidates.into_iter().map(|candidate| candidate.device).collect()
@@ -154,7 +159,7 @@ struct Candidate {
 
 impl Candidate {
     /// Orders candidates from best to worst.
-    fn order(&self, other: &Self) -> Ordering {
+    fn compare(&self, other: &Self) -> Ordering {
         (other.rank.score.total_cmp(&self.rank.score))
             .then(self.rank.spread.total_cmp(&other.rank.spread))
             .then(self.free.cmp(&other.free))
@@ -163,16 +168,23 @@ impl Candidate {
 }
 
 /// Devices with at least `size` free units, best first.
-fn candidates<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: &S) -> Vec<Candidate> {
+fn candidates<S: Score>(model: &str, stocks: &UnitsByDevice, size: u32, free: &[u32], score: &S) -> Vec<Candidate> {
     let mut candidates = Vec::with_capacity(free.len());
-    each(model, stocks, size, free, score, |candidate| candidates.push(candidate));
-    candidates.sort_by(Candidate::order);
+    for_each_device(model, stocks, size, free, score, |candidate| candidates.push(candidate));
+    candidates.sort_by(Candidate::compare);
     candidates
 }
 
 /// Calls `take` for each device with at least `size` free units. Scores count GPUs in thousandths,
 /// so units are converted.
-fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: &S, mut take: impl FnMut(Candidate)) {
+fn for_each_device<S: Score>(
+    model: &str,
+    stocks: &UnitsByDevice,
+    size: u32,
+    free: &[u32],
+    score: &S,
+    mut take: impl FnMut(Candidate),
+) {
     let thousandths = |units: u32, capacity: u32| {
         let part = u64::from(units) * u64::from(GPU) / u64::from(capacity.max(1));
         u32::try_from(part).map_or(GPU, |part| part.min(GPU))
@@ -180,7 +192,7 @@ fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: 
     let gpus = stocks.values().zip(free).map(|(stock, free)| thousandths(*free, stock.capacity())).collect();
     // Other resources are 0, because the scheduler checks them.
     let node = placement::Node { model: model.to_owned(), cpu_total: 0, cpu: 0, memory: 0, gpus };
-    let before = score.before(&node);
+    let before = score.precompute(&node);
     for (device, (stock, &free)) in stocks.values().zip(free).enumerate() {
         if free >= size {
             let per_gpu = thousandths(size, stock.capacity());
@@ -192,27 +204,27 @@ fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: 
 
 /// Why these units do not fit on a node's devices. The reason is about the largest size that does
 /// not fit.
-fn no_fit(resource: &str, units: &[Units], stocks: &Stocks) -> NoFit {
+fn no_fit(resource: &str, units: &[Units], stocks: &UnitsByDevice) -> NoFit {
     let resource = resource.to_owned();
-    let Some(&asked) = units.iter().max() else { return NoFit::NoNode };
+    let Some(&requested) = units.iter().max() else { return NoFit::NoNode };
     let (Some(largest), Some(emptiest)) =
-        (stocks.values().map(Stock::capacity).max(), stocks.values().map(Stock::free).max())
+        (stocks.values().map(DeviceUnits::capacity).max(), stocks.values().map(DeviceUnits::free).max())
     else {
         return NoFit::NotOffered { resource };
     };
-    if asked.get() > largest {
+    if requested.get() > largest {
         return if largest == 0 {
             NoFit::NotOffered { resource }
         } else {
-            NoFit::TooLarge { resource, asked, most: largest }
+            NoFit::TooLarge { resource, requested, most: largest }
         };
     }
     let sizes: Vec<u32> = units.iter().map(|units| units.get()).collect();
-    let all = || stocks.values().map(Stock::capacity).collect::<Vec<u32>>();
+    let all = || stocks.values().map(DeviceUnits::capacity).collect::<Vec<u32>>();
     if sizes.len() > 1 && pack(&sizes, &all(), &mut tightest).is_none() {
         NoFit::TooMany
-    } else if asked.get() > emptiest {
-        NoFit::NotFree { resource, asked, most: emptiest }
+    } else if requested.get() > emptiest {
+        NoFit::NotFree { resource, requested, most: emptiest }
     } else {
         NoFit::NotFreeTogether
     }

@@ -2,7 +2,7 @@
 //! container, but reuses the units of an init container for later containers.
 use std::collections::BTreeMap;
 
-use super::request::{Ask, Units};
+use super::request::{DeviceRequest, Units};
 
 /// When a container runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,7 @@ struct Group {
     reusable: u32,
 }
 
-/// The units of one ask that one container uses.
+/// The units of one request that one container uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
     /// Index of the container in the pod.
@@ -41,29 +41,30 @@ pub struct Part {
     pub resource: String,
     /// Units that the container requests, including reused units.
     pub units: Units,
-    /// Index into [`asks`] of the ask that the units belong to.
-    pub ask: usize,
-    /// Units of the ask that this container and the previous containers need together. For the last
-    /// container, this is the whole ask.
+    /// Index into [`device_requests`] of the request that the units belong to.
+    pub request: usize,
+    /// Units of the request that this container and the previous containers need together. For the
+    /// last container, this is the whole request.
     pub needed: Units,
 }
 
-/// The requests of a pod: one ask for each part that must be on one device. Pass containers in the
-/// kubelet's order: init containers and sidecars as written, then the others.
+/// The requests of a pod: one request for each part that must be on one device. Pass containers in
+/// the kubelet's order: init containers and sidecars as written, then the others.
 ///
 /// A container first uses the units of completed init containers, and all units of one container
-/// are on one device. So an init container of 2 and a container of 5 are one ask of 5. An init
-/// container of 5 before containers of 3 and 4 is one ask of 7.
-pub fn asks(containers: &[Container]) -> Vec<Ask> {
-    let ask =
-        |resource: &str, group: &Group| Some(Ask { resource: resource.to_owned(), units: Units::new(group.units)? });
+/// are on one device. So an init container of 2 and a container of 5 are one request of 5. An init
+/// container of 5 before containers of 3 and 4 is one request of 7.
+pub fn device_requests(containers: &[Container]) -> Vec<DeviceRequest> {
+    let request = |resource: &str, group: &Group| {
+        Some(DeviceRequest { resource: resource.to_owned(), units: Units::new(group.units)? })
+    };
     groups(containers, |_, _, _, _| {})
         .iter()
-        .flat_map(|(resource, groups)| groups.iter().filter_map(|group| ask(resource, group)))
+        .flat_map(|(resource, groups)| groups.iter().filter_map(|group| request(resource, group)))
         .collect()
 }
 
-/// The ask that the units of each container belong to, in the order of the containers.
+/// The request that the units of each container belong to, in the order of the containers.
 pub fn parts(containers: &[Container]) -> Vec<Part> {
     let mut found = Vec::new();
     let groups = groups(containers, |container, resource, group, needed| {
@@ -72,8 +73,8 @@ pub fn parts(containers: &[Container]) -> Vec<Part> {
     let first = |resource: &str| groups.range(..resource).map(|(_, groups)| groups.len()).sum::<usize>();
     let part = |(container, resource, group, needed): (usize, String, usize, u32)| {
         let units = containers.get(container)?.limits.get(&resource)?;
-        let ask = first(&resource) + group;
-        Some(Part { container, ask, units: Units::new(*units)?, needed: Units::new(needed)?, resource })
+        let request = first(&resource) + group;
+        Some(Part { container, request, units: Units::new(*units)?, needed: Units::new(needed)?, resource })
     };
     found.into_iter().filter_map(part).collect()
 }
@@ -109,7 +110,7 @@ mod tests {
         let limits = |units| BTreeMap::from([("r".to_owned(), units)]);
         let containers: Vec<Container> =
             containers.iter().map(|&(kind, units)| Container { kind, limits: limits(units) }).collect();
-        asks(&containers).iter().map(|ask| ask.units.get()).collect()
+        device_requests(&containers).iter().map(|request| request.units.get()).collect()
     }
 
     #[test]
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_name_the_ask_and_the_units_needed_so_far() {
+    fn each_part_names_its_request_and_the_units_needed_so_far() {
         use Kind::{Init, Main, Sidecar};
         for (containers, expected) in [
             (vec![(Main, 3), (Main, 2)], vec![(0, 0, 3), (1, 1, 2)]),
@@ -148,14 +149,14 @@ mod tests {
             let made: Vec<Container> =
                 containers.iter().map(|&(kind, units)| Container { kind, limits: limits(units) }).collect();
             let parts: Vec<(usize, usize, u32)> =
-                parts(&made).iter().map(|part| (part.container, part.ask, part.needed.get())).collect();
+                parts(&made).iter().map(|part| (part.container, part.request, part.needed.get())).collect();
             assert_eq!(parts, expected, "{containers:?}");
         }
     }
 
     proptest! {
         #[test]
-        fn parts_add_up_to_their_ask(
+        fn parts_add_up_to_their_request(
             wanted in prop::collection::vec((0_u8..3, prop::collection::btree_map("[ab]", 0_u32..6, 0..3)), 0..8),
         ) {
             let kinds = [Kind::Init, Kind::Sidecar, Kind::Main];
@@ -163,14 +164,14 @@ mod tests {
                 .into_iter()
                 .map(|(kind, limits)| Container { kind: kinds[usize::from(kind)], limits })
                 .collect();
-            let (asks, parts) = (asks(&containers), parts(&containers));
+            let (device_requests, parts) = (device_requests(&containers), parts(&containers));
             let wanting = containers.iter().flat_map(|container| container.limits.values()).filter(|units| **units > 0);
             prop_assert_eq!(parts.len(), wanting.count());
-            for (index, ask) in asks.iter().enumerate() {
-                let last = parts.iter().rfind(|part| part.ask == index);
-                prop_assert_eq!(last.map(|part| (part.resource.clone(), part.needed)), Some((ask.resource.clone(), ask.units)));
+            for (index, request) in device_requests.iter().enumerate() {
+                let last = parts.iter().rfind(|part| part.request == index);
+                prop_assert_eq!(last.map(|part| (part.resource.clone(), part.needed)), Some((request.resource.clone(), request.units)));
             }
-            prop_assert!(parts.iter().all(|part| part.ask < asks.len() && part.units <= part.needed));
+            prop_assert!(parts.iter().all(|part| part.request < device_requests.len() && part.units <= part.needed));
         }
     }
 
@@ -180,12 +181,13 @@ mod tests {
             kind,
             limits: limits.iter().map(|(resource, units)| ((*resource).to_owned(), *units)).collect(),
         };
-        let asks = asks(&[
+        let device_requests = device_requests(&[
             container(Kind::Init, &[("b", 4)]),
             container(Kind::Main, &[("a", 1), ("b", 2)]),
             container(Kind::Main, &[("a", 2)]),
         ]);
-        let asks: Vec<(&str, u32)> = asks.iter().map(|ask| (ask.resource.as_str(), ask.units.get())).collect();
-        assert_eq!(asks, [("a", 1), ("a", 2), ("b", 4)]);
+        let device_requests: Vec<(&str, u32)> =
+            device_requests.iter().map(|request| (request.resource.as_str(), request.units.get())).collect();
+        assert_eq!(device_requests, [("a", 1), ("a", 2), ("b", 4)]);
     }
 }

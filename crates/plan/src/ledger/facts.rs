@@ -1,7 +1,7 @@
 //! Inputs of a ledger: observed nodes, and the claims of pods.
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::request::{Ask, Units};
+use super::request::{DeviceRequest, Units};
 
 /// A time in seconds since a fixed moment that the caller chooses, such as the Unix epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -11,7 +11,7 @@ pub struct Moment(pub u64);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
     /// Requests of the pod.
-    pub asks: Vec<Ask>,
+    pub device_requests: Vec<DeviceRequest>,
     /// Nodes on which the pod may run.
     pub place: Place,
     /// The reservations in the pod's annotation, by node. Agents follow them when they allocate.

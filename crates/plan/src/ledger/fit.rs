@@ -1,8 +1,8 @@
 //! Placements for a pod, and why they cannot be reserved.
 use super::facts::Reservation;
-use super::request::Ask;
+use super::request::DeviceRequest;
 
-/// A placement of all asks of a pod on one node, with one device for each ask. Only
+/// A placement of all requests of a pod on one node, with one device for each request. Only
 /// [`Ledger::fit`](super::Ledger::fit) and its variants create a `Fit`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fit {
@@ -16,8 +16,8 @@ impl Fit {
         &self.node
     }
 
-    /// The units of each device that the pod would use, one entry for each ask.
-    pub fn takes(&self) -> &[Reservation] {
+    /// The units of each device that the pod would use, one entry for each request.
+    pub fn reservations(&self) -> &[Reservation] {
         &self.takes
     }
 }
@@ -25,7 +25,7 @@ impl Fit {
 /// Placements for a pod, best first. The list is never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fits {
-    pub(super) asks: Vec<Ask>,
+    pub(super) device_requests: Vec<DeviceRequest>,
     pub(super) places: Vec<Fit>,
     /// Lowest priority of the nominations whose units did not count as free.
     pub(super) priority: i32,

@@ -1,15 +1,15 @@
 //! Decides on which devices of a node the ledger reserves the units of its claims.
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::device_units::DeviceUnits;
 use super::facts::{Allocation, Claim, Reservation};
-use super::node::Stocks;
+use super::node::UnitsByDevice;
 use super::pack::{pack, tightest};
-use super::request::{Ask, Units};
-use super::stock::Stock;
+use super::request::{DeviceRequest, Units};
 
 /// A pod's claim on one node.
-pub(super) struct Claimed<'a> {
-    asks: &'a [Ask],
+pub(super) struct NodeClaim<'a> {
+    device_requests: &'a [DeviceRequest],
     /// The pod's annotated reservations on the node.
     noted: &'a [Reservation],
     /// The pod's allocations on the node.
@@ -22,12 +22,12 @@ pub(super) fn claimed<'a>(
     pods: &BTreeSet<String>,
     node: &str,
     allocated: &'a BTreeMap<String, Vec<Allocation>>,
-) -> Vec<Claimed<'a>> {
+) -> Vec<NodeClaim<'a>> {
     let of = |pod: &String| {
         let claim = claims.get(pod);
         let noted = claim.and_then(|claim| claim.noted.get(node));
-        Claimed {
-            asks: claim.map(|claim| claim.asks.as_slice()).unwrap_or_default(),
+        NodeClaim {
+            device_requests: claim.map(|claim| claim.device_requests.as_slice()).unwrap_or_default(),
             noted: noted.map(Vec::as_slice).unwrap_or_default(),
             allocated: allocated.get(pod).map(Vec::as_slice).unwrap_or_default(),
         }
@@ -35,7 +35,7 @@ pub(super) fn claimed<'a>(
     pods.iter().map(of).collect()
 }
 
-fn is_given(note: &Reservation, part: &Allocation) -> bool {
+fn matches_device(note: &Reservation, part: &Allocation) -> bool {
     is_as_large(note, part) && note.device == part.device
 }
 
@@ -43,13 +43,13 @@ fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
     note.units == part.units && note.resource == part.resource
 }
 
-impl<'a> Claimed<'a> {
+impl<'a> NodeClaim<'a> {
     /// Compares allocations with annotated reservations. Returns the indices of reservations
     /// without an allocation, and the allocations without a reservation.
     fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
         let mut left: Vec<usize> = (0..self.noted.len()).collect();
         let elsewhere = self.allocated.iter().filter(|part| {
-            let index = left.iter().position(|note| is_given(&self.noted[*note], part));
+            let index = left.iter().position(|note| matches_device(&self.noted[*note], part));
             index.map(|index| left.remove(index)).is_none()
         });
         let elsewhere = elsewhere.collect();
@@ -71,15 +71,15 @@ pub(super) fn follow_swaps(
         return;
     }
     let mut notes: Vec<Vec<Reservation>> = all.iter().map(|one| one.noted.to_vec()).collect();
-    let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(Claimed::compare_with_notes).unzip();
+    let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(NodeClaim::compare_with_notes).unzip();
     for (pod, parts) in elsewhere.into_iter().enumerate() {
         for part in parts {
             // A swap with an earlier pod may already have moved the reservation to this device.
-            let own = left[pod].iter().position(|note| is_given(&notes[pod][*note], part));
+            let own = left[pod].iter().position(|note| matches_device(&notes[pod][*note], part));
             let own = own.or_else(|| left[pod].iter().position(|note| is_as_large(&notes[pod][*note], part)));
             let Some(own) = own.map(|own| left[pod].remove(own)) else { continue };
             let other = left.iter().enumerate().filter(|(other, _)| *other != pod).find_map(|(other, left)| {
-                Some((other, *left.iter().find(|note| is_given(&notes[other][**note], part))?))
+                Some((other, *left.iter().find(|note| matches_device(&notes[other][**note], part))?))
             });
             let device = std::mem::replace(&mut notes[pod][own].device, part.device.clone());
             if let Some((other, note)) = other.filter(|_| device != part.device) {
@@ -89,11 +89,15 @@ pub(super) fn follow_swaps(
     }
     let changed = pods.iter().zip(&all).zip(notes).filter(|((_, one), notes)| one.noted != notes.as_slice());
     let changed: Vec<(String, Vec<Reservation>)> = changed.map(|((pod, _), notes)| (pod.clone(), notes)).collect();
-    put_notes(claims, node, changed);
+    set_reservations(claims, node, changed);
 }
 
 /// Replaces the annotated reservations of these pods on a node, in the ledger only.
-pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes: Vec<(String, Vec<Reservation>)>) {
+pub(super) fn set_reservations(
+    claims: &mut BTreeMap<String, Claim>,
+    node: &str,
+    notes: Vec<(String, Vec<Reservation>)>,
+) {
     for (pod, notes) in notes {
         if let Some(claim) = claims.get_mut(&pod) {
             claim.noted.insert(node.to_owned(), notes);
@@ -103,9 +107,9 @@ pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes:
 
 /// Reservations for all missing units of the claims, regardless of the annotated reservations.
 /// `None` if the reservations do not fit together.
-pub(super) fn notes_for_all(
-    stocks: &BTreeMap<String, Stocks>,
-    claimed: &[Claimed<'_>],
+pub(super) fn new_reservations(
+    stocks: &BTreeMap<String, UnitsByDevice>,
+    claimed: &[NodeClaim<'_>],
 ) -> Option<Vec<Vec<Reservation>>> {
     let note = |resource: &str, units, device: &str| Reservation {
         resource: resource.to_owned(),
@@ -113,17 +117,17 @@ pub(super) fn notes_for_all(
         device: device.to_owned(),
     };
     let given =
-        |one: &Claimed<'_>| one.allocated.iter().map(|part| note(&part.resource, part.units, &part.device)).collect();
+        |one: &NodeClaim<'_>| one.allocated.iter().map(|part| note(&part.resource, part.units, &part.device)).collect();
     let mut notes: Vec<Vec<Reservation>> = claimed.iter().map(given).collect();
     let mut wanted: BTreeMap<&str, Vec<(usize, Units)>> = BTreeMap::new();
     for (pod, one) in claimed.iter().enumerate() {
-        for (resource, missing) in outstanding(one.asks, one.allocated) {
+        for (resource, missing) in missing_units(one.device_requests, one.allocated) {
             wanted.entry(resource).or_default().extend(missing.iter().map(|(units, _)| (pod, *units)));
         }
     }
     for (resource, parts) in wanted.into_iter().filter(|(_, parts)| !parts.is_empty()) {
         let stocks = stocks.get(resource)?;
-        let free: Vec<u32> = stocks.values().map(|stock| stock.cleared().free()).collect();
+        let free: Vec<u32> = stocks.values().map(|stock| stock.without_reservations().free()).collect();
         let sizes: Vec<u32> = parts.iter().map(|(_, units)| units.get()).collect();
         let devices = pack(&sizes, &free, &mut tightest)?;
         for ((pod, units), device) in parts.into_iter().zip(devices) {
@@ -133,17 +137,20 @@ pub(super) fn notes_for_all(
     Some(notes)
 }
 
-/// Replaces all reservations of a node by the reservations that its claims need. Returns the asks
-/// that fit on no device.
-pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>]) -> Vec<Ask> {
+/// Replaces all reservations of a node by the reservations that its claims need. Returns the
+/// requests that fit on no device.
+pub(super) fn reserve_missing(
+    stocks: &mut BTreeMap<String, UnitsByDevice>,
+    claimed: &[NodeClaim<'_>],
+) -> Vec<DeviceRequest> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
     let mut noted: Vec<&Reservation> = Vec::new();
-    // If the kubelet has allocated a part of an ask, reserve the rest on the same device.
+    // If the kubelet has allocated a part of a request, reserve the rest on the same device.
     let mut started_on: BTreeSet<(&str, &str)> = BTreeSet::new();
     for one in claimed {
         let (left, _) = one.compare_with_notes();
         let mut left: Vec<&Reservation> = left.into_iter().map(|note| &one.noted[note]).collect();
-        for (resource, missing) in outstanding(one.asks, one.allocated) {
+        for (resource, missing) in missing_units(one.device_requests, one.allocated) {
             started_on.extend(missing.iter().filter_map(|(_, device)| Some((resource, (*device)?))));
             for (units, _) in missing {
                 wanted.entry(resource).or_default().push(units);
@@ -155,7 +162,7 @@ pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[
     // Place large reservations first, because they are harder to place elsewhere.
     noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
     for stock in stocks.values_mut().flat_map(BTreeMap::values_mut) {
-        *stock = stock.cleared();
+        *stock = stock.without_reservations();
     }
     for note in noted {
         let Some(missing) = wanted.get_mut(note.resource.as_str()) else { continue };
@@ -168,20 +175,20 @@ pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[
     let mut short = Vec::new();
     for (resource, mut missing) in wanted {
         missing.sort_unstable_by(|one, other| other.cmp(one));
-        let mut none = Stocks::new();
+        let mut none = UnitsByDevice::new();
         let stocks = stocks.get_mut(resource).unwrap_or(&mut none);
         let started_on: Vec<bool> =
             stocks.keys().map(|device| started_on.contains(&(resource, device.as_str()))).collect();
         let left = place(stocks, &started_on, &missing);
-        short.extend(left.into_iter().map(|units| Ask { resource: resource.to_owned(), units }));
+        short.extend(left.into_iter().map(|units| DeviceRequest { resource: resource.to_owned(), units }));
     }
     short
 }
 
 /// Reserves these sizes, in descending order, on devices. If not all sizes fit, reserves as many as
 /// fit one by one. Returns the sizes that do not fit.
-fn place(stocks: &mut Stocks, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
-    let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
+fn place(stocks: &mut UnitsByDevice, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
+    let mut free: Vec<u32> = stocks.values().map(DeviceUnits::free).collect();
     let mut order = |size: u32, free: &[u32]| {
         let mut devices = tightest(size, free);
         devices.sort_by_key(|device| !started_on.get(*device).copied().unwrap_or_default());
@@ -208,18 +215,21 @@ fn place(stocks: &mut Stocks, started_on: &[bool], sizes: &[Units]) -> Vec<Units
     left
 }
 
-/// Units that a pod still needs, and the device on which a part of the ask is allocated.
+/// Units that a pod still needs, and the device on which a part of the request is allocated.
 type Missing<'a> = (Units, Option<&'a str>);
 
 /// Units that a pod still needs, by resource.
 ///
-/// Each allocation satisfies an ask of its size, if the pod has one. Otherwise the allocation
-/// satisfies a part of the smallest larger ask, because several containers can share one ask. Any
-/// further allocation reduces the remaining asks, the largest first.
-pub(super) fn outstanding<'a>(asks: &'a [Ask], allocated: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
+/// Each allocation satisfies a request of its size, if the pod has one. Otherwise the allocation
+/// satisfies a part of the smallest larger request, because several containers can share one
+/// request. Any further allocation reduces the remaining requests, the largest first.
+pub(super) fn missing_units<'a>(
+    device_requests: &'a [DeviceRequest],
+    allocated: &'a [Allocation],
+) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
-    for ask in asks {
-        missing.entry(&ask.resource).or_default().push((ask.units.get(), None));
+    for request in device_requests {
+        missing.entry(&request.resource).or_default().push((request.units.get(), None));
     }
     for (resource, sizes) in &mut missing {
         let mut allocated: Vec<(u32, &str)> = allocated

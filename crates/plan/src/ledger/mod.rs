@@ -2,9 +2,9 @@
 //!
 //! A scheduler that adds up the units of a node's GPUs cannot see which units are on one GPU. So a
 //! pod is released only when the ledger has reserved units of one device for each of the pod's
-//! [`Ask`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`] reserves units
-//! of a device. Reservations are stored by node, resource and size, not by pod. So two pods with
-//! equal requests can swap their units.
+//! [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`]
+//! reserves units of a device. Reservations are stored by node, resource and size, not by pod. So
+//! two pods with equal requests can swap their units.
 //!
 //! [`Ledger::observe`] and every other change apply three steps to a node:
 //!
@@ -19,7 +19,7 @@
 //! copies of the two pods are swapped. The annotations do not change. The ledger has no other
 //! history. Therefore:
 //!
-//! - The units reserved on a device never exceed its free units. `stock.rs` contains the only
+//! - The units reserved on a device never exceed its free units. `units.rs` contains the only
 //!   subtraction, and the only function that adds a reservation.
 //! - A ledger rebuilt from observations and annotations equals the lost ledger, unless a node is
 //!   short of units ([`Ledger::rebuild`]).
@@ -28,6 +28,7 @@
 //! the time.
 mod choose;
 mod containers;
+mod device_units;
 mod facts;
 mod fit;
 mod index;
@@ -36,23 +37,22 @@ mod node;
 mod pack;
 mod preempt;
 mod request;
-mod stock;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use choose::{NoFit, Tightest};
-use choose::{Worth, wanted};
-pub use containers::{Container, Kind, Part, asks, parts};
+use choose::{NodeRank, requested_units};
+pub use containers::{Container, Kind, Part, device_requests, parts};
+use device_units::DeviceUnits;
 pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
 pub use fit::{Fit, Fits, Refused};
 use index::Index;
-use layout::outstanding;
+use layout::missing_units;
 pub use node::DeviceUsage;
 use node::{Node, Nominated};
-pub use preempt::{Holder, Nomination, Preemption, Waiting};
-pub use request::{Ask, Units};
-use stock::Stock;
+pub use preempt::{Holder, Nomination, PendingPod, Preemption};
+pub use request::{DeviceRequest, Units};
 
 use crate::placement::Score;
 
@@ -82,7 +82,7 @@ impl Ledger {
         }
         for (name, observed) in facts.nodes {
             ledger.observe(&name, observed);
-            ledger.renew_notes(&name);
+            ledger.renew_reservations(&name);
         }
         ledger
     }
@@ -95,16 +95,16 @@ impl Ledger {
 
     /// Removes a deleted or unknown node with its reservations. Claims on the node are kept,
     /// because the node can return.
-    pub fn forget(&mut self, name: &str) {
+    pub fn remove_node(&mut self, name: &str) {
         self.nodes.remove(name);
         self.index.remove(name);
     }
 
     /// Finds at most `most` placements for a pod on these nodes, best first.
     ///
-    /// On each node, every ask is placed on the device with the best score, unless another ask
-    /// would then not fit. If a placement exists, it is found. Nothing is reserved. A pod without
-    /// asks fits on every node.
+    /// On each node, every request is placed on the device with the best score, unless another
+    /// request would then not fit. If a placement exists, it is found. Nothing is reserved. A pod
+    /// without requests fits on every node.
     ///
     /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
@@ -113,12 +113,12 @@ impl Ledger {
     /// Why the pod fits nowhere.
     pub fn fit<'a, S: Score>(
         &self,
-        asks: &[Ask],
+        device_requests: &[DeviceRequest],
         nodes: impl IntoIterator<Item = &'a str>,
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
-        self.find(asks, (None, i32::MIN), nodes, most, score)
+        self.find(device_requests, (None, i32::MIN), nodes, most, score)
     }
 
     /// Like [`Self::fit`], but units that are nominated for this pod, or for pods of lower
@@ -128,26 +128,31 @@ impl Ledger {
     /// Why the pod fits nowhere.
     pub fn fit_for<'a, S: Score>(
         &self,
-        waiting: Waiting<'_>,
+        waiting: PendingPod<'_>,
         nodes: impl IntoIterator<Item = &'a str>,
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
-        self.find(waiting.asks, (Some(waiting.pod), waiting.priority), nodes, most, score)
+        self.find(waiting.device_requests, (Some(waiting.pod), waiting.priority), nodes, most, score)
     }
 
     /// Like [`Self::fit_for`] with [`Tightest`] on all nodes that `may` accepts, without checking
-    /// every node. Returns `None` if the pod has several asks, if nominations exist, or if the pod
-    /// fits nowhere. In these cases, call [`Self::fit_for`].
-    pub fn fit_tightest(&self, waiting: Waiting<'_>, most: usize, mut may: impl FnMut(&str) -> bool) -> Option<Fits> {
-        let Waiting { asks, priority, .. } = waiting;
-        let [ask] = asks else { return None };
+    /// every node. Returns `None` if the pod has several requests, if nominations exist, or if the
+    /// pod fits nowhere. In these cases, call [`Self::fit_for`].
+    pub fn fit_tightest(
+        &self,
+        waiting: PendingPod<'_>,
+        most: usize,
+        mut may: impl FnMut(&str) -> bool,
+    ) -> Option<Fits> {
+        let PendingPod { device_requests, priority, .. } = waiting;
+        let [request] = device_requests else { return None };
         if !self.nominations.is_empty() {
             return None;
         }
-        let wanted = wanted(asks);
+        let wanted = requested_units(device_requests);
         let mut places: Vec<Fit> = Vec::new();
-        for name in self.index.at_least(&ask.resource, ask.units.get()) {
+        for name in self.index.at_least(&request.resource, request.units.get()) {
             if places.len() >= most {
                 break;
             }
@@ -157,25 +162,25 @@ impl Ledger {
             let (_, takes) = self.nodes.get(name)?.fit(&wanted, &Tightest).ok()?;
             places.push(Fit { node: name.to_owned(), takes });
         }
-        (!places.is_empty()).then(|| Fits { asks: asks.to_vec(), places, priority })
+        (!places.is_empty()).then(|| Fits { device_requests: device_requests.to_vec(), places, priority })
     }
 
     fn find<'a, S: Score>(
         &self,
-        asks: &[Ask],
+        device_requests: &[DeviceRequest],
         (pod, priority): (Option<&str>, i32),
         nodes: impl IntoIterator<Item = &'a str>,
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
-        let wanted = wanted(asks);
-        let mut found: Vec<(Worth, &'a str, Cow<'_, Node>)> = Vec::new();
+        let wanted = requested_units(device_requests);
+        let mut found: Vec<(NodeRank, &'a str, Cow<'_, Node>)> = Vec::new();
         let mut why = NoFit::NoNode;
         let nominated = self.nominated(pod, priority);
         for name in nodes {
             let Some(node) = self.nodes.get(name) else { continue };
-            let node = nominated.get(name).map_or(Cow::Borrowed(node), |kept| Cow::Owned(node.without(kept)));
-            match node.worth(&wanted, score) {
+            let node = nominated.get(name).map_or(Cow::Borrowed(node), |kept| Cow::Owned(node.without_nominated(kept)));
+            match node.rank_node(&wanted, score) {
                 Ok(worth) => found.push((worth, name, node)),
                 Err(reason) => why = why.max(reason),
             }
@@ -189,7 +194,11 @@ impl Ledger {
             Ok(Fit { node: name.to_owned(), takes })
         });
         let places = fits.collect::<Result<Vec<Fit>, NoFit>>()?;
-        if places.is_empty() { Err(why) } else { Ok(Fits { asks: asks.to_vec(), places, priority }) }
+        if places.is_empty() {
+            Err(why)
+        } else {
+            Ok(Fits { device_requests: device_requests.to_vec(), places, priority })
+        }
     }
 
     /// Reserves the units of the fits for a pod, which may then be released to these nodes.
@@ -206,11 +215,12 @@ impl Ledger {
         for (node, take) in takes {
             let kept = nominated.get(node).and_then(|kept| kept.get(&(take.resource.clone(), take.device.clone())));
             let kept = kept.copied().unwrap_or(0);
-            let spare = |stock: &&mut Stock| stock.free().saturating_sub(kept) >= take.units.get();
-            if !self.stock(node, take).filter(spare).is_some_and(|stock| stock.reserve(take.units)) {
+            let spare = |device_units: &&mut DeviceUnits| device_units.free().saturating_sub(kept) >= take.units.get();
+            if !self.device_units(node, take).filter(spare).is_some_and(|device_units| device_units.reserve(take.units))
+            {
                 for (node, take) in taken {
-                    if let Some(stock) = self.stock(node, take) {
-                        stock.unreserve(take.units);
+                    if let Some(device_units) = self.device_units(node, take) {
+                        device_units.unreserve(take.units);
                     }
                 }
                 return Err(Refused::Stale);
@@ -219,7 +229,10 @@ impl Ledger {
         }
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
         let noted = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
-        self.insert(pod.to_owned(), Claim { asks: fits.asks.clone(), place: Place::OneOf { nodes, expires }, noted });
+        self.insert(
+            pod.to_owned(),
+            Claim { device_requests: fits.device_requests.clone(), place: Place::OneOf { nodes, expires }, noted },
+        );
         fits.places.iter().for_each(|fit| self.update_reservations(&fit.node));
         Ok(())
     }
@@ -227,9 +240,9 @@ impl Ledger {
     /// Records that a pod was bound to a node. Its reservations on other nodes end, and its
     /// reservations on the node are kept. A pod that bypassed the gate receives a claim, and a
     /// reservation if it fits.
-    pub fn bind(&mut self, pod: &str, node: &str, asks: &[Ask]) {
+    pub fn bind(&mut self, pod: &str, node: &str, device_requests: &[DeviceRequest]) {
         let place = Place::Bound(node.to_owned());
-        if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.asks == asks) {
+        if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.device_requests == device_requests) {
             return;
         }
         let mut touched = BTreeSet::from([node.to_owned()]);
@@ -238,7 +251,7 @@ impl Ledger {
             touched.extend(before.place.nodes().into_iter().map(str::to_owned));
             noted.extend(before.noted.remove_entry(node));
         }
-        self.insert(pod.to_owned(), Claim { asks: asks.to_vec(), place, noted });
+        self.insert(pod.to_owned(), Claim { device_requests: device_requests.to_vec(), place, noted });
         touched.iter().for_each(|node| self.update_reservations(node));
     }
 
@@ -282,11 +295,11 @@ impl Ledger {
     }
 
     /// Whether the pod is bound and the kubelet has not allocated all units that it requests.
-    pub fn is_unserved(&self, pod: &str) -> bool {
-        let Some(Claim { asks, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
+    pub fn awaits_allocation(&self, pod: &str) -> bool {
+        let Some(Claim { device_requests, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
         let allocated =
             self.nodes.get(node).and_then(|node| node.allocations.get(pod)).map(Vec::as_slice).unwrap_or_default();
-        outstanding(asks, allocated).values().any(|missing| !missing.is_empty())
+        missing_units(device_requests, allocated).values().any(|missing| !missing.is_empty())
     }
 
     /// All claims.
@@ -304,8 +317,9 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
 
-    /// Asks of a node's claims that fit on no device. The kubelet rejects a pod with such an ask.
-    pub fn short(&self, node: &str) -> &[Ask] {
+    /// Requests of a node's claims that fit on no device. The kubelet rejects a pod with such a
+    /// request.
+    pub fn unplaced_requests(&self, node: &str) -> &[DeviceRequest] {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
     }
 
@@ -323,9 +337,9 @@ impl Ledger {
     /// excluded. Units of terminating pods count as free, so no pod is preempted for units that
     /// become free anyway. While the victims terminate, another call returns no further victims.
     ///
-    /// For each way to place the asks on devices, as many pods as possible are kept: protected pods
-    /// first, then pods of higher priority, then pods that started earlier. The best way has the
-    /// fewest protected victims, then the lowest maximum priority, then the lowest sum of
+    /// For each way to place the requests on devices, as many pods as possible are kept: protected
+    /// pods first, then pods of higher priority, then pods that started earlier. The best way has
+    /// the fewest protected victims, then the lowest maximum priority, then the lowest sum of
     /// priorities, then the fewest victims. The last criterion is the latest start among the
     /// victims of the highest priority. Among equal ways, the first by name is chosen.
     ///
@@ -334,7 +348,7 @@ impl Ledger {
     /// frees no usable units.
     pub fn preempt<'a>(
         &self,
-        waiting: Waiting<'_>,
+        waiting: PendingPod<'_>,
         nodes: impl IntoIterator<Item = &'a str>,
         holders: &BTreeMap<String, Holder>,
     ) -> Option<Preemption> {
@@ -408,21 +422,21 @@ impl Ledger {
         Some(claim)
     }
 
-    fn stock(&mut self, node: &str, take: &Reservation) -> Option<&mut Stock> {
+    fn device_units(&mut self, node: &str, take: &Reservation) -> Option<&mut DeviceUnits> {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
     /// Finds new reservations for the claims of a rebuilt node if the annotated reservations do not
     /// cover a claim. That can happen if pods swapped units and then terminated.
-    fn renew_notes(&mut self, name: &str) {
+    fn renew_reservations(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {
             return;
         }
         let claimed = layout::claimed(&self.claims, pods, name, &node.allocations);
-        let Some(notes) = layout::notes_for_all(&node.stocks, &claimed) else { return };
+        let Some(notes) = layout::new_reservations(&node.stocks, &claimed) else { return };
         let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
-        layout::put_notes(&mut self.claims, name, notes);
+        layout::set_reservations(&mut self.claims, name, notes);
         self.update_reservations(name);
     }
 
@@ -434,10 +448,9 @@ impl Ledger {
         layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
         node.short =
             layout::reserve_missing(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.allocations));
-        let free = node
-            .stocks
-            .iter()
-            .flat_map(|(resource, stocks)| stocks.values().map(move |stock| (resource.as_str(), stock.free())));
+        let free = node.stocks.iter().flat_map(|(resource, stocks)| {
+            stocks.values().map(move |device_units| (resource.as_str(), device_units.free()))
+        });
         self.index.put(name, free);
     }
 }

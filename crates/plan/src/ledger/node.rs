@@ -1,9 +1,9 @@
 //! One node: the units of its devices, and their reservations.
 use std::collections::BTreeMap;
 
+use super::device_units::DeviceUnits;
 use super::facts::{Allocation, DeviceFacts, NodeFacts, Reservation};
-use super::request::{Ask, Units};
-use super::stock::Stock;
+use super::request::{DeviceRequest, Units};
 
 /// Capacity, use and reservations of one resource on one device, for reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,18 +23,18 @@ pub struct DeviceUsage {
 }
 
 /// The stocks of one resource by device.
-pub(super) type Stocks = BTreeMap<String, Stock>;
+pub(super) type UnitsByDevice = BTreeMap<String, DeviceUnits>;
 
 /// A node as the ledger last observed it, and the reservations on the node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Node {
     pub(super) model: String,
-    /// Stocks by resource, then by device.
-    pub(super) stocks: BTreeMap<String, Stocks>,
+    /// Units by resource, then by device.
+    pub(super) stocks: BTreeMap<String, UnitsByDevice>,
     /// Allocations of each pod.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
     /// Asks of claims that fit on no device.
-    pub(super) short: Vec<Ask>,
+    pub(super) short: Vec<DeviceRequest>,
 }
 
 /// Nominated units by resource and device.
@@ -56,11 +56,11 @@ impl Node {
             allocations.entry(allocation.pod.clone()).or_default().push(allocation);
         }
         allocations.values_mut().for_each(|allocations| allocations.sort());
-        let mut stocks: BTreeMap<String, Stocks> = BTreeMap::new();
+        let mut stocks: BTreeMap<String, UnitsByDevice> = BTreeMap::new();
         for ((resource, device), (capacity, used)) in amounts {
             let key = (resource, device);
             let used = used.max(sums.get(&key).copied().unwrap_or(0));
-            stocks.entry(key.0).or_default().insert(key.1, Stock::new(capacity, used));
+            stocks.entry(key.0).or_default().insert(key.1, DeviceUnits::new(capacity, used));
         }
         Self { model: facts.model, stocks, allocations, short: Vec::new() }
     }
@@ -93,7 +93,7 @@ impl Node {
 
     /// The node without the nominated units, as other pods may use it. Nominated units count as
     /// reserved.
-    pub(super) fn without(&self, nominated: &Nominated) -> Self {
+    pub(super) fn without_nominated(&self, nominated: &Nominated) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {
             let stock = node.stocks.get_mut(resource).and_then(|stocks| stocks.get_mut(device));

@@ -2,36 +2,36 @@
 //!
 //! Victims are chosen as in kube-scheduler, with one difference. kube-scheduler adds up a node's
 //! GPUs, so the units that it frees may be on two GPUs and therefore useless. Here, each way to
-//! place the asks on devices is considered separately. A pod is preempted only if it frees units on
-//! a chosen device.
+//! place the requests on devices is considered separately. A pod is preempted only if it frees
+//! units on a chosen device.
 //!
 //! The units are then [nominated](super::Ledger::nominate). Until they are reserved for the pod,
 //! pods of the same or lower priority do not see them as free.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::choose::wanted;
+use super::choose::requested_units;
+use super::device_units::DeviceUnits;
 use super::facts::{Moment, Reservation};
 use super::node::{Node, Nominated};
 use super::pack::{pack, tightest};
-use super::request::Ask;
-use super::stock::Stock;
+use super::request::DeviceRequest;
 
-/// Maximum number of ways to place the asks on a node's devices. A pod of one container has one way
-/// for each device.
+/// Maximum number of ways to place the requests on a node's devices. A pod of one container has one
+/// way for each device.
 const MAX_OPTIONS: usize = 512;
 /// Maximum number of steps of the search for ways to place the asks.
 const MAX_STEPS: usize = 20_000;
 
 /// A pending pod.
 #[derive(Debug, Clone, Copy)]
-pub struct Waiting<'a> {
+pub struct PendingPod<'a> {
     /// Name of the pod, as in [`Ledger::nominate`](super::Ledger::nominate).
     pub pod: &'a str,
     /// Priority of the pod. Higher priorities are placed first.
     pub priority: i32,
     /// Requests of the pod.
-    pub asks: &'a [Ask],
+    pub device_requests: &'a [DeviceRequest],
 }
 
 /// Properties of a pod with allocations that decide whether it is preempted.
@@ -53,7 +53,7 @@ pub struct Holder {
 pub struct Preemption {
     /// Name of the node.
     pub node: String,
-    /// The units of each device that the pod would use, one entry for each ask.
+    /// The units of each device that the pod would use, one entry for each request.
     pub takes: Vec<Reservation>,
     /// Names of the pods to preempt. Empty if free units and the units of terminating pods suffice.
     pub victims: Vec<String>,
@@ -78,17 +78,18 @@ type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
 /// The cheapest preemption on these nodes, each with its nominated units. `None` if no preemption
 /// helps. Among equal preemptions, the preemption on the first node.
 pub(super) fn cheapest<'a>(
-    waiting: Waiting<'_>,
+    waiting: PendingPod<'_>,
     nodes: impl Iterator<Item = (&'a str, &'a Node, Option<&'a Nominated>)>,
     holders: &BTreeMap<String, Holder>,
 ) -> Option<Preemption> {
     let mut best: Option<(Cost, Preemption)> = None;
     for (name, node, nominated) in nodes {
-        let asked = |short: &Ask| waiting.asks.iter().any(|ask| ask.resource == short.resource);
-        if node.short.iter().any(asked) {
+        let requested =
+            |short: &DeviceRequest| waiting.device_requests.iter().any(|request| request.resource == short.resource);
+        if node.short.iter().any(requested) {
             continue;
         }
-        for (cost, takes, victims) in NodeView::new(node, waiting, nominated, holders).options() {
+        for (cost, takes, victims) in NodeView::new(node, waiting, nominated, holders).placements() {
             if best.as_ref().is_none_or(|(least, _)| cost < *least) {
                 best = Some((cost, Preemption { node: name.to_owned(), takes, victims }));
             }
@@ -120,25 +121,25 @@ struct NodeView<'a> {
     /// Candidates in the order in which they are kept.
     candidates: Vec<Candidate<'a>>,
     /// Asks by resource, largest first, with their indices in the pod's list.
-    asks: Vec<(usize, &'a Ask)>,
+    device_requests: Vec<(usize, &'a DeviceRequest)>,
 }
 
 impl<'a> NodeView<'a> {
     fn new(
         node: &'a Node,
-        waiting: Waiting<'a>,
+        waiting: PendingPod<'a>,
         nominated: Option<&Nominated>,
         holders: &BTreeMap<String, Holder>,
     ) -> Self {
-        let mut asks: Vec<(usize, &Ask)> = waiting.asks.iter().enumerate().collect();
-        asks.sort_by_key(|&(index, ask)| (&ask.resource, Reverse(ask.units), index));
+        let mut device_requests: Vec<(usize, &DeviceRequest)> = waiting.device_requests.iter().enumerate().collect();
+        device_requests.sort_by_key(|&(index, request)| (&request.resource, Reverse(request.units), index));
         let mut slots: Vec<Slot<'a>> = Vec::new();
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
-        for resource in wanted(waiting.asks).into_keys() {
+        for resource in requested_units(waiting.device_requests).into_keys() {
             for (device, stock) in node.stocks.get(resource).into_iter().flatten() {
                 let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
                 let kept = kept.copied().unwrap_or(0);
-                let most = room(stock) - i64::from(kept);
+                let most = free_units(stock) - i64::from(kept);
                 at.insert((resource, device), slots.len());
                 slots.push(Slot { resource, device, most });
             }
@@ -165,20 +166,20 @@ impl<'a> NodeView<'a> {
             }
         }
         candidates.sort_by_key(|one| (Reverse(one.holder.protected), Reverse(one.holder.priority), one.holder.started));
-        Self { slots, candidates, asks }
+        Self { slots, candidates, device_requests }
     }
 
-    /// All ways to place the asks: their costs, the units used, and the victims.
-    fn options(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
+    /// All ways to place the requests: their costs, the units used, and the victims.
+    fn placements(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
         self.assignments().into_iter().map(|slots| {
             let victims = self.victims(&slots);
             let mut takes: Vec<(usize, Reservation)> = self
-                .asks
+                .device_requests
                 .iter()
                 .zip(&slots)
-                .filter_map(|(&(index, ask), &slot)| {
+                .filter_map(|(&(index, request), &slot)| {
                     let device = self.slots.get(slot)?.device.to_owned();
-                    Some((index, Reservation { resource: ask.resource.clone(), units: ask.units, device }))
+                    Some((index, Reservation { resource: request.resource.clone(), units: request.units, device }))
                 })
                 .collect();
             takes.sort_by_key(|&(index, _)| index);
@@ -189,9 +190,9 @@ impl<'a> NodeView<'a> {
         })
     }
 
-    /// All ways to place the asks on slots if all candidates were preempted, up to a limit. A way
-    /// is a slot for each ask, in the order of `asks`. Ways that differ only in the order of equal
-    /// asks count as one.
+    /// All ways to place the requests on slots if all candidates were preempted, up to a limit. A
+    /// way is a slot for each request, in the order of `device_requests`. Ways that differ only in
+    /// the order of equal requests count as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
         // Find one way first, because the search below can reach its limit without finding any.
@@ -206,19 +207,19 @@ impl<'a> NodeView<'a> {
     }
 
     fn assign(&self, left: &mut [i64], chosen: &mut Vec<usize>, found: &mut BTreeSet<Vec<usize>>, steps: &mut usize) {
-        let Some(&(_, ask)) = self.asks.get(chosen.len()) else {
+        let Some(&(_, request)) = self.device_requests.get(chosen.len()) else {
             found.insert(chosen.clone());
             return;
         };
         let equal = chosen
             .len()
             .checked_sub(1)
-            .and_then(|before| self.asks.get(before))
-            .is_some_and(|(_, before)| *before == ask);
+            .and_then(|before| self.device_requests.get(before))
+            .is_some_and(|(_, before)| *before == request);
         let from = chosen.last().copied().filter(|_| equal).unwrap_or(0);
-        let units = i64::from(ask.units.get());
+        let units = i64::from(request.units.get());
         for (slot, of) in self.slots.iter().enumerate().skip(from) {
-            if of.resource != ask.resource || left.get(slot).is_none_or(|left| *left < units) {
+            if of.resource != request.resource || left.get(slot).is_none_or(|left| *left < units) {
                 continue;
             }
             if found.len() >= MAX_OPTIONS || *steps >= MAX_STEPS {
@@ -233,18 +234,19 @@ impl<'a> NodeView<'a> {
         }
     }
 
-    /// One way to place all asks if all candidates were preempted.
+    /// One way to place all requests if all candidates were preempted.
     fn packed(&self) -> Option<Vec<usize>> {
-        let mut chosen = Vec::with_capacity(self.asks.len());
-        for asks in self.asks.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
-            let of = |slot: &Slot<'_>| asks.first().is_some_and(|(_, ask)| ask.resource == slot.resource);
+        let mut chosen = Vec::with_capacity(self.device_requests.len());
+        for device_requests in self.device_requests.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
+            let of =
+                |slot: &Slot<'_>| device_requests.first().is_some_and(|(_, request)| request.resource == slot.resource);
             let first = self.slots.iter().position(of)?;
             let free = self
                 .slots
                 .iter()
                 .filter(|slot| of(slot))
                 .map(|slot| u32::try_from(slot.most.max(0)).unwrap_or(u32::MAX));
-            let sizes: Vec<u32> = asks.iter().map(|(_, ask)| ask.units.get()).collect();
+            let sizes: Vec<u32> = device_requests.iter().map(|(_, request)| request.units.get()).collect();
             let devices = pack(&sizes, &free.collect::<Vec<u32>>(), &mut tightest)?;
             chosen.extend(devices.into_iter().map(|device| first + device));
         }
@@ -254,9 +256,9 @@ impl<'a> NodeView<'a> {
     /// The victims of one way. Each candidate, in order, is kept if it still fits.
     fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
         let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
-        for (&slot, (_, ask)) in slots.iter().zip(&self.asks) {
+        for (&slot, (_, request)) in slots.iter().zip(&self.device_requests) {
             let most = self.slots.get(slot).map_or(0, |slot| slot.most);
-            *spare.entry(slot).or_insert(most) -= i64::from(ask.units.get());
+            *spare.entry(slot).or_insert(most) -= i64::from(request.units.get());
         }
         let leaves = |candidate: &&Candidate<'a>| {
             let fits = candidate.units.iter().all(|(slot, units)| spare.get(slot).is_none_or(|spare| spare >= units));
@@ -272,7 +274,7 @@ impl<'a> NodeView<'a> {
 }
 
 /// Free units. Negative if more units are reserved than exist.
-fn room(stock: &Stock) -> i64 {
+fn free_units(stock: &DeviceUnits) -> i64 {
     i64::from(stock.capacity()) - i64::from(stock.used()) - i64::from(stock.reserved())
 }
 

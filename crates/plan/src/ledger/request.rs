@@ -28,9 +28,9 @@ impl fmt::Display for Units {
 }
 
 /// A request for units of one device. A pod that requests units of several devices has several
-/// asks.
+/// requests.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ask {
+pub struct DeviceRequest {
     /// The extended resource.
     pub resource: String,
     /// Number of units.

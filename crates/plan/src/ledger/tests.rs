@@ -11,8 +11,8 @@ fn units(units: u32) -> Units {
     Units::new(units).unwrap()
 }
 
-fn asks(sizes: &[u32]) -> Vec<Ask> {
-    sizes.iter().map(|&size| Ask { resource: R.to_owned(), units: units(size) }).collect()
+fn device_requests(sizes: &[u32]) -> Vec<DeviceRequest> {
+    sizes.iter().map(|&size| DeviceRequest { resource: R.to_owned(), units: units(size) }).collect()
 }
 
 /// A node with devices `a`, `b` and so on, of ten units each. `used` is the number of used units of
@@ -46,7 +46,7 @@ fn ledger(used: &[u32]) -> Ledger {
 
 fn reserve(ledger: &mut Ledger, pod: &str, sizes: &[u32], expires: u64) {
     let nodes: Vec<String> = ledger.nodes().map(str::to_owned).collect();
-    let fits = ledger.fit(&asks(sizes), nodes.iter().map(String::as_str), 4, &Tightest).unwrap();
+    let fits = ledger.fit(&device_requests(sizes), nodes.iter().map(String::as_str), 4, &Tightest).unwrap();
     ledger.reserve(pod, &fits, Moment(expires)).unwrap();
 }
 
@@ -70,7 +70,7 @@ fn the_tightest_device_is_chosen_until_it_is_full() {
 #[test]
 fn six_free_units_on_two_devices_cannot_hold_five() {
     let ledger = ledger(&[7, 7]);
-    let why = ledger.fit(&asks(&[5]), ["n"], 1, &Tightest).unwrap_err();
+    let why = ledger.fit(&device_requests(&[5]), ["n"], 1, &Tightest).unwrap_err();
     assert_eq!(why.to_string(), "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3");
     assert!(why.may_pass());
 }
@@ -81,16 +81,17 @@ fn the_reason_is_that_of_the_closest_node() {
     let mut small = node(&[0], &[]);
     small.devices[0].capacity = 4;
     ledger.observe("small", small);
-    let why =
-        |sizes: &[u32], nodes: &[&str]| ledger.fit(&asks(sizes), nodes.iter().copied(), 1, &Tightest).unwrap_err();
+    let why = |sizes: &[u32], nodes: &[&str]| {
+        ledger.fit(&device_requests(sizes), nodes.iter().copied(), 1, &Tightest).unwrap_err()
+    };
     assert_eq!(why(&[5], &[]), NoFit::NoNode);
     assert_eq!(why(&[5], &["nobody"]), NoFit::NoNode);
-    assert_eq!(why(&[5], &["small"]), NoFit::TooLarge { resource: R.to_owned(), asked: units(5), most: 4 });
-    assert_eq!(why(&[11], &["n", "small"]), NoFit::TooLarge { resource: R.to_owned(), asked: units(11), most: 10 });
-    assert_eq!(why(&[6], &["n", "small"]), NoFit::NotFree { resource: R.to_owned(), asked: units(6), most: 5 });
+    assert_eq!(why(&[5], &["small"]), NoFit::TooLarge { resource: R.to_owned(), requested: units(5), most: 4 });
+    assert_eq!(why(&[11], &["n", "small"]), NoFit::TooLarge { resource: R.to_owned(), requested: units(11), most: 10 });
+    assert_eq!(why(&[6], &["n", "small"]), NoFit::NotFree { resource: R.to_owned(), requested: units(6), most: 5 });
     assert_eq!(why(&[6, 6, 6], &["n", "small"]), NoFit::TooMany);
     assert_eq!(why(&[3, 3, 3], &["n"]), NoFit::NotFreeTogether);
-    let other = vec![Ask { resource: "other".to_owned(), units: units(1) }];
+    let other = vec![DeviceRequest { resource: "other".to_owned(), units: units(1) }];
     let why = ledger.fit(&other, ["n"], 1, &Tightest).unwrap_err();
     assert_eq!(why, NoFit::NotOffered { resource: "other".to_owned() });
     assert!(!why.may_pass());
@@ -100,7 +101,7 @@ fn the_reason_is_that_of_the_closest_node() {
 fn allocated_units_are_no_longer_reserved() {
     let mut ledger = ledger(&[0, 0]);
     reserve(&mut ledger, "p", &[3], 1);
-    ledger.bind("p", "n", &asks(&[3]));
+    ledger.bind("p", "n", &device_requests(&[3]));
     assert_eq!(reserved(&ledger, "n"), [on("a", 3)]);
     ledger.observe("n", node(&[3, 0], &[("p", "a", 3)]));
     assert!(reserved(&ledger, "n").is_empty());
@@ -120,11 +121,11 @@ fn two_equal_pods_can_swap() {
     ledger.observe("n", node(&[9, 7], &[("first", "a", 3)]));
     assert_eq!(reserved(&ledger, "n"), [on("b", 3)], "the first pod took the units of the second");
     ledger.observe("n", node(&[9, 10], &[("first", "a", 3), ("second", "b", 3)]));
-    assert!(reserved(&ledger, "n").is_empty() && ledger.short("n").is_empty());
+    assert!(reserved(&ledger, "n").is_empty() && ledger.unplaced_requests("n").is_empty());
 }
 
 #[test]
-fn reservations_stay_on_the_annotated_device_when_other_pods_go() {
+fn reservations_stay_on_the_annotated_device_when_other_pods_end() {
     let mut ledger = ledger(&[0, 0]);
     for (pod, size) in [("p", 9), ("q", 9), ("r", 1), ("s", 1)] {
         reserve(&mut ledger, pod, &[size], 9);
@@ -138,13 +139,13 @@ fn reservations_stay_on_the_annotated_device_when_other_pods_go() {
         [on("a", 9), on("b", 1), on("b", 9)],
         "s is allocated what its annotation names"
     );
-    ledger.bind("s", "n", &asks(&[1]));
+    ledger.bind("s", "n", &device_requests(&[1]));
     ledger.release("q");
     assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 1)]);
 }
 
 #[test]
-fn the_note_of_a_pod_allocated_elsewhere_blocks_no_device() {
+fn the_annotated_reservation_of_a_pod_allocated_elsewhere_blocks_no_device() {
     let mut ledger = ledger(&[0, 0, 0]);
     for (pod, size) in [("y", 9), ("first", 5), ("x", 4), ("swapped", 5)] {
         reserve(&mut ledger, pod, &[size], 9);
@@ -160,7 +161,7 @@ fn the_note_of_a_pod_allocated_elsewhere_blocks_no_device() {
     assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 4)]);
     // Reserve all free units but one. The first pod's old reservation on `b` must not count.
     reserve(&mut ledger, "last", &[5, 4, 2], 9);
-    assert_eq!(ledger.short("n"), []);
+    assert_eq!(ledger.unplaced_requests("n"), []);
     let all = [on("a", 9), on("b", 2), on("b", 4), on("b", 4), on("c", 5)];
     assert_eq!(reserved(&ledger, "n"), all, "as annotated");
     // Annotations are not rewritten: the first pod's annotation still names the device of the last
@@ -169,7 +170,7 @@ fn the_note_of_a_pod_allocated_elsewhere_blocks_no_device() {
     claims.get_mut("first").unwrap().noted.get_mut("n").unwrap()[0].device = "b".to_owned();
     let nodes = BTreeMap::from([("n".to_owned(), node(&[0, 0, 5], &[("first", "c", 5)]))]);
     let rebuilt = Ledger::rebuild(Facts { nodes, claims });
-    assert_eq!(rebuilt.short("n"), []);
+    assert_eq!(rebuilt.unplaced_requests("n"), []);
     assert_eq!(reserved(&rebuilt, "n"), all);
 }
 
@@ -181,7 +182,7 @@ fn a_pod_has_reservations_on_several_nodes_until_it_is_bound() {
     reserve(&mut ledger, "p", &[4], 9);
     assert_eq!((reserved(&ledger, "m"), reserved(&ledger, "n")), (vec![on("a", 4)], vec![on("a", 4)]));
     assert!(reserved(&ledger, "full").is_empty());
-    ledger.bind("p", "n", &asks(&[4]));
+    ledger.bind("p", "n", &device_requests(&[4]));
     assert_eq!((reserved(&ledger, "m"), reserved(&ledger, "n")), (vec![], vec![on("a", 4)]));
 }
 
@@ -190,7 +191,7 @@ fn at_most_the_given_number_of_nodes_is_returned_best_first() {
     let mut ledger = ledger(&[0]);
     ledger.observe("m", node(&[5], &[]));
     ledger.observe("o", node(&[6], &[]));
-    let fits = ledger.fit(&asks(&[4]), ["m", "n", "o", "o"], 2, &Tightest).unwrap();
+    let fits = ledger.fit(&device_requests(&[4]), ["m", "n", "o", "o"], 2, &Tightest).unwrap();
     assert_eq!(fits.iter().map(Fit::node).collect::<Vec<_>>(), ["o", "m"]);
 }
 
@@ -200,7 +201,7 @@ fn only_pods_that_are_not_bound_become_overdue() {
     reserve(&mut ledger, "late", &[2], 10);
     reserve(&mut ledger, "later", &[3], 20);
     reserve(&mut ledger, "bound", &[4], 10);
-    ledger.bind("bound", "n", &asks(&[4]));
+    ledger.bind("bound", "n", &device_requests(&[4]));
     assert!(ledger.overdue(Moment(9)).is_empty());
     assert_eq!(ledger.overdue(Moment(10)), ["late"]);
     ledger.release("late");
@@ -217,23 +218,30 @@ fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
     // A pod bypassed the gate and used a unit of `b`. The reservation of `p` cannot move, because
     // only three units remain on `a`.
     ledger.observe("n", node(&[0, 6], &[("x", "b", 1)]));
-    assert_eq!((reserved(&ledger, "n"), ledger.short("n").to_vec()), (vec![on("a", 7)], asks(&[5])));
+    assert_eq!(
+        (reserved(&ledger, "n"), ledger.unplaced_requests("n").to_vec()),
+        (vec![on("a", 7)], device_requests(&[5]))
+    );
     // Add a device.
     ledger.observe("n", node(&[0, 6, 4], &[("x", "b", 1)]));
-    assert_eq!((reserved(&ledger, "n"), ledger.short("n").len()), (vec![on("a", 7), on("c", 5)], 0));
+    assert_eq!((reserved(&ledger, "n"), ledger.unplaced_requests("n").len()), (vec![on("a", 7), on("c", 5)], 0));
     // Remove all devices.
     ledger.observe("n", NodeFacts::default());
-    assert_eq!(ledger.short("n"), asks(&[5, 7]).into_iter().rev().collect::<Vec<_>>());
+    assert_eq!(ledger.unplaced_requests("n"), device_requests(&[5, 7]).into_iter().rev().collect::<Vec<_>>());
 }
 
 #[test]
 fn a_pod_that_bypassed_the_gate_gets_a_reservation_if_there_is_room() {
     let mut ledger = ledger(&[0]);
-    ledger.bind("x", "n", &asks(&[4]));
+    ledger.bind("x", "n", &device_requests(&[4]));
     assert_eq!(reserved(&ledger, "n"), [on("a", 4)]);
-    ledger.bind("y", "n", &asks(&[7]));
-    assert_eq!(ledger.short("n"), asks(&[4]), "there is no room for both, and the larger one is placed first");
-    ledger.bind("z", "unknown", &asks(&[7]));
+    ledger.bind("y", "n", &device_requests(&[7]));
+    assert_eq!(
+        ledger.unplaced_requests("n"),
+        device_requests(&[4]),
+        "there is no room for both, and the larger one is placed first"
+    );
+    ledger.bind("z", "unknown", &device_requests(&[7]));
     ledger.observe("unknown", node(&[0], &[]));
     assert_eq!(reserved(&ledger, "unknown"), [on("a", 7)]);
 }
@@ -242,7 +250,7 @@ fn a_pod_that_bypassed_the_gate_gets_a_reservation_if_there_is_room() {
 fn a_pod_of_several_containers_is_allocated_part_by_part() {
     let mut ledger = ledger(&[0, 0]);
     reserve(&mut ledger, "p", &[7, 6], 9);
-    ledger.bind("p", "n", &asks(&[7, 6]));
+    ledger.bind("p", "n", &device_requests(&[7, 6]));
     assert_eq!(reserved(&ledger, "n"), [on("a", 7), on("b", 6)]);
     ledger.observe("n", node(&[0, 6], &[("p", "b", 6)]));
     assert_eq!(reserved(&ledger, "n"), [on("a", 7)]);
@@ -255,11 +263,11 @@ fn a_pod_of_several_containers_is_allocated_part_by_part() {
 }
 
 #[test]
-fn unexpected_allocations_reduce_the_remaining_asks() {
+fn unexpected_allocations_reduce_the_remaining_requests() {
     let missing = |sizes: &[u32], parts: &[u32]| -> Vec<u32> {
         let parts: Vec<(&str, &str, u32)> = parts.iter().map(|&part| ("p", "a", part)).collect();
         let facts = node(&[0], &parts);
-        outstanding(&asks(sizes), &facts.allocations)[R].iter().map(|(units, _)| units.get()).collect()
+        missing_units(&device_requests(sizes), &facts.allocations)[R].iter().map(|(units, _)| units.get()).collect()
     };
     assert_eq!(missing(&[5], &[]), [5]);
     assert_eq!(missing(&[5, 2], &[2]), [5]);
@@ -272,7 +280,7 @@ fn unexpected_allocations_reduce_the_remaining_asks() {
 #[test]
 fn a_stale_fit_is_refused_and_nothing_is_reserved() {
     let mut ledger = ledger(&[4, 4]);
-    let fits = ledger.fit(&asks(&[6, 2]), ["n"], 1, &Tightest).unwrap();
+    let fits = ledger.fit(&device_requests(&[6, 2]), ["n"], 1, &Tightest).unwrap();
     reserve(&mut ledger, "other", &[5], 9);
     let before = ledger.clone();
     assert_eq!(ledger.reserve("p", &fits, Moment(9)), Err(Refused::Stale));
@@ -294,7 +302,7 @@ fn a_ledger_can_be_rebuilt() {
     let mut ledger = ledger(&[0, 5]);
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[3], 9);
-    ledger.bind("q", "n", &asks(&[3]));
+    ledger.bind("q", "n", &device_requests(&[3]));
     let facts =
         Facts { nodes: BTreeMap::from([("n".to_owned(), node(&[0, 5], &[]))]), claims: ledger.claims().clone() };
     assert_eq!(Ledger::rebuild(facts.clone()), ledger);
@@ -311,7 +319,7 @@ fn a_ledger_can_be_rebuilt() {
 }
 
 #[test]
-fn typical_requests_decide_where_holes_are_left() {
+fn typical_requests_decide_on_which_device_units_remain_free() {
     // Pods request 6 and 4 units. `b` has 6 free units, which a pod of 6 could use, so a pod of 4
     // is placed on `a`. The tightest device for 4 is `b`.
     let mut observed = Observed::new(None);
@@ -325,14 +333,14 @@ fn typical_requests_decide_where_holes_are_left() {
         &[placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, memory: 1, gpus: vec![GPU; 2] }],
     );
     let ledger = ledger(&[0, 4]);
-    let device = |fits: &Fits| fits.iter().next().unwrap().takes()[0].device.clone();
-    assert_eq!(device(&ledger.fit(&asks(&[4]), ["n"], 1, &Tightest).unwrap()), "b");
-    assert_eq!(device(&ledger.fit(&asks(&[4]), ["n"], 1, &value).unwrap()), "a");
-    assert_eq!(device(&ledger.fit(&asks(&[6]), ["n"], 1, &value).unwrap()), "b");
+    let device = |fits: &Fits| fits.iter().next().unwrap().reservations()[0].device.clone();
+    assert_eq!(device(&ledger.fit(&device_requests(&[4]), ["n"], 1, &Tightest).unwrap()), "b");
+    assert_eq!(device(&ledger.fit(&device_requests(&[4]), ["n"], 1, &value).unwrap()), "a");
+    assert_eq!(device(&ledger.fit(&device_requests(&[6]), ["n"], 1, &value).unwrap()), "b");
 }
 
 /// Computed once, because it takes a second without optimization.
-static LEARNED: LazyLock<Value> = LazyLock::new(|| {
+static LEARNED_VALUE: LazyLock<Value> = LazyLock::new(|| {
     let mut observed = Observed::new(None);
     for per_gpu in [600, 400, 300] {
         observed.add(&Demand { cpu: 1, memory: 0, gpus: 1, per_gpu, models: Vec::new() });
@@ -344,15 +352,15 @@ static LEARNED: LazyLock<Value> = LazyLock::new(|| {
 proptest! {
     /// The fast comparison of nodes equals the result of the full placement.
     #[test]
-    fn worth_equals_the_worth_of_the_fit(
+    fn rank_node_and_fit_return_the_same_rank(
         used in prop::collection::vec(0_u32..=10, 0..6),
         sizes in prop::collection::vec(1_u32..=11, 0..3),
     ) {
         let ledger = ledger(&used);
-        let asks = asks(&sizes);
-        let wanted = wanted(&asks);
+        let device_requests = device_requests(&sizes);
+        let wanted = requested_units(&device_requests);
         let node = &ledger.nodes["n"];
-        prop_assert_eq!(node.worth(&wanted, &*LEARNED), node.fit(&wanted, &*LEARNED).map(|(worth, _)| worth));
-        prop_assert_eq!(node.worth(&wanted, &Tightest), node.fit(&wanted, &Tightest).map(|(worth, _)| worth));
+        prop_assert_eq!(node.rank_node(&wanted, &*LEARNED_VALUE), node.fit(&wanted, &*LEARNED_VALUE).map(|(worth, _)| worth));
+        prop_assert_eq!(node.rank_node(&wanted, &Tightest), node.fit(&wanted, &Tightest).map(|(worth, _)| worth));
     }
 }

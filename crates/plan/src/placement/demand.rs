@@ -25,7 +25,7 @@ impl Demand {
 
 /// A typical kind of pod and its frequency. The frequencies of all kinds add up to 1.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Typical {
+pub struct TypicalPod {
     /// CPU in thousandths of a core.
     pub cpu: u64,
     /// Number of GPUs.
@@ -38,7 +38,7 @@ pub struct Typical {
     pub weight: f64,
 }
 
-impl Typical {
+impl TypicalPod {
     /// Sum of the pod's requests on all its GPUs, in thousandths.
     pub fn total(&self) -> f64 {
         f64::from(self.gpus) * f64::from(self.per_gpu)
@@ -85,7 +85,7 @@ impl Observed {
 
     /// The most frequent kinds that cover 95 % of the pods. `by_model` separates kinds that can run
     /// on different models.
-    pub fn typical(&self, by_model: bool) -> Vec<Typical> {
+    pub fn typical(&self, by_model: bool) -> Vec<TypicalPod> {
         let mut kinds: BTreeMap<(u64, u32, u32, &[String]), f64> = BTreeMap::new();
         for ((cpu, gpus, per_gpu, models), weight) in &self.kinds {
             *kinds.entry((*cpu, *gpus, *per_gpu, if by_model { models } else { &[] })).or_default() += weight;
@@ -100,7 +100,7 @@ impl Observed {
                 break;
             }
             sum += weight;
-            typical.push(Typical { cpu, gpus, per_gpu, models: models.to_vec(), weight });
+            typical.push(TypicalPod { cpu, gpus, per_gpu, models: models.to_vec(), weight });
         }
         typical.iter_mut().for_each(|kind| kind.weight /= sum);
         typical
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn old_pods_fade() {
+    fn old_pods_count_less() {
         let mut observed = Observed::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn fading_neither_overflows_nor_drops_recent_pods() {
+    fn decay_neither_overflows_nor_drops_recent_pods() {
         let mut observed = Observed::new(Some(1.0));
         (0..10_000).for_each(|turn| observed.add(&pod(100 + turn % 2)));
         let typical = observed.typical(false);

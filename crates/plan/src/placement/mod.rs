@@ -13,7 +13,7 @@ pub mod value;
 
 use std::collections::BTreeMap;
 
-pub use demand::{Demand, Observed, Typical};
+pub use demand::{Demand, Observed, TypicalPod};
 pub use value::Value;
 
 /// One GPU in thousandths, the unit of placement.
@@ -87,7 +87,7 @@ impl Node {
     }
 
     /// Allocates a pod's requests.
-    fn take(&mut self, demand: &Demand, devices: &[usize]) {
+    fn allocate(&mut self, demand: &Demand, devices: &[usize]) {
         self.cpu = self.cpu.saturating_sub(demand.cpu);
         self.memory = self.memory.saturating_sub(demand.memory);
         for &device in devices {
@@ -98,7 +98,7 @@ impl Node {
     }
 
     /// Frees a pod's requests.
-    fn give(&mut self, demand: &Demand, devices: &[usize]) {
+    fn deallocate(&mut self, demand: &Demand, devices: &[usize]) {
         self.cpu += demand.cpu;
         self.memory += demand.memory;
         for &device in devices {
@@ -122,7 +122,7 @@ pub struct Rank {
 
 impl Rank {
     /// Whether this choice is strictly better than the other.
-    fn beats(&self, other: &Self) -> bool {
+    fn is_better_than(&self, other: &Self) -> bool {
         self.score
             .total_cmp(&other.score)
             .then(other.spread.total_cmp(&self.spread))
@@ -137,13 +137,13 @@ impl Rank {
 /// changes.
 pub trait Score {
     /// Values that the policy computes once for a node, until the node changes.
-    type Before;
+    type NodeValues;
 
-    /// Computes [`Self::Before`] for the node without the pod.
-    fn before(&self, node: &Node) -> Self::Before;
+    /// Computes [`Self::NodeValues`] for the node without the pod.
+    fn precompute(&self, node: &Node) -> Self::NodeValues;
 
     /// Ranks one way to place the pod.
-    fn rank(&self, node: &Node, before: &Self::Before, demand: &Demand, way: Option<usize>) -> Rank;
+    fn rank(&self, node: &Node, before: &Self::NodeValues, demand: &Demand, way: Option<usize>) -> Rank;
 }
 
 /// A node and the GPUs for a pod.
@@ -171,7 +171,7 @@ struct Answers {
 pub struct Placer<S: Score> {
     nodes: Vec<Node>,
     policy: S,
-    before: Vec<S::Before>,
+    before: Vec<S::NodeValues>,
     answers: BTreeMap<Demand, Answers>,
     /// Indices of changed nodes, in order.
     changes: Vec<usize>,
@@ -184,7 +184,7 @@ const MAX_CHANGES_PER_NODE: usize = 8;
 impl<S: Score> Placer<S> {
     /// Creates a placer with its nodes and its policy.
     pub fn new(nodes: Vec<Node>, policy: S) -> Self {
-        let before = nodes.iter().map(|node| policy.before(node)).collect();
+        let before = nodes.iter().map(|node| policy.precompute(node)).collect();
         Self { nodes, policy, before, answers: BTreeMap::new(), changes: Vec::new() }
     }
 
@@ -195,7 +195,7 @@ impl<S: Score> Placer<S> {
 
     /// Replaces the policy and clears the cache.
     pub fn set_policy(&mut self, policy: S) {
-        self.before = self.nodes.iter().map(|node| policy.before(node)).collect();
+        self.before = self.nodes.iter().map(|node| policy.precompute(node)).collect();
         self.policy = policy;
         self.answers.clear();
     }
@@ -225,7 +225,7 @@ impl<S: Score> Placer<S> {
         let mut winner: Option<(Rank, usize, Option<usize>)> = None;
         for (node, best) in answers.best.iter().enumerate() {
             let Some((rank, way)) = best else { continue };
-            if winner.as_ref().is_none_or(|(best, ..)| rank.beats(best)) {
+            if winner.as_ref().is_none_or(|(best, ..)| rank.is_better_than(best)) {
                 winner = Some((*rank, node, *way));
             }
         }
@@ -235,19 +235,19 @@ impl<S: Score> Placer<S> {
     }
 
     /// Allocates a pod's requests at the chosen placement.
-    pub fn take(&mut self, demand: &Demand, choice: &Choice) {
-        self.change(choice.node, |node| node.take(demand, &choice.devices));
+    pub fn allocate(&mut self, demand: &Demand, choice: &Choice) {
+        self.change(choice.node, |node| node.allocate(demand, &choice.devices));
     }
 
     /// Frees a pod's requests at the chosen placement.
-    pub fn give(&mut self, demand: &Demand, choice: &Choice) {
-        self.change(choice.node, |node| node.give(demand, &choice.devices));
+    pub fn deallocate(&mut self, demand: &Demand, choice: &Choice) {
+        self.change(choice.node, |node| node.deallocate(demand, &choice.devices));
     }
 
     fn change(&mut self, index: usize, change: impl FnOnce(&mut Node)) {
         let (Some(node), Some(before)) = (self.nodes.get_mut(index), self.before.get_mut(index)) else { return };
         change(node);
-        *before = self.policy.before(node);
+        *before = self.policy.precompute(node);
         self.changes.push(index);
         if self.changes.len() > MAX_CHANGES_PER_NODE * self.nodes.len() {
             // Drop only results that were not used during half of the log.
@@ -263,7 +263,7 @@ impl<S: Score> Placer<S> {
         let mut best: Best = None;
         for way in node.fits(demand) {
             let rank = self.policy.rank(node, before, demand, way);
-            if best.as_ref().is_none_or(|(other, _)| rank.beats(other)) {
+            if best.as_ref().is_none_or(|(other, _)| rank.is_better_than(other)) {
                 best = Some((rank, way));
             }
         }
@@ -272,7 +272,7 @@ impl<S: Score> Placer<S> {
 }
 
 /// Thousandths of the GPU that remain after a placement.
-pub fn left(node: &Node, demand: &Demand, way: Option<usize>) -> u32 {
+pub fn remaining(node: &Node, demand: &Demand, way: Option<usize>) -> u32 {
     way.and_then(|device| node.gpus.get(device)).map_or(0, |free| free.saturating_sub(demand.per_gpu))
 }
 
@@ -286,14 +286,14 @@ mod tests {
     struct Tightest;
 
     impl Score for Tightest {
-        type Before = u32;
+        type NodeValues = u32;
 
-        fn before(&self, node: &Node) -> u32 {
+        fn precompute(&self, node: &Node) -> u32 {
             node.free()
         }
 
         fn rank(&self, node: &Node, before: &u32, demand: &Demand, way: Option<usize>) -> Rank {
-            Rank { score: -f64::from(*before), spread: 0.0, left: left(node, demand, way) }
+            Rank { score: -f64::from(*before), spread: 0.0, left: remaining(node, demand, way) }
         }
     }
 
@@ -334,7 +334,7 @@ mod tests {
             for (size, depart) in steps {
                 if depart && !placed.is_empty() {
                     let (demand, choice) = placed.remove(size as usize % placed.len());
-                    placer.give(&demand, &choice);
+                    placer.deallocate(&demand, &choice);
                     continue;
                 }
                 let demand = shares(size * 100);
@@ -342,12 +342,12 @@ mod tests {
                 let choice = placer.choose(&demand);
                 prop_assert_eq!(&choice, &fresh);
                 if let Some(choice) = choice {
-                    placer.take(&demand, &choice);
+                    placer.allocate(&demand, &choice);
                     placed.push((demand, choice));
                 }
             }
             for (demand, choice) in &placed {
-                placer.give(demand, choice);
+                placer.deallocate(demand, choice);
             }
             prop_assert!(placer.nodes().iter().all(|left| left == &node(&[1000, 1000])), "all units are free again");
         }

@@ -6,8 +6,8 @@
 //! least.
 use std::collections::BTreeMap;
 
-use super::demand::{Demand, Typical};
-use super::{GPU, Node, Rank, Score, left};
+use super::demand::{Demand, TypicalPod};
+use super::{GPU, Node, Rank, Score, remaining};
 
 /// Additional value of a whole GPU if all pending pods request whole GPUs.
 const WHOLE_GPU_BONUS: f64 = 0.4;
@@ -54,21 +54,21 @@ pub struct Value {
 }
 
 #[allow(clippy::cast_precision_loss, reason = "thousandths of cores and GPUs are far below 2^52")]
-const fn float(number: u64) -> f64 {
+const fn to_f64(number: u64) -> f64 {
     number as f64
 }
 
 impl Value {
     /// Learns from typical pods, separated by model, and from the nodes of the cluster.
-    pub fn learn(typical: &[Typical], nodes: &[Node]) -> Self {
+    pub fn learn(typical: &[TypicalPod], nodes: &[Node]) -> Self {
         let gpu_wanted: f64 = typical.iter().map(|kind| kind.weight * kind.total()).sum();
         let cpu_beside: f64 =
-            typical.iter().filter(|kind| kind.gpus > 0).map(|kind| kind.weight * float(kind.cpu)).sum();
-        let cpu_wanted: f64 = typical.iter().map(|kind| kind.weight * float(kind.cpu)).sum();
-        let cpu_there: f64 = nodes.iter().map(|node| float(node.cpu_total)).sum();
+            typical.iter().filter(|kind| kind.gpus > 0).map(|kind| kind.weight * to_f64(kind.cpu)).sum();
+        let cpu_wanted: f64 = typical.iter().map(|kind| kind.weight * to_f64(kind.cpu)).sum();
+        let cpu_there: f64 = nodes.iter().map(|node| to_f64(node.cpu_total)).sum();
         let mut gpus_of: BTreeMap<&str, f64> = BTreeMap::new();
         for node in nodes {
-            *gpus_of.entry(&node.model).or_default() += float(node.gpus.len() as u64);
+            *gpus_of.entry(&node.model).or_default() += to_f64(node.gpus.len() as u64);
         }
         let gpus_there: f64 = gpus_of.values().sum();
         if gpu_wanted <= 0.0 || gpus_there <= 0.0 {
@@ -93,7 +93,7 @@ impl Value {
         models.values_mut().for_each(|price: &mut f64| *price = price.min(MAX_MODEL_SCARCITY));
         let scarcity = (cpu_wanted / gpu_wanted) / (cpu_there / (gpus_there * f64::from(GPU)));
         Self {
-            packing: packing_values(&shared(typical)),
+            packing: packing_values(&shared_sizes(typical)),
             cpu_per_gpu: cpu_beside / gpu_wanted,
             models,
             spare_cpu: SPARE_CPU_PENALTY * (10.0 * (scarcity - SCARCE_CPU_RATIO)).clamp(0.0, 1.0),
@@ -107,13 +107,13 @@ impl Value {
     /// The adaptation makes a difference only if pods terminate. Otherwise, pods that share GPUs
     /// would prevent GPUs from becoming whole again.
     #[must_use]
-    pub fn awaited<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
+    pub fn with_pending<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
         for demand in waiting {
             all += u64::from(demand.total());
             whole += if demand.per_gpu == GPU { u64::from(demand.total()) } else { 0 };
         }
-        self.whole = if all > 0 { WHOLE_GPU_BONUS * float(whole) / float(all) } else { 0.0 };
+        self.whole = if all > 0 { WHOLE_GPU_BONUS * to_f64(whole) / to_f64(all) } else { 0.0 };
         self
     }
 
@@ -132,7 +132,7 @@ impl Value {
 
 /// Values computed once for a node.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Before {
+pub struct NodeValues {
     free: f64,
     beside: f64,
     model: f64,
@@ -140,22 +140,22 @@ pub struct Before {
 }
 
 impl Score for Value {
-    type Before = Before;
+    type NodeValues = NodeValues;
 
-    fn before(&self, node: &Node) -> Before {
+    fn precompute(&self, node: &Node) -> NodeValues {
         let free = f64::from(node.free());
         let model = self.models.get(&node.model).copied().unwrap_or(0.0);
-        let gpus = float(node.gpus.len().max(1) as u64);
-        Before {
+        let gpus = to_f64(node.gpus.len().max(1) as u64);
+        NodeValues {
             free,
-            beside: self.beside(model, float(node.cpu), free),
+            beside: self.beside(model, to_f64(node.cpu), free),
             model,
-            cpu_rich: (float(node.cpu_total) / (USUAL_CPU_PER_GPU * gpus) - 1.0).min(4.0),
+            cpu_rich: (to_f64(node.cpu_total) / (USUAL_CPU_PER_GPU * gpus) - 1.0).min(4.0),
         }
     }
 
-    fn rank(&self, node: &Node, before: &Before, demand: &Demand, way: Option<usize>) -> Rank {
-        let cpu = float(node.cpu.saturating_sub(demand.cpu));
+    fn rank(&self, node: &Node, before: &NodeValues, demand: &Demand, way: Option<usize>) -> Rank {
+        let cpu = to_f64(node.cpu.saturating_sub(demand.cpu));
         let free = before.free - f64::from(demand.total());
         let lost = match way {
             Some(device) => {
@@ -168,12 +168,12 @@ impl Score for Value {
         let compact = cpu / 128_000.0 + free / 8_000.0;
         let spared = if demand.gpus == 1 { self.spare_cpu * before.cpu_rich } else { 0.0 };
         let score = self.beside(before.model, cpu, free) - before.beside - lost - FULLER_NODE_BONUS * compact - spared;
-        Rank { score, spread: 0.0, left: left(node, demand, way) }
+        Rank { score, spread: 0.0, left: remaining(node, demand, way) }
     }
 }
 
 /// Sizes in hundredths, rounded up, and weights of the typical pods that share one GPU.
-fn shared(typical: &[Typical]) -> Vec<(usize, f64)> {
+fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
     let mut sizes: BTreeMap<u32, f64> = BTreeMap::new();
     for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
         *sizes.entry(kind.per_gpu).or_default() += kind.weight;
@@ -267,13 +267,13 @@ fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
 mod tests {
     use super::*;
 
-    fn kind(per_gpu: u32, weight: f64) -> Typical {
-        Typical { cpu: 1000, gpus: 1, per_gpu, models: Vec::new(), weight }
+    fn kind(per_gpu: u32, weight: f64) -> TypicalPod {
+        TypicalPod { cpu: 1000, gpus: 1, per_gpu, models: Vec::new(), weight }
     }
 
     #[test]
-    fn sizes_that_tile_a_gpu_are_worth_their_part_of_it() {
-        let worth = packing_values(&shared(&[kind(470, 0.5), kind(230, 0.5)]));
+    fn sizes_that_fill_a_gpu_have_the_value_of_their_part_of_it() {
+        let worth = packing_values(&shared_sizes(&[kind(470, 0.5), kind(230, 0.5)]));
         assert!((worth[100] - 1.0).abs() < 1e-9);
         assert!((worth[47] - 0.5).abs() < 0.03, "{}", worth[47]);
         assert!((worth[23] - 0.25).abs() < 0.03, "{}", worth[23]);
@@ -282,7 +282,7 @@ mod tests {
 
     #[test]
     fn a_hole_that_no_typical_pod_fits_has_no_value() {
-        let worth = packing_values(&shared(&[kind(810, 0.6), kind(320, 0.4)]));
+        let worth = packing_values(&shared_sizes(&[kind(810, 0.6), kind(320, 0.4)]));
         assert!(worth[19].abs() < 1e-9 && (worth[81] - 1.0).abs() < 0.03, "{} {}", worth[19], worth[81]);
     }
 
@@ -297,6 +297,6 @@ mod tests {
         let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, memory: 0, gpus: vec![GPU] };
         let value = Value::learn(&[], std::slice::from_ref(&node));
         let demand = Demand { cpu: 0, memory: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
-        assert!(value.rank(&node, &value.before(&node), &demand, Some(0)).score.is_finite());
+        assert!(value.rank(&node, &value.precompute(&node), &demand, Some(0)).score.is_finite());
     }
 }

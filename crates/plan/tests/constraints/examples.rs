@@ -1,7 +1,7 @@
 //! Tests examples from the Kubernetes documentation, and edge cases of each rule.
 use std::cell::Cell;
 
-use cleave_plan::constraints::{Conflict, Judge, Labels, MOST_REQUIREMENTS, Neighbour, Rules, Subject};
+use cleave_plan::constraints::{Conflict, Labels, MAX_REQUIREMENTS, Neighbour, NodeChecker, Rules, Subject};
 use cleave_plan::snapshot::{Node, Pod};
 
 use super::{Cluster, TestPod, cluster, labels, node, pod, taint};
@@ -375,14 +375,14 @@ fn a_pod_without_rules_reads_no_nodes_and_only_repelling_pods() {
     };
     let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
     let all = std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("all pods are read") });
-    let judge = Judge::new(subject.as_subject(), nodes, all, [repelling], |_| panic!("namespaces are read"));
-    assert_eq!(judge.refuse(&node("n1", "a")), Ok(()));
+    let checker = NodeChecker::new(subject.as_subject(), nodes, all, [repelling], |_| panic!("namespaces are read"));
+    assert_eq!(checker.refuse(&node("n1", "a")), Ok(()));
 }
 
 #[test]
 fn the_limit_bounds_the_cost_of_too_many_rules() {
     let selector = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
-    let terms: Vec<_> = (0..MOST_REQUIREMENTS).map(|_| term("x", "zone", selector)).collect();
+    let terms: Vec<_> = (0..MAX_REQUIREMENTS).map(|_| term("x", "zone", selector)).collect();
     let large = pod(&[("app", "x")], &apart(&terms));
     let keys: Vec<_> = (0..300).map(|index| spread(&format!("key{index}"), "")).collect();
     let wide = pod(FOO, &spreads(&keys));
@@ -393,19 +393,19 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
         // The judge refuses too many rules before it reads any pod or node.
         let all = || std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("pods are read") });
         let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
-        let _ = Judge::new(subject.as_subject(), nodes, all(), all(), |_| None);
+        let _ = NodeChecker::new(subject.as_subject(), nodes, all(), all(), |_| None);
     }
     assert!(!pod(FOO, &spreads(&keys[..80])).rules.are_too_many());
     // A running pod can also have too many rules. Only rules up to the limit count.
-    let asked = Cell::new(0);
+    let requested = Cell::new(0);
     let (rules, labels) = (Rules::default(), labels(&[("app", "x")]));
     let subject = Subject { namespace: "default", labels: &labels, rules: &rules, pod: &Pod::default(), volumes: &[] };
     let neighbour =
         Neighbour { namespace: "default", labels: &labels, node: "node1", rules: &large.rules, terminating: false };
-    let judge = Judge::new(subject, &cluster.nodes, [], [neighbour], |_| {
-        asked.set(asked.get() + 1);
+    let checker = NodeChecker::new(subject, &cluster.nodes, [], [neighbour], |_| {
+        requested.set(requested.get() + 1);
         None
     });
-    assert!(judge.refuse(&cluster.nodes[0]).is_err() && judge.refuse(&cluster.nodes[2]).is_ok());
-    assert!((1..=MOST_REQUIREMENTS).contains(&asked.get()) && asked.get() < terms.len(), "{}", asked.get());
+    assert!(checker.refuse(&cluster.nodes[0]).is_err() && checker.refuse(&cluster.nodes[2]).is_ok());
+    assert!((1..=MAX_REQUIREMENTS).contains(&requested.get()) && requested.get() < terms.len(), "{}", requested.get());
 }

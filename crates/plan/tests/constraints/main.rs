@@ -6,7 +6,7 @@ mod random;
 
 use std::collections::BTreeMap;
 
-use cleave_plan::constraints::{Conflict, Judge, Labels, Neighbour, Rules, Subject};
+use cleave_plan::constraints::{Conflict, Labels, Neighbour, NodeChecker, Rules, Subject};
 use cleave_plan::snapshot::{Node, NodeSelectorTerm, Pod, Taint};
 
 /// A test pod.
@@ -32,7 +32,7 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    fn judge<'a>(&'a self, subject: &'a TestPod) -> Judge<'a> {
+    fn checker<'a>(&'a self, subject: &'a TestPod) -> NodeChecker<'a> {
         let neighbour = |pod: &'a TestPod| Neighbour {
             namespace: &pod.namespace,
             labels: &pod.labels,
@@ -42,19 +42,19 @@ impl Cluster {
         };
         let all = self.pods.iter().map(neighbour);
         let repelling = self.pods.iter().filter(|pod| pod.rules.repels()).map(neighbour);
-        Judge::new(subject.as_subject(), &self.nodes, all, repelling, |name| self.namespaces.get(name))
+        NodeChecker::new(subject.as_subject(), &self.nodes, all, repelling, |name| self.namespaces.get(name))
     }
 
     /// For each node, whether the pod may run on it.
     fn verdicts(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
-        let judge = self.judge(subject);
-        self.nodes.iter().map(|node| judge.refuse(node)).collect()
+        let checker = self.checker(subject);
+        self.nodes.iter().map(|node| checker.refuse(node)).collect()
     }
 
     /// Names of nodes that the pod may run on.
     fn allowed(&self, subject: &TestPod) -> Vec<&str> {
-        let judge = self.judge(subject);
-        let allowed = self.nodes.iter().filter(|node| judge.refuse(node).is_ok());
+        let checker = self.checker(subject);
+        let allowed = self.nodes.iter().filter(|node| checker.refuse(node).is_ok());
         allowed.map(|node| node.name.as_str()).collect()
     }
 

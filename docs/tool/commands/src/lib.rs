@@ -27,7 +27,7 @@ pub struct Block {
     /// How the block is tested.
     pub test: Test,
     /// The output that the page shows for the block.
-    pub output: Option<Shown>,
+    pub output: Option<ShownOutput>,
 }
 
 /// How a block is tested.
@@ -49,7 +49,7 @@ pub enum Test {
 
 /// Output that a page shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Shown {
+pub struct ShownOutput {
     /// The lines, in any order. A line of dots stands for lines that are not shown.
     pub text: String,
     /// Whether numbers, ages and names must be equal too.
@@ -64,10 +64,10 @@ impl Block {
     }
 }
 
-impl Shown {
+impl ShownOutput {
     /// Lines that the page shows and the program did not print.
     pub fn missing_from(&self, printed: &str) -> Vec<String> {
-        let form = |line: &str| if self.exact { collapse(line) } else { loose(line) };
+        let form = |line: &str| if self.exact { collapse(line) } else { without_variable_parts(line) };
         let printed: Vec<String> = printed.lines().map(form).collect();
         let shown = self.text.lines().filter(|line| !matches!(line.trim(), "" | "..." | "…"));
         shown.filter(|line| !printed.contains(&form(line))).map(str::to_owned).collect()
@@ -95,7 +95,7 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
         if let Some(exact) = above.and_then(is_output) {
             match blocks.last_mut() {
                 Some(Block { output: output @ None, test: Test::Run { .. }, .. }) => {
-                    *output = Some(Shown { text, exact });
+                    *output = Some(ShownOutput { text, exact });
                 }
                 _ => problems.push(format!("{}: this output follows no block that is run", index + 1)),
             }
@@ -180,11 +180,11 @@ fn collapse(line: &str) -> String {
 }
 
 /// A line without numbers, ages, UUIDs of GPUs and the random ends of generated names.
-fn loose(line: &str) -> String {
-    line.split_whitespace().map(loose_word).collect::<Vec<_>>().join(" ")
+fn without_variable_parts(line: &str) -> String {
+    line.split_whitespace().map(without_variable_part).collect::<Vec<_>>().join(" ")
 }
 
-fn loose_word(word: &str) -> String {
+fn without_variable_part(word: &str) -> String {
     if word.starts_with("GPU-") || word.starts_with("MIG-") {
         return "UUID".to_owned();
     }
@@ -226,7 +226,7 @@ fn without_random_end(word: &str) -> String {
 mod tests {
     use super::*;
 
-    fn only(page: &str) -> Block {
+    fn single_block(page: &str) -> Block {
         let (mut blocks, problems) = blocks(page);
         assert_eq!(problems, Vec::<String>::new());
         assert_eq!(blocks.len(), 1);
@@ -254,14 +254,14 @@ mod tests {
 
     #[test]
     fn a_block_that_is_not_run_has_its_reason() {
-        let block = only("<!-- not run: it needs a registry -->\n```sh\npodman push\n```\n");
+        let block = single_block("<!-- not run: it needs a registry -->\n```sh\npodman push\n```\n");
         assert_eq!(block.test, Test::NotRun { reason: "it needs a registry".to_owned() });
         assert_eq!(block.script(), "");
     }
 
     #[test]
     fn words_are_replaced_where_they_stand_alone() {
-        let block = only(
+        let block = single_block(
             "<!-- run: NODE=node1 GPU=3 -->\n```sh\ncleave drain NODE GPU --reason GPU-NODE\nGPUS=NODE/GPU\n```\n",
         );
         assert_eq!(block.script(), "cleave drain node1 3 --reason GPU-NODE\nGPUS=node1/3\n");
@@ -275,22 +275,22 @@ mod tests {
 
     #[test]
     fn an_indented_block_loses_its_indentation() {
-        let block = only("1. Text:\n\n   <!-- run -->\n   ```sh\n   kubectl get pods |\n     wc\n   ```\n");
+        let block = single_block("1. Text:\n\n   <!-- run -->\n   ```sh\n   kubectl get pods |\n     wc\n   ```\n");
         assert_eq!((block.script().as_str(), block.line), ("kubectl get pods |\n  wc\n", 4));
     }
 
     #[test]
     fn output_belongs_to_the_block_before_it() {
         let page = "<!-- retry -->\n```sh\nls\n```\n\nIt prints:\n\n<!-- exact output -->\n```\na\n```\n";
-        let block = only(page);
-        assert_eq!(block.output, Some(Shown { text: "a\n".to_owned(), exact: true }));
+        let block = single_block(page);
+        assert_eq!(block.output, Some(ShownOutput { text: "a\n".to_owned(), exact: true }));
         assert_eq!(block.test, Test::Run { values: Vec::new(), retry: true });
         assert_eq!(problems("<!-- output -->\n```\na\n```\n").len(), 1);
     }
 
     #[test]
     fn numbers_ages_and_generated_names_may_differ() {
-        let shown = |text: &str, exact| Shown { text: text.to_owned(), exact };
+        let shown = |text: &str, exact| ShownOutput { text: text.to_owned(), exact };
         let pods = "NAME  READY  AGE\nbig-7d9c5b8f6d-4xkzq   1/1   Running   3m2s\n";
         let printed = "NAME READY AGE\nbig-5bd6d8ffd8-zz9xw 1/1 Running 12s\nbig-5bd6d8ffd8-abcde 0/1 Pending 1s";
         assert_eq!(shown(pods, false).missing_from(printed), Vec::<String>::new());

@@ -7,7 +7,7 @@ use sim_machine::{Effect, EventKind, Fault, Machine};
 
 use super::measure::{allocate_request, count, milliseconds, preferred};
 use super::occupancy::gpu;
-use super::process::{Launcher, Plugin, work};
+use super::process::{Launcher, Plugin, read_load};
 use super::report::{Figure, Report};
 
 const CASE: &str = "faults";
@@ -98,11 +98,11 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
     let endpoint = plugin.has("the other GPUs after a restart of the kubelet", rest).await?;
     let label = "healthy devices, the kubelet having restarted";
     report.add(Figure::new(CASE, format!("GPU lost: {label}"), count(endpoint.healthy().len()), "").published(0.0));
-    let before = plugin.kubelet.seen().borrow().registrations.len();
+    let before = plugin.kubelet.state().borrow().registrations.len();
     plugin.replace().await?;
     let resource = plugin.resource.clone();
     plugin
-        .sees("the other GPUs after a plugin restart", |seen| {
+        .wait_for_kubelet("the other GPUs after a plugin restart", |seen| {
             let again = seen.registrations[before..].iter().any(|r| r.request.resource_name == resource);
             again && seen.endpoints.get(&resource).is_some_and(rest)
         })
@@ -137,9 +137,9 @@ pub(super) async fn event_wait(launcher: &Launcher, over: Duration, report: &mut
         let id = state.next_id();
         state.faults.push(fault(id));
     })?;
-    let (lists, lines, before) = (plugin.endpoint().lists, plugin.log_lines(), work(plugin.pid()?)?);
+    let (lists, lines, before) = (plugin.endpoint().lists, plugin.log_lines(), read_load(plugin.pid()?)?);
     tokio::time::sleep(over).await;
-    let (endpoint, after) = (plugin.endpoint(), work(plugin.pid()?)?);
+    let (endpoint, after) = (plugin.endpoint(), read_load(plugin.pid()?)?);
     let seconds = over.as_secs_f64();
     let what = "event wait fails with GPU_IS_LOST";
     let rate = count(endpoint.lists - lists) / seconds;

@@ -9,7 +9,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use super::occupancy::{Churn, fits_on_one, gpu, random_free, spread};
-use super::process::{DEADLINE, Launcher, Plugin, memory as memory_of, work};
+use super::process::{DEADLINE, Launcher, Plugin, memory as memory_of, read_load};
 use super::report::{Figure, Report, Sorted};
 
 /// Number of calls before the measured ones, so that caches and the connection's windows settle.
@@ -33,7 +33,7 @@ pub(super) async fn starts(launcher: &Launcher, times: usize, report: &mut Repor
     let (mut registers, mut lists, mut exits) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..times {
         let plugin = launcher.start().await?;
-        let seen = plugin.kubelet.seen().borrow().clone();
+        let seen = plugin.kubelet.state().borrow().clone();
         let registered = seen.registrations.iter().find(|r| r.request.resource_name == plugin.resource);
         registers.push(registered.context("no registration")?.at.duration_since(plugin.started));
         let listed = plugin.endpoint().listed.context("no list")?;
@@ -81,9 +81,9 @@ pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -
     const CASE: &str = "memory and idle work";
     // The plugin still frees memory of its start after the first list, so wait before measuring.
     tokio::time::sleep(Duration::from_secs(1)).await;
-    let before = work(plugin.pid()?)?;
+    let before = read_load(plugin.pid()?)?;
     tokio::time::sleep(over).await;
-    let after = work(plugin.pid()?)?;
+    let after = read_load(plugin.pid()?)?;
     memory(plugin, "idle", Some((20_708.0, 19_440.0, 3_168.0)), report)?;
     let per_minute = 60.0 / over.as_secs_f64();
     let time = milliseconds(after.time.saturating_sub(before.time)) * per_minute;
@@ -397,12 +397,12 @@ pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Rep
     const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
     let mut durations = Vec::new();
     for _ in 0..times {
-        let before = plugin.kubelet.seen().borrow().registrations.len();
+        let before = plugin.kubelet.state().borrow().registrations.len();
         plugin.kubelet.stop();
         let created = plugin.kubelet.run().context("kubelet.sock")?;
         plugin.served().await?;
         let resource = plugin.resource.clone();
-        let seen = plugin.kubelet.seen().borrow().clone();
+        let seen = plugin.kubelet.state().borrow().clone();
         let registered = seen.registrations[before..].iter().find(|r| r.request.resource_name == resource);
         durations.push(registered.context("no registration")?.at.duration_since(created));
     }
@@ -419,12 +419,12 @@ pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Rep
 /// Measures the time from a refused registration to the next one.
 pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<()> {
     const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
-    let before = plugin.kubelet.seen().borrow().registrations.len();
+    let before = plugin.kubelet.state().borrow().registrations.len();
     plugin.kubelet.stop();
     plugin.kubelet.refuse(1);
     plugin.kubelet.run().context("kubelet.sock")?;
     plugin.served().await?;
-    let seen = plugin.kubelet.seen().borrow().clone();
+    let seen = plugin.kubelet.state().borrow().clone();
     let of_resource = seen.registrations[before..].iter().filter(|r| r.request.resource_name == plugin.resource);
     let at: Vec<Instant> = of_resource.map(|r| r.at).collect();
     ensure!(at.len() == 2, "{} registrations after a refused one, expected 2", at.len());

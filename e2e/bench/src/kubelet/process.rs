@@ -6,7 +6,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakePodResources, Seen};
+use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakeKubeletState, FakePodResources};
 use sim_machine::Machine;
 use tokio::process::{Child, Command};
 
@@ -146,7 +146,7 @@ impl Plugin {
 
     /// The endpoint of the resource, as the kubelet sees it now.
     pub(super) fn endpoint(&self) -> Endpoint {
-        self.kubelet.seen().borrow().endpoints.get(&self.resource).cloned().unwrap_or_default()
+        self.kubelet.state().borrow().endpoints.get(&self.resource).cloned().unwrap_or_default()
     }
 
     /// Number of lines that the process has logged.
@@ -155,24 +155,30 @@ impl Plugin {
     }
 
     /// Waits until the kubelet has devices of the resource, and all of them are healthy.
-    pub(super) async fn served(&mut self) -> Result<Seen> {
+    pub(super) async fn served(&mut self) -> Result<FakeKubeletState> {
         let resource = self.resource.clone();
         let all =
             |endpoint: &Endpoint| !endpoint.devices.is_empty() && endpoint.healthy().len() == endpoint.devices.len();
-        self.sees(&format!("devices of {resource}"), |seen| seen.endpoints.get(&resource).is_some_and(all)).await
+        self.wait_for_kubelet(&format!("devices of {resource}"), |seen| seen.endpoints.get(&resource).is_some_and(all))
+            .await
     }
 
     /// Waits until the resource's endpoint meets a condition, and returns the endpoint.
     pub(super) async fn has(&mut self, what: &str, mut condition: impl FnMut(&Endpoint) -> bool) -> Result<Endpoint> {
         let resource = self.resource.clone();
-        let mut seen = self.sees(what, |seen| seen.endpoints.get(&resource).is_some_and(&mut condition)).await?;
+        let mut seen =
+            self.wait_for_kubelet(what, |seen| seen.endpoints.get(&resource).is_some_and(&mut condition)).await?;
         seen.endpoints.remove(&resource).context("an endpoint")
     }
 
     /// Waits until the kubelet's state meets a condition. Fails if the plugin exits.
-    pub(super) async fn sees(&mut self, what: &str, condition: impl FnMut(&Seen) -> bool) -> Result<Seen> {
+    pub(super) async fn wait_for_kubelet(
+        &mut self,
+        what: &str,
+        condition: impl FnMut(&FakeKubeletState) -> bool,
+    ) -> Result<FakeKubeletState> {
         let failure = tokio::select! {
-            seen = self.kubelet.once(DEADLINE, condition) => match seen {
+            seen = self.kubelet.wait_for(DEADLINE, condition) => match seen {
                 Some(seen) => return Ok(seen),
                 None => format!("the kubelet did not see {what} within {DEADLINE:?}"),
             },
@@ -241,15 +247,15 @@ pub(super) fn memory(pid: u32) -> Result<Memory> {
 
 /// Processor time, context switches and number of threads of a process.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Work {
+pub(super) struct ProcessLoad {
     pub(super) time: Duration,
     pub(super) switches: u64,
     pub(super) threads: usize,
 }
 
 /// Reads the work of all threads of a process.
-pub(super) fn work(pid: u32) -> Result<Work> {
-    let mut work = Work { time: Duration::ZERO, switches: 0, threads: 0 };
+pub(super) fn read_load(pid: u32) -> Result<ProcessLoad> {
+    let mut work = ProcessLoad { time: Duration::ZERO, switches: 0, threads: 0 };
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).context("threads")? {
         let path = task?.path();
         let schedstat = std::fs::read_to_string(path.join("schedstat")).context("schedstat")?;

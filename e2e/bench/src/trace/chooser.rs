@@ -69,20 +69,20 @@ impl Chooser {
     }
 
     /// Allocates the capacity of a choice.
-    pub(super) fn take(&mut self, demand: &Demand, choice: &Choice) {
-        placer!(self, placer => placer.take(demand, choice));
+    pub(super) fn allocate(&mut self, demand: &Demand, choice: &Choice) {
+        placer!(self, placer => placer.allocate(demand, choice));
     }
 
     /// Frees the capacity of a choice.
-    pub(super) fn give(&mut self, demand: &Demand, choice: &Choice) {
-        placer!(self, placer => placer.give(demand, choice));
+    pub(super) fn free(&mut self, demand: &Demand, choice: &Choice) {
+        placer!(self, placer => placer.deallocate(demand, choice));
     }
 
     /// Updates the typical demands of a policy that uses them.
-    pub(super) fn learn<'a>(&mut self, seen: &Observed, waiting: impl Iterator<Item = &'a Demand>) {
+    pub(super) fn update_typical<'a>(&mut self, seen: &Observed, waiting: impl Iterator<Item = &'a Demand>) {
         match self {
             Self::Cleave(placer) => {
-                let value = Value::learn(&seen.typical(true), placer.nodes()).awaited(waiting);
+                let value = Value::learn(&seen.typical(true), placer.nodes()).with_pending(waiting);
                 placer.set_policy(value);
             }
             Self::Fgd(placer) => placer.set_policy(Fgd::new(&seen.typical(true))),

@@ -29,7 +29,7 @@ const WARM_UP: usize = ARRIVALS / 3;
 const QUEUE_DEPTH: usize = 64;
 
 /// Converts seconds since the start to milliseconds, to be used as a key.
-fn key(seconds: f64) -> u64 {
+fn to_milliseconds(seconds: f64) -> u64 {
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a run lasts far less than 2^53 ms")]
     let milliseconds = (seconds.max(0.0) * 1000.0) as u64;
     milliseconds
@@ -62,14 +62,14 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
         if arrival == WARM_UP {
             (area, counted_from, last) = (0.0, now, now);
         }
-        while let Some(entry) = departures.first_entry().filter(|entry| entry.key().0 <= key(now)) {
+        while let Some(entry) = departures.first_entry().filter(|entry| entry.key().0 <= to_milliseconds(now)) {
             #[allow(clippy::cast_precision_loss, reason = "milliseconds of a run are far below 2^52")]
             let time = entry.key().0 as f64 / 1000.0;
             let (demand, choice) = entry.remove();
             area += ratio(allocated, capacity) * (time - last).max(0.0);
             last = last.max(time);
             allocated -= u64::from(demand.total());
-            chooser.give(demand, &choice);
+            chooser.free(demand, &choice);
             let mut position = 0;
             while position < waiting.len().min(QUEUE_DEPTH) {
                 let (since, demand, life) = waiting[position];
@@ -78,11 +78,11 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
                     continue;
                 };
                 waiting.remove(position);
-                chooser.take(demand, &choice);
+                chooser.allocate(demand, &choice);
                 allocated += u64::from(demand.total());
                 waits.push(time - since);
                 placed += 1;
-                departures.insert((key(time + life), placed), (demand, choice));
+                departures.insert((to_milliseconds(time + life), placed), (demand, choice));
             }
         }
         area += ratio(allocated, capacity) * (now - last).max(0.0);
@@ -90,15 +90,15 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
         let (demand, life) = drifted(&pods, arrival, &mut rng);
         seen.add(demand);
         if arrival % RELEARN_INTERVAL == RELEARN_INTERVAL - 1 {
-            chooser.learn(&seen, waiting.iter().map(|(_, demand, _)| *demand));
+            chooser.update_typical(&seen, waiting.iter().map(|(_, demand, _)| *demand));
         }
         match chooser.choose(demand) {
             Some(choice) => {
-                chooser.take(demand, &choice);
+                chooser.allocate(demand, &choice);
                 allocated += u64::from(demand.total());
                 waits.push(0.0);
                 placed += 1;
-                departures.insert((key(now + life), placed), (demand, choice));
+                departures.insert((to_milliseconds(now + life), placed), (demand, choice));
             }
             None => waiting.push_back((now, demand, life)),
         }

@@ -94,7 +94,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         let start = Instant::now();
         let choice = chooser.choose(&pod.demand);
         if let Some(choice) = &choice {
-            chooser.take(&pod.demand, choice);
+            chooser.allocate(&pod.demand, choice);
         }
         times.push(start.elapsed().as_secs_f64() * 1e6);
         let Some(choice) = choice else { continue };

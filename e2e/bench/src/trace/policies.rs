@@ -1,6 +1,6 @@
 //! The placement policies with which Cleave's policy is compared.
-use cleave_plan::placement::demand::Typical;
-use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, left};
+use cleave_plan::placement::demand::TypicalPod;
+use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, remaining};
 
 use super::random::Rng;
 
@@ -14,28 +14,28 @@ fn spread(node: &Node, demand: &Demand) -> f64 {
 pub(super) struct BestFit;
 
 impl Score for BestFit {
-    type Before = ();
+    type NodeValues = ();
 
-    fn before(&self, _: &Node) {}
+    fn precompute(&self, _: &Node) {}
 
     fn rank(&self, node: &Node, (): &(), demand: &Demand, way: Option<usize>) -> Rank {
-        Rank { score: 0.0, spread: spread(node, demand), left: left(node, demand, way) }
+        Rank { score: 0.0, spread: spread(node, demand), left: remaining(node, demand, way) }
     }
 }
 
 /// Fragmentation gradient descent: chooses where the GPU capacity that typical pods cannot use
 /// grows least.
-pub(super) struct Fgd(Vec<Typical>);
+pub(super) struct Fgd(Vec<TypicalPod>);
 
 impl Fgd {
-    pub(super) fn new(typical: &[Typical]) -> Self {
+    pub(super) fn new(typical: &[TypicalPod]) -> Self {
         Self(typical.to_vec())
     }
 
     /// Free GPU capacity that typical pods cannot use.
     fn fragment(&self, model: &str, cpu: u64, gpus: &[u32]) -> f64 {
         let free: u32 = gpus.iter().sum();
-        let of = |kind: &Typical| {
+        let of = |kind: &TypicalPod| {
             let able = gpus.iter().filter(|&&free| free >= kind.per_gpu).count();
             let other = !kind.models.is_empty() && !kind.models.iter().any(|allowed| allowed == model);
             if kind.gpus == 0 || other || cpu < kind.cpu || able < kind.gpus as usize {
@@ -48,9 +48,9 @@ impl Fgd {
 }
 
 impl Score for Fgd {
-    type Before = f64;
+    type NodeValues = f64;
 
-    fn before(&self, node: &Node) -> f64 {
+    fn precompute(&self, node: &Node) -> f64 {
         self.fragment(&node.model, node.cpu, &node.gpus)
     }
 
@@ -66,7 +66,7 @@ impl Score for Fgd {
         }
         let fall = before - self.fragment(&node.model, node.cpu - demand.cpu, &gpus);
         let score = (100.0 / (1.0 + (-fall / 1000.0).exp())).trunc();
-        Rank { score, spread: spread(node, demand), left: left(node, demand, way) }
+        Rank { score, spread: spread(node, demand), left: remaining(node, demand, way) }
     }
 }
 

@@ -17,14 +17,14 @@ use cleave_agent::termination::pods::TerminatingPods;
 use cleave_agent::termination::shutdown::{Period, Periods, Shutdown, elapsed};
 use cleave_api::GpuNodeSpec;
 use cleave_gpu::mps::wire::Desired;
-use cleave_gpu::nvml::{Census, Observation};
-use cleave_kubelet::HeldDevices;
+use cleave_gpu::nvml::{DriverInfo, Observation};
+use cleave_kubelet::ContainerDevices;
 use cleave_operator::pods as operator;
 use serde_json::{Value, json};
 
 use super::{fixtures, objects};
 use crate::mutate::Shape;
-use crate::{Seen, Target, assert_tells};
+use crate::{ReadResult, Target, assert_printable};
 
 /// Time for which the agent keeps an allocation that the kubelet does not list.
 const GRACE: Duration = Duration::from_secs(10);
@@ -65,29 +65,29 @@ fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Acti
     let sound = !checkpoint.as_ref().is_some_and(contradicts);
     let start = Instant::now();
     let (mut node, allocations) = Node::start("boot".to_owned(), GRACE, checkpoint, None, start);
-    let held: Vec<HeldDevices> = allocations.iter().map(|(_, allocation)| held(allocation)).collect();
+    let held: Vec<ContainerDevices> = allocations.iter().map(|(_, allocation)| container_devices(allocation)).collect();
     let mut table =
         AllocationTable { pending: PendingAllocations::with_watch(), allocations, ..AllocationTable::default() };
     // Before the first result of NVML the agent relies on the checkpoint.
     check(&node.reconcile(&mut table, start), true);
-    node.object(object);
-    node.mps(view);
-    node.census(Ok(Census { driver: "580.82.07".to_owned(), count: fixtures::GPUS }), start);
+    node.record_object(object);
+    node.record_mps_view(view);
+    node.record_driver_info(Ok(DriverInfo { driver: "580.82.07".to_owned(), count: fixtures::GPUS }), start);
     for gpu in fixtures::gpus() {
-        node.gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
+        node.record_gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
     }
-    node.pod_resources(Ok(held.clone()), start, &mut table.allocations);
+    node.record_pod_resources(Ok(held.clone()), start, &mut table.allocations);
     check(&node.reconcile(&mut table, start), sound);
     let later = start + Duration::from_secs(60);
-    node.pod_resources(Ok(held), later, &mut table.allocations);
+    node.record_pod_resources(Ok(held), later, &mut table.allocations);
     let turn = node.reconcile(&mut table, later);
     check(&turn, sound);
     turn
 }
 
 /// The allocation as the kubelet lists it.
-fn held(allocation: &Allocation) -> HeldDevices {
-    HeldDevices {
+fn container_devices(allocation: &Allocation) -> ContainerDevices {
+    ContainerDevices {
         namespace: "team".to_owned(),
         pod: "pod".to_owned(),
         container: "main".to_owned(),
@@ -150,13 +150,13 @@ pub(super) const CHECKPOINT: Target = Target {
     inputs: 1_000,
     run: |bytes| match Checkpoint::decode(bytes) {
         Err(error) => {
-            assert_tells(&error.to_string());
-            Seen::Refused
+            assert_printable(&error.to_string());
+            ReadResult::Refused
         }
         Ok(checkpoint) => {
             encoded(&checkpoint);
             turns(Some(checkpoint), Object::Unknown, HostView::default());
-            Seen::Read
+            ReadResult::Read
         }
     },
 };
@@ -186,11 +186,11 @@ pub(super) const NODE_SPEC: Target = Target {
     run: |bytes| match serde_json::from_slice::<GpuNodeSpec>(bytes) {
         Err(error) => {
             turns(None, Object::Malformed(error.to_string()), HostView::default());
-            Seen::Refused
+            ReadResult::Refused
         }
         Ok(spec) => {
             turns(None, Object::Present(1, spec), HostView::default());
-            Seen::Read
+            ReadResult::Read
         }
     },
 };
@@ -207,14 +207,14 @@ pub(super) const MPS_STATUS: Target = Target {
     inputs: 700,
     run: |bytes| match parse_status(bytes) {
         Err(error) => {
-            assert_tells(&error);
-            Seen::Refused
+            assert_printable(&error);
+            ReadResult::Refused
         }
         Ok(status) => {
             let again = parse_status(&fixtures::json(&status));
             assert_eq!(again.as_ref(), Ok(&status));
             turns(None, Object::Present(1, sample_spec()), HostView { alive: true, status, error: None });
-            Seen::Read
+            ReadResult::Read
         }
     },
 };
@@ -230,12 +230,12 @@ pub(super) const SHUTDOWN_NOTE: Target = Target {
     },
     inputs: 10_000,
     run: |bytes| {
-        let Ok(now) = "2026-11-21T09:38:40Z".parse() else { return Seen::Refused };
+        let Ok(now) = "2026-11-21T09:38:40Z".parse() else { return ReadResult::Refused };
         let periods = Periods::new(vec![Period { priority: 0, seconds: 20 }]);
         let up = Duration::from_secs(60);
         let lasts = elapsed(bytes, now, up, &periods);
         assert!(lasts.is_none_or(|lasts| lasts < up), "{lasts:?}");
-        if lasts.is_some() { Seen::Read } else { Seen::Refused }
+        if lasts.is_some() { ReadResult::Read } else { ReadResult::Refused }
     },
 };
 
@@ -269,12 +269,12 @@ pub(super) const PODS: Target = Target {
     },
     inputs: 4_000,
     run: |bytes| {
-        let mut seen = Seen::Refused;
+        let mut seen = ReadResult::Refused;
         if let Ok(pod) = serde_json::from_slice::<PodObject>(bytes) {
             let (mut pending, mut terminating) = (PendingAllocations::with_watch(), TerminatingPods::default());
             let now = Instant::now();
             let mut shutdown = Shutdown::new(Periods::new(vec![Period { priority: 0, seconds: 20 }]));
-            shutdown.complete_list(&BTreeSet::new());
+            shutdown.retain_listed(&BTreeSet::new());
             shutdown.set_start(Some(now));
             // Process the pod without its deletion first, so that the deletion is new and its full
             // grace period remains.
@@ -292,14 +292,14 @@ pub(super) const PODS: Target = Target {
                 }
             }
             pending.reserved("nvidia.com/gpu-mps");
-            seen = Seen::Read;
+            seen = ReadResult::Read;
         }
         if let Ok(mut pod) = serde_json::from_slice::<operator::PodObject>(bytes) {
             pod.trim();
             if let Some(claimant) = operator::claimant(&pod) {
                 assert_eq!(operator::claimant(&pod), Some(claimant));
             }
-            seen = Seen::Read;
+            seen = ReadResult::Read;
         }
         seen
     },
@@ -351,6 +351,6 @@ pub(super) const PROC: Target = Target {
                 assert_eq!(super::agent::owner(&lie).as_ref().map(|other| &other.pod), Some(&owner.pod), "{lie:?}");
             }
         }
-        if stat.is_some() || found.is_some() { Seen::Read } else { Seen::Refused }
+        if stat.is_some() || found.is_some() { ReadResult::Read } else { ReadResult::Refused }
     },
 };

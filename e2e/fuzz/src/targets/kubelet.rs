@@ -8,12 +8,12 @@ use cleave_agent::allocation::pending::Reserved;
 use cleave_agent::gpu::layout::{Kind, Pool};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
-use cleave_kubelet::{PreferredRequest, allocated, held};
+use cleave_kubelet::{PreferredRequest, allocated, container_devices};
 use prost::Message;
 
 use super::fixtures;
 use crate::mutate::Shape;
-use crate::{Seen, Target, assert_tells};
+use crate::{ReadResult, Target, assert_printable};
 
 const RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -76,16 +76,16 @@ pub(super) const DEVICE_PLUGIN: Target = Target {
     run: device_plugin,
 };
 
-fn device_plugin(bytes: &[u8]) -> Seen {
+fn device_plugin(bytes: &[u8]) -> ReadResult {
     let pools = pools();
     let device = fixtures::uuid(1);
     let reserved = [Reserved { device: &device, units: 2, sizes: vec![2] }];
     let view = ResourceView { resource: RESOURCE, pools: &pools, reserved: &reserved };
-    let mut seen = Seen::Refused;
+    let mut seen = ReadResult::Refused;
     if let Some(request) = message::<plugin::PreferredAllocationRequest>(bytes) {
         for container in &request.container_requests {
             match PreferredRequest::try_from(container) {
-                Err(refusal) => assert_tells(&refusal.to_string()),
+                Err(refusal) => assert_printable(&refusal.to_string()),
                 Ok(request) => {
                     let chosen = prefer(&view, &(&request).into());
                     let once: BTreeSet<&String> = chosen.iter().collect();
@@ -93,7 +93,7 @@ fn device_plugin(bytes: &[u8]) -> Seen {
                     let offered = |id: &String| request.available.contains(id) || request.must_include.contains(id);
                     assert!(chosen.iter().all(offered), "{chosen:?}");
                     assert!(request.must_include.iter().all(|id| chosen.contains(id)), "{chosen:?}");
-                    seen = Seen::Read;
+                    seen = ReadResult::Read;
                 }
             }
         }
@@ -103,14 +103,14 @@ fn device_plugin(bytes: &[u8]) -> Seen {
     let lists = allocate.container_requests.iter().map(|container| &container.devices_ids);
     for ids in lists.chain([&start.devices_ids]) {
         match grant(&view, ids) {
-            Err(denied) => assert_tells(&denied.to_string()),
+            Err(denied) => assert_printable(&denied.to_string()),
             Ok(allocation) => {
                 let (asked, given): (BTreeSet<&String>, BTreeSet<&String>) =
                     (ids.iter().collect(), allocation.ids.iter().collect());
                 assert!(asked == given && ids.len() == allocation.ids.len(), "{allocation:?}");
                 assert!(allocation.mps.is_none() || allocation.devices.len() == 1, "{allocation:?}");
                 assert_eq!(allocation.id(), allocation_id(RESOURCE, ids));
-                seen = Seen::Read;
+                seen = ReadResult::Read;
             }
         }
     }
@@ -148,13 +148,13 @@ pub(super) const POD_RESOURCES: Target = Target {
     inputs: 40_000,
     run: |bytes| {
         message::<pods::AllocatableResourcesResponse>(bytes);
-        let Some(answer) = message::<pods::ListPodResourcesResponse>(bytes) else { return Seen::Refused };
+        let Some(answer) = message::<pods::ListPodResourcesResponse>(bytes) else { return ReadResult::Refused };
         let all = answer.pod_resources.iter().flat_map(|pod| &pod.containers).flat_map(|container| &container.devices);
         let listed: usize = all.map(|devices| devices.device_ids.len()).sum();
-        let rows = held(answer);
+        let rows = container_devices(answer);
         assert_eq!(rows.iter().map(|row| row.ids.len()).sum::<usize>(), listed, "an id is missing");
         assert!(rows.iter().all(|row| row.ids.is_sorted()));
-        Seen::Read
+        ReadResult::Read
     },
 };
 
@@ -176,13 +176,13 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
     inputs: 10_000,
     run: |bytes| match allocated(bytes) {
         Err(error) => {
-            assert_tells(&error.to_string());
-            Seen::Refused
+            assert_printable(&error.to_string());
+            ReadResult::Refused
         }
         Ok(devices) => {
             // `serde_json` limits the depth of a parsed tree, but not of fields that the reader
             // skips.
-            let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) else { return Seen::Read };
+            let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) else { return ReadResult::Read };
             let entries = file["Data"]["PodDeviceEntries"].as_array().cloned().unwrap_or_default();
             let of = |entry: &serde_json::Value| {
                 let nodes = entry["DeviceIDs"].as_object().cloned().unwrap_or_default();
@@ -196,7 +196,7 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
                     .zip(id.as_str())
                     .is_some_and(|(resource, id)| devices.contains(&(resource.to_owned(), id.to_owned())))
             }));
-            Seen::Read
+            ReadResult::Read
         }
     },
 };

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 
 use super::{agent, fixtures};
 use crate::mutate::Shape;
-use crate::{Seen, Target, assert_tells};
+use crate::{ReadResult, Target, assert_printable};
 
 pub(super) const CONTROL_PACKET: Target = Target {
     name: "control_packet",
@@ -56,32 +56,32 @@ pub(super) const CONTROL_PACKET: Target = Target {
     run: control_packet,
 };
 
-fn control_packet(packet: &[u8]) -> Seen {
+fn control_packet(packet: &[u8]) -> ReadResult {
     let kind = Kind::parse(packet);
     if kind != Kind::Unknown {
         assert_eq!(kind.packet().as_slice(), packet);
-        return Seen::Read;
+        return ReadResult::Read;
     }
     frames(packet);
     match Reply::parse(packet) {
-        None => Seen::Refused,
-        Some(Reply::End) => Seen::Read,
+        None => ReadResult::Refused,
+        Some(Reply::End) => ReadResult::Read,
         Some(Reply::Text(text)) => {
             assert!(!text.contains('\0') && text.len() <= 3 * packet.len());
-            answers(&text);
-            Seen::Read
+            parse_answer(&text);
+            ReadResult::Read
         }
     }
 }
 
 /// Passes this answer to every parser of answers.
-fn answers(text: &str) {
+fn parse_answer(text: &str) {
     if let Ok(read) = pids(text) {
         let written: Vec<String> = read.iter().map(u32::to_string).collect();
         assert_eq!(pids(&written.join("\n")).as_deref(), Ok(read.as_slice()));
     }
     for error in [pids(text).err(), server_state(text).err(), terminated(text).err()].into_iter().flatten() {
-        assert_tells(&error.to_string());
+        assert_printable(&error.to_string());
     }
     let percents: Vec<u8> = (0..=255).filter(|&percent| is_percentage(text, percent)).collect();
     assert!(percents.len() <= 1, "{text:?} is {percents:?} %");
@@ -142,9 +142,9 @@ pub(super) const LOG_LINE: Target = Target {
     run: read_log,
 };
 
-fn read_log(bytes: &[u8]) -> Seen {
+fn read_log(bytes: &[u8]) -> ReadResult {
     let text = String::from_utf8_lossy(bytes);
-    let mut seen = Seen::Refused;
+    let mut seen = ReadResult::Refused;
     for line in text.lines() {
         let read = log_line(line);
         assert!(line.contains(read.text) && line.contains(read.source));
@@ -167,7 +167,7 @@ fn read_log(bytes: &[u8]) -> Seen {
             assert_eq!(log_line(&again), read, "{again:?}");
         }
         if read.event != LogEvent::Other {
-            seen = Seen::Read;
+            seen = ReadResult::Read;
         }
     }
     seen
@@ -195,11 +195,11 @@ pub(super) const DESIRED: Target = Target {
     run: desired,
 };
 
-fn desired(bytes: &[u8]) -> Seen {
+fn desired(bytes: &[u8]) -> ReadResult {
     match Desired::parse(bytes) {
         Err(error) => {
-            assert_tells(&error.to_string());
-            Seen::Refused
+            assert_printable(&error.to_string());
+            ReadResult::Refused
         }
         Ok(desired) => {
             let again = Desired::parse(&fixtures::json(&desired));
@@ -213,7 +213,7 @@ fn desired(bytes: &[u8]) -> Seen {
             for device in desired.daemons.keys() {
                 assert_eq!(paths.pipe(device).parent(), Some(paths.mps().as_path()), "{device:?}");
             }
-            Seen::Read
+            ReadResult::Read
         }
     }
 }
@@ -252,15 +252,15 @@ pub(super) const HOST_MESSAGE: Target = Target {
     },
     inputs: 6_000,
     run: |bytes| match (same::<Request>(bytes), same::<HostReply>(bytes)) {
-        (Seen::Refused, Seen::Refused) => Seen::Refused,
-        _ => Seen::Read,
+        (ReadResult::Refused, ReadResult::Refused) => ReadResult::Refused,
+        _ => ReadResult::Read,
     },
 };
 
 /// Checks that decoding an encoded message returns the same message.
-pub(super) fn same<T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Seen {
-    let Ok(read) = serde_json::from_slice::<T>(bytes) else { return Seen::Refused };
+pub(super) fn same<T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> ReadResult {
+    let Ok(read) = serde_json::from_slice::<T>(bytes) else { return ReadResult::Refused };
     let again = serde_json::from_slice::<T>(&fixtures::json(&read)).map_err(|error| error.to_string());
     assert_eq!(again.as_ref(), Ok(&read));
-    Seen::Read
+    ReadResult::Read
 }

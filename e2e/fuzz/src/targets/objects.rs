@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::fixtures;
 use crate::mutate::Shape;
-use crate::{Seen, Target, assert_tells};
+use crate::{ReadResult, Target, assert_printable};
 
 pub(super) const POLICY: Target = Target {
     name: "policy",
@@ -57,7 +57,9 @@ pub(super) const POLICY: Target = Target {
     samples: || fixtures::policies().iter().map(fixtures::json).collect(),
     inputs: 900,
     run: |bytes| {
-        let Ok(policy) = serde_json::from_slice::<DeserializeGuard<SharingPolicy>>(bytes) else { return Seen::Refused };
+        let Ok(policy) = serde_json::from_slice::<DeserializeGuard<SharingPolicy>>(bytes) else {
+            return ReadResult::Refused;
+        };
         let mut observed = read(&fixtures::cluster()).unwrap_or_default();
         observed.policies.clear();
         observed.add_policy(&policy);
@@ -65,21 +67,21 @@ pub(super) const POLICY: Target = Target {
         for report in run.plan.policies.values() {
             match &report.invalid {
                 Some(Invalid::Malformed(error)) => assert!(!error.is_empty()),
-                Some(Invalid::Refused(error)) => assert_tells(&error.to_string()),
+                Some(Invalid::Refused(error)) => assert_printable(&error.to_string()),
                 None => {}
             }
-            report.unsupported.iter().for_each(|(_, cannot)| assert_tells(&cannot.to_string()));
+            report.unsupported.iter().for_each(|(_, cannot)| assert_printable(&cannot.to_string()));
         }
-        let Ok(policy) = policy.0 else { return Seen::Refused };
+        let Ok(policy) = policy.0 else { return ReadResult::Refused };
         let again = serde_json::from_slice::<SharingPolicySpec>(&fixtures::json(&policy.spec)).ok();
         assert_eq!(again.as_ref(), Some(&policy.spec));
         match validate("p", None, &policy.spec) {
-            Err(_) => Seen::Refused,
+            Err(_) => ReadResult::Refused,
             Ok(valid) => {
                 if let SharingMode::Mps(MpsShare { size: ShareSize::Units(units), .. }) = valid.share {
                     assert!((1..=48).contains(&units), "a policy with {units} units was accepted");
                 }
-                Seen::Read
+                ReadResult::Read
             }
         }
     },
@@ -169,10 +171,10 @@ pub(super) const CLUSTER: Target = Target {
     inputs: 300,
     run: |bytes| {
         let Some(observed) = serde_json::from_slice(bytes).ok().and_then(|cluster| read(&cluster)) else {
-            return Seen::Refused;
+            return ReadResult::Refused;
         };
         planned(&observed);
-        Seen::Read
+        ReadResult::Read
     },
 };
 
@@ -224,13 +226,13 @@ pub(super) const REVIEW: Target = Target {
     },
     inputs: 2_000,
     run: |bytes| {
-        let mut seen = Seen::Refused;
+        let mut seen = ReadResult::Refused;
         for change in [Review::Gate, Review::PreStop(5)] {
             match review(change, bytes, |_| false) {
-                Err(error) => assert_tells(&error.to_string()),
+                Err(error) => assert_printable(&error.to_string()),
                 Ok(answer) => {
                     let response = answer.response.unwrap_or_else(|| unreachable!("an answer to a request"));
-                    seen = Seen::Read;
+                    seen = ReadResult::Read;
                     let Some(patch) = response.patch else { continue };
                     let Ok(mut sent) = serde_json::from_slice::<Value>(bytes) else { continue };
                     let patch: json_patch::Patch = serde_json::from_slice(&patch).unwrap_or_default();

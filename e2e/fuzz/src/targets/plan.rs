@@ -4,7 +4,7 @@ use serde_json::json;
 
 use super::{fixtures, mps};
 use crate::mutate::Shape;
-use crate::{Seen, Target};
+use crate::{ReadResult, Target};
 
 pub(super) const SNAPSHOT: Target = Target {
     name: "snapshot",
@@ -77,7 +77,7 @@ pub(super) const SNAPSHOT: Target = Target {
     },
     inputs: 400,
     run: |bytes| {
-        let Ok(snapshot) = serde_json::from_slice::<Snapshot>(bytes) else { return Seen::Refused };
+        let Ok(snapshot) = serde_json::from_slice::<Snapshot>(bytes) else { return ReadResult::Refused };
         mps::same::<Snapshot>(bytes);
         // Varies `--units` and `--replicas`. Uses few search steps: the target checks plans but
         // does not need good ones.
@@ -93,6 +93,6 @@ pub(super) const SNAPSHOT: Target = Target {
         for pod in &planned.report.pods {
             assert!(!pod.reason.is_empty(), "{}", pod.pod);
         }
-        Seen::Read
+        ReadResult::Read
     },
 };

@@ -7,7 +7,7 @@ use cleave_plan::Quantity;
 
 use super::mps;
 use crate::mutate::Shape;
-use crate::{Seen, Target, assert_tells};
+use crate::{ReadResult, Target, assert_printable};
 
 pub(super) const PLACEMENT: Target = Target {
     name: "placement",
@@ -23,7 +23,7 @@ pub(super) const PLACEMENT: Target = Target {
     inputs: 8_000,
     run: |bytes| {
         let text = String::from_utf8_lossy(bytes);
-        let Ok(read) = Placement::parse(&text) else { return Seen::Refused };
+        let Ok(read) = Placement::parse(&text) else { return ReadResult::Refused };
         let again = read.text().and_then(|text| Placement::parse(&text));
         assert!(again.as_ref().is_ok_and(|again| *again == read), "{again:?}");
         mps::same::<Placement>(bytes)
@@ -55,9 +55,9 @@ pub(super) const ANNOTATIONS: Target = Target {
         assert_eq!(Cleared::read(Some(&cleared.to_string())), cleared);
         assert!(cordons.0.keys().chain(cleared.0.keys()).all(|uuid| !uuid.is_empty() && text.contains(uuid)));
         if let Err(error) = check_reason(&text) {
-            assert_tells(&error.to_string());
+            assert_printable(&error.to_string());
         }
-        if cordons.0.is_empty() { Seen::Refused } else { Seen::Read }
+        if cordons.0.is_empty() { ReadResult::Refused } else { ReadResult::Read }
     },
 };
 
@@ -89,7 +89,7 @@ pub(super) const QUANTITY: Target = Target {
             let tenfold = Quantity::new(&format!("{text}0")).milli();
             assert!(tenfold.is_none_or(|tenfold| tenfold >= milli), "{text}");
         }
-        if read.milli().is_some() || parsed.is_some() { Seen::Read } else { Seen::Refused }
+        if read.milli().is_some() || parsed.is_some() { ReadResult::Read } else { ReadResult::Refused }
     },
 };
 
@@ -131,16 +131,16 @@ pub(super) const NAMES: Target = Target {
                 assert_eq!(name.as_str(), text);
                 assert!(text.len() <= 308 && text.is_ascii() && text.matches('/').count() == 1);
             }
-            Err(error) => assert_tells(&error.to_string()),
+            Err(error) => assert_printable(&error.to_string()),
         }
         match DeviceId::parse(&text) {
             Ok(id) => assert_eq!(id.as_str(), text),
-            Err(error) => assert_tells(&error.to_string()),
+            Err(error) => assert_printable(&error.to_string()),
         }
         let id = parse_id(&text);
         if let Some((device, number)) = id {
             assert_eq!(device_id(device, number), text, "a slice has two ids");
         }
-        if name.is_ok() || id.is_some() { Seen::Read } else { Seen::Refused }
+        if name.is_ok() || id.is_some() { ReadResult::Read } else { ReadResult::Refused }
     },
 };

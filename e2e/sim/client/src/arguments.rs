@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 
-use crate::lie::Lie;
+use crate::lie::HandshakeViolation;
 
 const ABOUT: &str = r#"A simulated CUDA program for the simulated GPUs and MPS.
 
@@ -93,7 +93,7 @@ pub(crate) struct Arguments {
     /// shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP,
     /// shutdown-channel=STEP, no-last-word, last-word=N, enter=N
     #[arg(long, value_name = "LIE", verbatim_doc_comment)]
-    pub(crate) lie: Option<Lie>,
+    pub(crate) lie: Option<HandshakeViolation>,
 
     /// The socket of --admin and --lie, instead of `control` in the pipe directory
     #[arg(long, value_name = "PATH")]

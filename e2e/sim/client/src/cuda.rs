@@ -8,7 +8,7 @@ use sim_mps::client::{Environment, Mps, MpsContext, NO_DEVICE};
 use sim_mps::limits::context_overhead;
 use sim_mps::wire::Device;
 
-use crate::devices::Given;
+use crate::devices::DeviceSelection;
 
 const ILLEGAL_ADDRESS: i32 = 700;
 const UNKNOWN: i32 = 999;
@@ -42,7 +42,7 @@ impl Cuda {
     ///
     /// # Errors
     /// A `CUresult`: there is no device, or the MPS server rejects clients.
-    pub(crate) fn init(control: &Path, given: &Given) -> Result<Self, i32> {
+    pub(crate) fn init(control: &Path, given: &DeviceSelection) -> Result<Self, i32> {
         let machine = Machine::open_default().ok();
         let mps = Mps::attach(control)?;
         let devices = match (&mps, &machine) {

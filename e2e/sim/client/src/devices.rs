@@ -11,7 +11,7 @@ pub(crate) const DEV_ENV: &str = "SIMGPU_DEV";
 
 /// The device selection in the environment.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Given {
+pub(crate) struct DeviceSelection {
     /// `NVIDIA_VISIBLE_DEVICES`, which NVIDIA's container runtime evaluates.
     pub(crate) container: Option<String>,
     /// The minor numbers of the `/dev/nvidia<n>` that exist.
@@ -29,9 +29,9 @@ enum Container<'a> {
     Nothing,
 }
 
-impl Given {
+impl DeviceSelection {
     /// Reads the device selection of this process.
-    pub(crate) fn own() -> Self {
+    pub(crate) fn from_environment() -> Self {
         let text = |name| std::env::var(name).ok();
         let dev = text(DEV_ENV).unwrap_or_else(|| "/dev".to_owned());
         Self {
@@ -129,14 +129,18 @@ mod tests {
         Description { name: "test".into(), gpus, ..Description::default() }.state().unwrap()
     }
 
-    fn indices(given: &Given) -> Vec<u32> {
+    fn indices(given: &DeviceSelection) -> Vec<u32> {
         let state = state();
         let index = |device: &Device| state.gpus.iter().find(|gpu| gpu.uuid == device.uuid).unwrap().index;
         given.visible(&state).iter().map(index).collect()
     }
 
-    fn given(container: Option<&str>, nodes: &[u32], program: Option<&str>) -> Given {
-        Given { container: container.map(str::to_owned), nodes: nodes.to_vec(), program: program.map(str::to_owned) }
+    fn given(container: Option<&str>, nodes: &[u32], program: Option<&str>) -> DeviceSelection {
+        DeviceSelection {
+            container: container.map(str::to_owned),
+            nodes: nodes.to_vec(),
+            program: program.map(str::to_owned),
+        }
     }
 
     #[test]

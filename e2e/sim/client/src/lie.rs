@@ -16,7 +16,7 @@ use crate::output::print;
 
 /// A violation of the handshake ("lie").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Lie {
+pub(crate) enum HandshakeViolation {
     /// Sends this many bytes of `OUTBCRED` and kind, then nothing more.
     Stall(usize),
     /// Sends an unknown kind, or the kind of an administrator.
@@ -50,7 +50,7 @@ pub(crate) enum Lie {
     /// Shuts a socket down after this many steps of the handshake with the server. 0 is before the
     /// client receives anything, 1 after it has received the descriptors. 2 to 4 are after one to
     /// three words. 5 is after the answer but before the last word to the daemon.
-    Shutdown(Half, u32),
+    Shutdown(SocketPart, u32),
     /// Sends no last word to the daemon.
     NoLastWord,
     /// Sends this last word to the daemon.
@@ -61,7 +61,7 @@ pub(crate) enum Lie {
 
 /// The socket, or the direction of a socket, that is shut down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Half {
+pub(crate) enum SocketPart {
     /// Both directions of the socket to the server.
     Both,
     /// Reading from the server.
@@ -80,7 +80,7 @@ pub(crate) const NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, 
                          shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, \
                          shutdown-channel=STEP, no-last-word, last-word=N, enter=N";
 
-impl FromStr for Lie {
+impl FromStr for HandshakeViolation {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -88,7 +88,7 @@ impl FromStr for Lie {
         let number = || value.and_then(|value| value.parse().ok());
         let shutdown = |half| {
             let step = value.and_then(|value| value.parse().ok()).filter(|step| *step <= 5)?;
-            (half != Half::Channel || step > 0).then_some(Self::Shutdown(half, step))
+            (half != SocketPart::Channel || step > 0).then_some(Self::Shutdown(half, step))
         };
         let lie = match (name, value) {
             ("stall", Some(_)) => number().map(Self::Stall),
@@ -106,12 +106,12 @@ impl FromStr for Lie {
             ("flood", Some(_)) => number().map(Self::Flood),
             ("vanish", Some(_)) => number().map(Self::Vanish),
             ("mute", Some(_)) => number().map(Self::Mute),
-            ("shutdown", None) => Some(Self::Shutdown(Half::Both, 1)),
-            ("shutdown", Some(_)) => shutdown(Half::Both),
-            ("shutdown-reading", Some(_)) => shutdown(Half::Reading),
-            ("shutdown-writing", Some(_)) => shutdown(Half::Writing),
-            ("shutdown-daemon", Some(_)) => shutdown(Half::Daemon),
-            ("shutdown-channel", Some(_)) => shutdown(Half::Channel),
+            ("shutdown", None) => Some(Self::Shutdown(SocketPart::Both, 1)),
+            ("shutdown", Some(_)) => shutdown(SocketPart::Both),
+            ("shutdown-reading", Some(_)) => shutdown(SocketPart::Reading),
+            ("shutdown-writing", Some(_)) => shutdown(SocketPart::Writing),
+            ("shutdown-daemon", Some(_)) => shutdown(SocketPart::Daemon),
+            ("shutdown-channel", Some(_)) => shutdown(SocketPart::Channel),
             ("no-last-word", None) => Some(Self::NoLastWord),
             ("last-word", Some(value)) => value.parse().ok().map(Self::LastWord),
             ("enter", Some(_)) => number().map(Self::Enter),
@@ -124,13 +124,18 @@ impl FromStr for Lie {
 /// Performs a violation on `control`, and waits until the peer closes, at most for `patience`. Then
 /// prints `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`. `refused` means that the
 /// kernel refused the message. For `enter=N`, `packets` is the number of completed handshakes.
-pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()> {
+pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
     let report = |outcome: &str, packets: usize| {
         print(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
     };
-    if let Lie::Vanish(_) | Lie::Mute(_) | Lie::Shutdown(..) | Lie::NoLastWord | Lie::LastWord(_) = lie {
-        let Ok(entrance) = handshake::knock(control) else {
+    if let HandshakeViolation::Vanish(_)
+    | HandshakeViolation::Mute(_)
+    | HandshakeViolation::Shutdown(..)
+    | HandshakeViolation::NoLastWord
+    | HandshakeViolation::LastWord(_) = lie
+    {
+        let Ok(entrance) = handshake::connect_to_server(control) else {
             report("closed", 0);
             return Ok(());
         };
@@ -139,14 +144,14 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
         report(if waited.0 { "closed" } else { "open" }, waited.1);
         return Ok(());
     }
-    if let Lie::Enter(count) = lie {
-        let enter = || handshake::knock(control).and_then(|entrance| entrance.enter(Subject::Process));
+    if let HandshakeViolation::Enter(count) = lie {
+        let enter = || handshake::connect_to_server(control).and_then(|entrance| entrance.enter(Subject::Process));
         let open: Vec<_> = (0..count).map_while(|_| enter().ok()).collect();
         let closed = open.first().map_or(Ok((true, 0)), |(_, server)| drain(server, deadline))?.0;
         report(if closed { "closed" } else { "open" }, open.len());
         return Ok(());
     }
-    let connections = (0..if let Lie::Flood(count) = lie { count } else { 1 })
+    let connections = (0..if let HandshakeViolation::Flood(count) = lie { count } else { 1 })
         .map(|_| Connection::connect(control))
         .collect::<io::Result<Vec<_>>>()?;
     let (mut outcome, mut packets) = ("closed", 0);
@@ -155,7 +160,7 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => outcome = "refused",
             // The peer closed before the end of the introduction.
             _ => {
-                if lie == Lie::Unread {
+                if lie == HandshakeViolation::Unread {
                     while !connection.is_closed() && Instant::now() < deadline {
                         std::thread::sleep(Duration::from_millis(10));
                     }
@@ -174,9 +179,9 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
 
 /// Violates the handshake with the server. Returns the connections to keep open, the daemon's
 /// first.
-fn violate_with_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connection>> {
-    if let Lie::Shutdown(half, 0) = lie {
-        shut(half, &entrance, None)?;
+fn violate_with_server(entrance: Entrance, lie: HandshakeViolation) -> io::Result<Vec<Connection>> {
+    if let HandshakeViolation::Shutdown(half, 0) = lie {
+        shut_down(half, &entrance, None)?;
         let Entrance { daemon, server } = entrance;
         return Ok(vec![daemon, server]);
     }
@@ -195,19 +200,19 @@ fn violate_with_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connectio
         Ok(())
     };
     match lie {
-        Lie::Vanish(words) => {
+        HandshakeViolation::Vanish(words) => {
             say(words)?;
             return Ok(Vec::new());
         }
-        Lie::Mute(words) => say(words)?,
-        Lie::Shutdown(half, step) => {
+        HandshakeViolation::Mute(words) => say(words)?,
+        HandshakeViolation::Shutdown(half, step) => {
             say(usize::try_from(step).unwrap_or(usize::MAX) - 1)?;
             if step == 5 {
                 server.recv(64)?;
             }
-            shut(half, &entrance, Some(&channel))?;
+            shut_down(half, &entrance, Some(&channel))?;
         }
-        Lie::LastWord(word) => {
+        HandshakeViolation::LastWord(word) => {
             say(3)?;
             server.recv(64)?;
             daemon.send(&word.to_le_bytes())?;
@@ -221,26 +226,26 @@ fn violate_with_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connectio
     Ok(vec![daemon, server, channel])
 }
 
-fn shut(half: Half, entrance: &Entrance, channel: Option<&Connection>) -> io::Result<()> {
+fn shut_down(half: SocketPart, entrance: &Entrance, channel: Option<&Connection>) -> io::Result<()> {
     let (socket, how) = match half {
-        Half::Both => (&entrance.server, Shutdown::Both),
-        Half::Reading => (&entrance.server, Shutdown::Read),
-        Half::Writing => (&entrance.server, Shutdown::Write),
-        Half::Daemon => (&entrance.daemon, Shutdown::Both),
-        Half::Channel => (channel.unwrap_or(&entrance.server), Shutdown::Both),
+        SocketPart::Both => (&entrance.server, Shutdown::Both),
+        SocketPart::Reading => (&entrance.server, Shutdown::Read),
+        SocketPart::Writing => (&entrance.server, Shutdown::Write),
+        SocketPart::Daemon => (&entrance.daemon, Shutdown::Both),
+        SocketPart::Channel => (channel.unwrap_or(&entrance.server), Shutdown::Both),
     };
     Ok(rustix::net::shutdown(socket, how)?)
 }
 
-fn violate(connection: &Connection, lie: Lie) -> io::Result<()> {
+fn violate(connection: &Connection, lie: HandshakeViolation) -> io::Result<()> {
     let own = handshake::own_credentials();
     let introduce = |credentials: Credentials, kind: u32| {
         connection.send_credentials(CREDENTIALS, credentials)?;
         connection.send(&kind.to_le_bytes())
     };
     match lie {
-        Lie::Flood(_) | Lie::Stall(0) => Ok(()),
-        Lie::Stall(bytes) => {
+        HandshakeViolation::Flood(_) | HandshakeViolation::Stall(0) => Ok(()),
+        HandshakeViolation::Stall(bytes) => {
             connection.send_credentials(&CREDENTIALS[..bytes.min(CREDENTIALS.len())], own)?;
             let kind = KIND_CLIENT.to_le_bytes();
             match bytes.saturating_sub(CREDENTIALS.len()).min(kind.len()) {
@@ -248,39 +253,39 @@ fn violate(connection: &Connection, lie: Lie) -> io::Result<()> {
                 rest => connection.send(&kind[..rest]),
             }
         }
-        Lie::Kind(kind) => introduce(own, kind),
-        Lie::ShortKind => {
+        HandshakeViolation::Kind(kind) => introduce(own, kind),
+        HandshakeViolation::ShortKind => {
             connection.send_credentials(CREDENTIALS, own)?;
             connection.send(&[2, 0])
         }
-        Lie::Huge => connection.send_credentials(&vec![b'O'; 128 << 10], own),
-        Lie::Garbage => connection.send_credentials(&[0xa5; 64], own),
-        Lie::Twice => {
+        HandshakeViolation::Huge => connection.send_credentials(&vec![b'O'; 128 << 10], own),
+        HandshakeViolation::Garbage => connection.send_credentials(&[0xa5; 64], own),
+        HandshakeViolation::Twice => {
             connection.send_credentials(CREDENTIALS, own)?;
             introduce(own, KIND_CLIENT)
         }
-        Lie::Descriptors => {
+        HandshakeViolation::Descriptors => {
             let file = File::open("/dev/null")?;
             connection.send_fd(CREDENTIALS, file.as_fd())?;
             connection.send(&KIND_CLIENT.to_le_bytes())
         }
-        Lie::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
-        Lie::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
+        HandshakeViolation::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
+        HandshakeViolation::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
         // These violations concern the server only, so the daemon receives a valid introduction.
-        Lie::Unread
-        | Lie::Vanish(_)
-        | Lie::Mute(_)
-        | Lie::Shutdown(..)
-        | Lie::NoLastWord
-        | Lie::LastWord(_)
-        | Lie::Enter(_) => introduce(own, KIND_CLIENT),
-        Lie::AdministratorAfterClient => {
+        HandshakeViolation::Unread
+        | HandshakeViolation::Vanish(_)
+        | HandshakeViolation::Mute(_)
+        | HandshakeViolation::Shutdown(..)
+        | HandshakeViolation::NoLastWord
+        | HandshakeViolation::LastWord(_)
+        | HandshakeViolation::Enter(_) => introduce(own, KIND_CLIENT),
+        HandshakeViolation::AdministratorAfterClient => {
             introduce(own, KIND_CLIENT)?;
             let text = b"set_default_active_thread_percentage 100\n\0";
             connection.send(&u64::try_from(text.len()).unwrap_or_default().to_le_bytes())?;
             connection.send(text)
         }
-        Lie::LongCommand => {
+        HandshakeViolation::LongCommand => {
             introduce(own, KIND_ADMINISTRATOR)?;
             connection.send(&(1_u64 << 60).to_le_bytes())
         }
@@ -307,14 +312,14 @@ mod tests {
 
     #[test]
     fn lies_are_parsed_by_name() {
-        assert_eq!("stall=9".parse(), Ok(Lie::Stall(9)));
-        assert_eq!("kind=7".parse(), Ok(Lie::Kind(7)));
-        assert_eq!("huge".parse(), Ok(Lie::Huge));
-        assert_eq!("enter=64".parse(), Ok(Lie::Enter(64)));
-        assert_eq!("shutdown".parse(), Ok(Lie::Shutdown(Half::Both, 1)));
-        assert_eq!("shutdown-writing=4".parse(), Ok(Lie::Shutdown(Half::Writing, 4)));
+        assert_eq!("stall=9".parse(), Ok(HandshakeViolation::Stall(9)));
+        assert_eq!("kind=7".parse(), Ok(HandshakeViolation::Kind(7)));
+        assert_eq!("huge".parse(), Ok(HandshakeViolation::Huge));
+        assert_eq!("enter=64".parse(), Ok(HandshakeViolation::Enter(64)));
+        assert_eq!("shutdown".parse(), Ok(HandshakeViolation::Shutdown(SocketPart::Both, 1)));
+        assert_eq!("shutdown-writing=4".parse(), Ok(HandshakeViolation::Shutdown(SocketPart::Writing, 4)));
         for text in ["stall", "stall=x", "huge=1", "shutdown=6", "shutdown-channel=0", "", "truth"] {
-            assert!(text.parse::<Lie>().is_err(), "{text}");
+            assert!(text.parse::<HandshakeViolation>().is_err(), "{text}");
         }
     }
 }

@@ -47,7 +47,7 @@ fn main() -> anyhow::Result<ExitCode> {
     }
     let control = arguments.socket.clone().unwrap_or_else(|| sim_mps::tool::pipe_directory().join("control"));
     if let Some(command) = &arguments.admin {
-        let reply = handshake::ask(&control, command)
+        let reply = handshake::send_command(&control, command)
             .with_context(|| format!("cannot send a command to {}", control.display()))?;
         output::print(&json!({ "command": command, "reply": reply }));
         return Ok(if reply.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE });

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::arguments::{Arguments, Span};
 use crate::cuda::{self, Context, Cuda};
-use crate::devices::Given;
+use crate::devices::DeviceSelection;
 use crate::output::print;
 
 /// Interval at which a waiting program checks for errors and signals.
@@ -30,7 +30,7 @@ enum Stop {
 pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
     let control = sim_mps::tool::pipe_directory().join("control");
     // Must live as long as the contexts: the server identifies the process by it.
-    let cuda = Cuda::init(&control, &Given::own());
+    let cuda = Cuda::init(&control, &DeviceSelection::from_environment());
     let contexts = match &cuda {
         Ok(cuda) => (0..arguments.contexts).map(|_| cuda.context()).collect::<Result<Vec<_>, _>>(),
         Err(code) => Err(*code),
@@ -90,12 +90,12 @@ impl Program<'_> {
             print(&json!({ "allocatedMiB": mib, "freeMiB": first.free_memory().map_err(Stop::Error)? >> 20 }));
         }
         if let Some(after) = self.arguments.fault {
-            self.work(Some(Span::For(after.0)))?;
+            self.run_kernels(Some(Span::For(after.0)))?;
             first.access_illegally().map_err(Stop::Error)?;
             return self.wait(Span::For(FAULT_TIMEOUT));
         }
         let busy = if self.arguments.busy_forever { Some(Span::Forever) } else { self.arguments.busy };
-        self.work(busy)?;
+        self.run_kernels(busy)?;
         self.arguments.hold.map_or(Ok(()), |span| self.wait(span))
     }
 
@@ -104,7 +104,7 @@ impl Program<'_> {
     }
 
     /// Runs kernels one after the other during `span`. Without a kernel length it only waits.
-    fn work(&self, span: Option<Span>) -> Result<(), Stop> {
+    fn run_kernels(&self, span: Option<Span>) -> Result<(), Stop> {
         let Some(span) = span else { return Ok(()) };
         let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait(span) };
         let context = self.first()?;

@@ -6,7 +6,7 @@ use std::fs;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 
-use node::{Client, Node, answer, as_user, is_root, until};
+use node::{Client, Node, answer, as_user, is_root, wait_until};
 use sim_mps::handshake;
 use sim_mps::seqpacket::Connection;
 
@@ -28,11 +28,11 @@ fn the_pipe_directory_has_the_files_of_the_real_one() {
 #[test]
 fn control_allows_reading_but_no_changes() {
     let node = Node::with_daemon(&[]);
-    let client = node.running(&["--hold", "forever"]);
+    let client = node.start_running_client(&["--hold", "forever"]);
     let server = node.server();
-    let ask = |command: &str| handshake::ask(&node.socket("control"), command).unwrap().unwrap();
-    assert_eq!(ask("get_server_list"), format!("{server}\n"));
-    assert_eq!(ask(&format!("get_client_list {server}")), format!("{}\n", client.pid()));
+    let send_command = |command: &str| handshake::send_command(&node.socket("control"), command).unwrap().unwrap();
+    assert_eq!(send_command("get_server_list"), format!("{server}\n"));
+    assert_eq!(send_command(&format!("get_client_list {server}")), format!("{}\n", client.pid()));
     let pid = client.pid();
     for command in [
         "set_default_active_thread_percentage 10".to_owned(),
@@ -42,9 +42,9 @@ fn control_allows_reading_but_no_changes() {
         format!("shutdown_server {server} -f"),
         "quit".to_owned(),
     ] {
-        assert!(ask(&command).contains(PRIVILEGE_ERROR), "{command}");
+        assert!(send_command(&command).contains(PRIVILEGE_ERROR), "{command}");
     }
-    assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
+    assert_eq!(node.send_command("get_default_active_thread_percentage"), "100.0\n");
     assert_eq!(node.client_list(server), [pid]);
 }
 
@@ -97,18 +97,18 @@ fn a_second_user_waits_for_the_first_and_gets_another_server() {
         return;
     }
     let node = Node::with_daemon(&[]);
-    let first = node.running(&["--hold", "forever"]);
+    let first = node.start_running_client(&["--hold", "forever"]);
     let server = node.server();
     let mut command = node.program(&[]);
     as_user(&mut command, 1000);
     let mut second = Client::spawn(command);
     let pending =
         format!("NEW CLIENT {} from user 1000: Server is not ready, push client to pending list", second.pid());
-    until("the second user is pending", || node.log().contains(&pending));
-    assert!(second.is_silent());
+    wait_until("the second user is pending", || node.log().contains(&pending));
+    assert!(second.has_no_output());
     first.kill(rustix::process::Signal::TERM);
     assert_eq!(second.line()["viaMps"], true);
-    until("the first server has exited", || node.log().contains(&format!("Server {server} exited with status 0")));
+    wait_until("the first server has exited", || node.log().contains(&format!("Server {server} exited with status 0")));
     let own = node.server();
     assert_ne!(own, server);
     assert_eq!(fs::metadata(format!("/proc/{own}")).unwrap().uid(), 1000);
@@ -120,7 +120,7 @@ fn users_share_a_server_in_multi_user_mode() {
         return;
     }
     let node = Node::with_daemon(&["-multiuser-server"]);
-    let _first = node.running(&["--hold", "forever"]);
+    let _first = node.start_running_client(&["--hold", "forever"]);
     let mut command = node.program(&["--hold", "forever"]);
     as_user(&mut command, 1000);
     let mut second = Client::spawn(command);
@@ -150,20 +150,20 @@ fn a_client_in_other_namespaces_is_listed_by_its_pid_outside() {
     let clients = node.client_list(node.server());
     let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", client.pid())).unwrap();
     assert_eq!(children.trim(), clients[0].to_string());
-    let table = node.ask("ps");
+    let table = node.send_command("ps");
     let row: Vec<&str> = table.lines().nth(1).unwrap().split_whitespace().collect();
     let namespace = fs::metadata(format!("/proc/{}/ns/pid", clients[0])).unwrap().ino();
     assert_eq!(
         (row[0], row[3], row[4]),
         (clients[0].to_string().as_str(), &node.uuid()[..17], namespace.to_string().as_str(),)
     );
-    assert_eq!(node.ask("get_device_client_list"), format!("{} {}\n", node.uuid(), clients[0]));
+    assert_eq!(node.send_command("get_device_client_list"), format!("{} {}\n", node.uuid(), clients[0]));
 }
 
 #[test]
-fn protocol_violations_are_rejected_and_harm_no_client() {
+fn protocol_violations_are_rejected_and_affect_no_client() {
     let node = Node::with_daemon(&[]);
-    let running = node.running(&["--hold", "forever"]);
+    let running = node.start_running_client(&["--hold", "forever"]);
     let privileged = node.socket("control_privileged");
     for lie in
         ["kind=7", "stall=4", "short-kind", "huge", "garbage", "twice", "descriptors", "long-command", "last-word=807"]
@@ -174,7 +174,7 @@ fn protocol_violations_are_rejected_and_harm_no_client() {
         }
     }
     assert_eq!(node.first_line(&[])["viaMps"], true);
-    until("only the first client remains", || node.client_list(node.server()) == [running.pid()]);
+    wait_until("only the first client remains", || node.client_list(node.server()) == [running.pid()]);
 }
 
 #[test]
@@ -184,17 +184,17 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
         node.server();
         let served = node.log().matches("Accepting connection").count();
         let liar = node.client(&["--lie", lie, "--hold", "forever"]);
-        until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
+        wait_until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
             // Wait until the server accepts the client: a client that is killed earlier blocks the
             // server.
             let connected = format!("Client {{PID: {}, Context ID: 0}} connected", liar.pid());
-            until("the client is accepted", || node.log().contains(&connected));
+            wait_until("the client is accepted", || node.log().contains(&connected));
         }
-        let reply = node.ask_in_background("get_server_list");
+        let reply = node.send_command_in_background("get_server_list");
         let mut client = node.client(&[]);
-        node.give_time();
-        assert!(reply.try_recv().is_err() && client.is_silent(), "{lie}");
+        node.wait_for_side_effects();
+        assert!(reply.try_recv().is_err() && client.has_no_output(), "{lie}");
         liar.kill(rustix::process::Signal::KILL);
         assert!(!answer(&reply).is_empty(), "{lie}");
         assert_eq!(client.line()["viaMps"], true, "{lie}");
@@ -208,9 +208,9 @@ fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
         let server = node.server();
         node.client(&["--lie", lie, "--hold", "0.1"]).wait();
         let logged = format!("Server {server:>5}] User did not send valid credentials");
-        until("the server logs the event", || node.log().contains(&logged));
-        let reply = node.ask_in_background(&format!("get_server_status {server}"));
-        node.give_time();
+        wait_until("the server logs the event", || node.log().contains(&logged));
+        let reply = node.send_command_in_background(&format!("get_server_status {server}"));
+        node.wait_for_side_effects();
         assert!(reply.try_recv().is_err(), "{lie}");
     }
 }
@@ -219,10 +219,10 @@ fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
 fn an_introduction_in_its_place_unblocks_the_server() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
-    let entrance = handshake::knock(&node.socket("control")).unwrap();
+    let entrance = handshake::connect_to_server(&node.socket("control")).unwrap();
     let copy = Connection::from_fd(entrance.server.as_fd().try_clone_to_owned().unwrap());
     drop(entrance);
-    let reply = node.ask_in_background(&format!("get_server_status {server}"));
+    let reply = node.send_command_in_background(&format!("get_server_status {server}"));
     let [first, second] = handshake::Subject::Process.words();
     copy.send_credentials(handshake::CREDENTIALS, handshake::own_credentials()).unwrap();
     copy.send(&first).unwrap();
@@ -230,6 +230,6 @@ fn an_introduction_in_its_place_unblocks_the_server() {
     assert_eq!(answer(&reply), "ACTIVE\n");
     assert_eq!(node.client_list(server), [std::process::id()]);
     copy.shutdown();
-    until("the client has exited", || node.client_list(server).is_empty());
+    wait_until("the client has exited", || node.client_list(server).is_empty());
     assert_eq!(node.first_line(&[])["viaMps"], true);
 }

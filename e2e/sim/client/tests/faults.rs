@@ -4,14 +4,14 @@ mod node;
 
 use std::process::Stdio;
 
-use node::{Client, Node, answer, until};
+use node::{Client, Node, answer, wait_until};
 use rustix::process::Signal;
 use sim_machine::{ComputeMode, Effect};
 use sim_mps::seqpacket::{Connection, Listener};
 
 #[test]
 fn without_a_daemon_a_program_is_plain_cuda() {
-    let mut node = Node::bare();
+    let mut node = Node::without_daemon();
     let plain = |node: &Node| {
         let line = node.first_line(&[("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")]);
         assert_eq!((line["viaMps"].as_bool(), line["sms"].as_i64()), (Some(false), Some(132)), "{line}");
@@ -29,7 +29,7 @@ fn without_a_daemon_a_program_is_plain_cuda() {
 
 #[test]
 fn exclusive_process_rejects_programs_without_mps() {
-    let mut node = Node::bare();
+    let mut node = Node::without_daemon();
     node.compute_mode(ComputeMode::ExclusiveProcess);
     let nowhere = [("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")];
     assert_eq!(node.first_line(&nowhere)["viaMps"], false);
@@ -40,21 +40,21 @@ fn exclusive_process_rejects_programs_without_mps() {
 
 #[test]
 fn a_server_does_not_start_on_a_gpu_in_use() {
-    let mut node = Node::bare();
+    let mut node = Node::without_daemon();
     node.compute_mode(ComputeMode::ExclusiveProcess);
     let mut plain = node.client(&["--hold", "forever"]);
     plain.line();
     node.start(&[]);
-    node.ask("start_server -uid 0");
-    until("the server has failed", || node.log().contains("exited with status 1"));
-    assert_eq!(node.ask("get_server_list"), "");
+    node.send_command("start_server -uid 0");
+    wait_until("the server has failed", || node.log().contains("exited with status 1"));
+    assert_eq!(node.send_command("get_server_list"), "");
     plain.kill(Signal::KILL);
     assert_eq!(node.first_line(&[])["viaMps"], true);
 }
 
 #[test]
 fn without_a_gpu_a_daemon_runs_but_no_server() {
-    let mut node = Node::bare();
+    let mut node = Node::without_daemon();
     node.daemon_env("CUDA_VISIBLE_DEVICES", "GPU-00000000-dead");
     node.start(&[]);
     // After several failed server starts the daemon rejects the client, which then runs as plain
@@ -77,8 +77,8 @@ fn a_program_without_a_gpu_finds_no_device() {
 #[test]
 fn a_killed_daemon_ends_its_server_and_clients_and_can_be_replaced() {
     let mut node = Node::with_daemon(&[]);
-    let mut client = node.running(&["--hold", "forever"]);
-    node.ask("set_default_active_thread_percentage 50");
+    let mut client = node.start_running_client(&["--hold", "forever"]);
+    node.send_command("set_default_active_thread_percentage 50");
     node.kill_daemon();
     assert_eq!(client.error(), 806);
     assert_eq!(client.wait().code(), Some(806 - 3 * 256));
@@ -90,9 +90,9 @@ fn a_killed_daemon_ends_its_server_and_clients_and_can_be_replaced() {
 #[test]
 fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
     let node = Node::with_daemon(&[]);
-    let mut slow = node.running(&["--hold", "forever", "--linger", "forever"]);
-    let mut other = node.running(&["--hold", "forever"]);
-    let mut culprit = node.running(&["--fault=0.05", "--kernel-ms", "1"]);
+    let mut slow = node.start_running_client(&["--hold", "forever", "--linger", "forever"]);
+    let mut other = node.start_running_client(&["--hold", "forever"]);
+    let mut culprit = node.start_running_client(&["--fault=0.05", "--kernel-ms", "1"]);
     for client in [&mut culprit, &mut other, &mut slow] {
         assert_eq!(client.error(), 700);
     }
@@ -103,7 +103,9 @@ fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
     assert_eq!(late.wait().code(), Some(807 - 3 * 256));
     assert!(node.client_list(server).contains(&slow.pid()));
     slow.kill(Signal::TERM);
-    until("the server is ACTIVE again", || node.ask(&format!("get_server_status {server}")) == "ACTIVE\n");
+    wait_until("the server is ACTIVE again", || {
+        node.send_command(&format!("get_server_status {server}")) == "ACTIVE\n"
+    });
     assert_eq!(node.first_line(&[])["viaMps"], true);
     let log = node.log();
     let blamed = format!("Client {{PID: {}, Context: 1}} encountered a fatal GPU error.", culprit.pid());
@@ -118,8 +120,8 @@ fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
 fn a_busy_client_that_is_killed_breaks_its_neighbours() {
     for signal in [Signal::KILL, Signal::TERM] {
         let node = Node::with_daemon(&[]);
-        let mut neighbour = node.running(&["--hold", "forever"]);
-        node.busy("100").kill(signal);
+        let mut neighbour = node.start_running_client(&["--hold", "forever"]);
+        node.start_busy_client("100").kill(signal);
         assert_eq!(neighbour.error(), 700, "{signal:?}");
         neighbour.wait();
         assert_eq!(node.first_line(&[])["viaMps"], true);
@@ -130,28 +132,28 @@ fn a_busy_client_that_is_killed_breaks_its_neighbours() {
 fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
-    let mut neighbour = node.running(&["--hold", "forever"]);
+    let mut neighbour = node.start_running_client(&["--hold", "forever"]);
     let die = |kernel_ms: &str| {
-        let client = node.busy(kernel_ms);
+        let client = node.start_busy_client(kernel_ms);
         let pid = client.pid();
         client.kill(Signal::KILL);
-        until("the server no longer lists the client", || !node.client_list(server).contains(&pid));
+        wait_until("the server no longer lists the client", || !node.client_list(server).contains(&pid));
     };
     die("0.1");
     (0..11).for_each(|_| die("10"));
-    assert!(neighbour.is_silent());
+    assert!(neighbour.has_no_output());
     die("10");
     assert_eq!(neighbour.error(), 700);
 }
 
 #[test]
-fn a_death_without_neighbours_breaks_a_later_client() {
+fn a_client_that_dies_without_neighbours_breaks_a_later_client() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
-    node.busy("1000").kill(Signal::KILL);
-    until("the server no longer lists the client", || node.client_list(server).is_empty());
-    assert_eq!(node.ask(&format!("get_server_status {server}")), "ACTIVE\n");
-    let mut later = node.running(&["--kernel-ms", "1", "--busy", "forever"]);
+    node.start_busy_client("1000").kill(Signal::KILL);
+    wait_until("the server no longer lists the client", || node.client_list(server).is_empty());
+    assert_eq!(node.send_command(&format!("get_server_status {server}")), "ACTIVE\n");
+    let mut later = node.start_running_client(&["--kernel-ms", "1", "--busy", "forever"]);
     assert_eq!(later.error(), 700);
 }
 
@@ -159,53 +161,53 @@ fn a_death_without_neighbours_breaks_a_later_client() {
 fn a_terminated_or_orderly_client_breaks_no_neighbour() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
-    let mut neighbour = node.running(&["--hold", "forever"]);
-    let mut terminated = node.busy("1000");
-    assert_eq!(node.ask(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
+    let mut neighbour = node.start_running_client(&["--hold", "forever"]);
+    let mut terminated = node.start_busy_client("1000");
+    assert_eq!(node.send_command(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
     assert_eq!(terminated.error(), 810);
     assert_eq!(terminated.wait().code(), Some(810 - 3 * 256));
-    until("the client has disconnected", || node.client_list(server) == [neighbour.pid()]);
-    let lingering = node.busy_with("1000", &["--linger", "forever"]);
+    wait_until("the client has disconnected", || node.client_list(server) == [neighbour.pid()]);
+    let lingering = node.start_busy_client_with("1000", &["--linger", "forever"]);
     let terminate = format!("terminate_client {server} {}", lingering.pid());
-    assert_eq!((node.ask(&terminate).as_str(), node.ask(&terminate).as_str()), ("0\n", "201\n"));
+    assert_eq!((node.send_command(&terminate).as_str(), node.send_command(&terminate).as_str()), ("0\n", "201\n"));
     lingering.kill(Signal::KILL);
-    let mut handling = node.busy_with("100", &["--handle-sigterm"]);
+    let mut handling = node.start_busy_client_with("100", &["--handle-sigterm"]);
     handling.signal(Signal::TERM);
     assert_eq!(handling.wait().code(), Some(0));
-    assert!(neighbour.is_silent());
+    assert!(neighbour.has_no_output());
 }
 
 #[test]
 fn terminate_client_blocks_while_the_client_is_stopped() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
-    let mut neighbour = node.running(&["--hold", "forever"]);
-    let mut stopped = node.busy("1000");
+    let mut neighbour = node.start_running_client(&["--hold", "forever"]);
+    let mut stopped = node.start_busy_client("1000");
     stopped.stop();
-    let terminated = node.ask_in_background(&format!("terminate_client {server} {}", stopped.pid()));
-    until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
+    let terminated = node.send_command_in_background(&format!("terminate_client {server} {}", stopped.pid()));
+    wait_until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
     // All other commands wait for this one.
-    let listed = node.ask_in_background("get_server_list");
-    node.give_time();
+    let listed = node.send_command_in_background("get_server_list");
+    node.wait_for_side_effects();
     assert!(terminated.try_recv().is_err() && listed.try_recv().is_err());
     stopped.signal(Signal::CONT);
     assert_eq!(answer(&terminated), "0\n");
     assert_eq!(answer(&listed), format!("{server}\n"));
     assert_eq!(stopped.error(), 810);
-    assert!(neighbour.is_silent());
+    assert!(neighbour.has_no_output());
 }
 
 #[test]
 fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
     let mut node = Node::with_daemon(&[]);
     let server = node.server();
-    let mut client = node.running(&["--hold", "forever"]);
-    node.ask(&format!("shutdown_server {server} -f"));
+    let mut client = node.start_running_client(&["--hold", "forever"]);
+    node.send_command(&format!("shutdown_server {server} -f"));
     assert_eq!(client.error(), 806);
-    assert_eq!(node.ask("get_server_list"), "");
+    assert_eq!(node.send_command("get_server_list"), "");
     node.server();
-    let mut client = node.running(&["--hold", "forever"]);
-    node.ask("quit -t 0");
+    let mut client = node.start_running_client(&["--hold", "forever"]);
+    node.send_command("quit -t 0");
     assert_eq!(node.daemon_ended().code(), Some(0));
     assert_eq!(client.error(), 806);
     assert!(!node.socket("control").exists());
@@ -214,7 +216,7 @@ fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
 
 #[test]
 fn a_directory_has_one_daemon_even_in_the_background() {
-    let node = Node::bare();
+    let node = Node::without_daemon();
     let started = |command: &mut std::process::Command| command.stdin(Stdio::null()).output().unwrap();
     let first = started(node.control().arg("-d"));
     assert!(first.status.success(), "{first:?}");
@@ -224,11 +226,11 @@ fn a_directory_has_one_daemon_even_in_the_background() {
     assert!(String::from_utf8_lossy(&second.stderr).contains("An instance of this daemon is already running"));
     let log = |name: &str| std::fs::read_to_string(node.path("log").join(name)).unwrap();
     assert!(log("control.log").contains("Starting control daemon using socket"));
-    until("the server's log is written", || log("server.log").contains("Server has started"));
+    wait_until("the server's log is written", || log("server.log").contains("Server has started"));
     let pid: u32 = std::fs::read_to_string(node.socket("nvidia-cuda-mps-control.pid")).unwrap().parse().unwrap();
     let quit = started(node.control().arg("quit"));
     assert!(quit.status.success(), "{quit:?}");
-    until("the daemon has exited", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
+    wait_until("the daemon has exited", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
     let nobody = started(node.control().arg("get_server_list"));
     assert!(String::from_utf8_lossy(&nobody.stderr).contains("Cannot find MPS control daemon process"));
 }
@@ -237,10 +239,10 @@ fn a_directory_has_one_daemon_even_in_the_background() {
 fn an_injected_hang_of_a_command_blocks_the_daemon() {
     let node = Node::with_daemon(&[]);
     node.inject("mps:command:get_server_list", Effect::Hang(None), Some(1));
-    let hanging = node.ask_in_background("get_server_list");
-    until("the command hangs", || node.is_used_up());
-    let other = node.ask_in_background("get_default_active_thread_percentage");
-    node.give_time();
+    let hanging = node.send_command_in_background("get_server_list");
+    wait_until("the command hangs", || node.faults_are_consumed());
+    let other = node.send_command_in_background("get_default_active_thread_percentage");
+    node.wait_for_side_effects();
     assert!(hanging.try_recv().is_err() && other.try_recv().is_err());
     node.clear();
     assert_eq!(answer(&hanging), "");
@@ -249,7 +251,7 @@ fn an_injected_hang_of_a_command_blocks_the_daemon() {
 
 #[test]
 fn an_injected_fault_fails_the_daemons_start() {
-    let mut node = Node::bare();
+    let mut node = Node::without_daemon();
     node.inject("mps:start", Effect::Code(3), Some(2));
     for _ in 0..2 {
         let status = node.control().arg("-f").stdin(Stdio::null()).stdout(Stdio::null()).status().unwrap();
@@ -271,7 +273,7 @@ fn programs_understand_an_injected_handshake_of_another_driver() {
 
 #[test]
 fn a_socket_of_another_protocol_is_not_mps() {
-    let node = Node::bare();
+    let node = Node::without_daemon();
     std::fs::create_dir(node.path("pipe")).unwrap();
     let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
     let talk = move || {
@@ -289,9 +291,9 @@ fn a_program_waits_for_the_daemon_without_a_deadline() {
     let node = Node::with_daemon(&[]);
     node.inject("mps:client", Effect::Hang(None), Some(1));
     let mut client = node.client(&[]);
-    until("the client waits for the daemon", || node.is_used_up());
-    node.give_time();
-    assert!(client.is_silent());
+    wait_until("the client waits for the daemon", || node.faults_are_consumed());
+    node.wait_for_side_effects();
+    assert!(client.has_no_output());
     node.clear();
     assert_eq!(client.line()["viaMps"], true);
 }
@@ -299,10 +301,10 @@ fn a_program_waits_for_the_daemon_without_a_deadline() {
 #[test]
 fn a_lost_gpu_ends_the_server_and_its_clients() {
     let node = Node::with_daemon(&[]);
-    let mut client = node.running(&["--hold", "forever"]);
+    let mut client = node.start_running_client(&["--hold", "forever"]);
     node.lose_gpu();
     assert_eq!(client.error(), 806);
-    until("the server has exited", || node.ask("get_server_list").is_empty());
+    wait_until("the server has exited", || node.send_command("get_server_list").is_empty());
     assert_eq!(node.first_line(&[])["error"], 100);
 }
 
@@ -310,7 +312,7 @@ fn a_lost_gpu_ends_the_server_and_its_clients() {
 fn the_server_can_be_killed_repeatedly() {
     let node = Node::with_daemon(&[]);
     for _ in 0..3 {
-        let mut client = node.running(&["--hold", "forever"]);
+        let mut client = node.start_running_client(&["--hold", "forever"]);
         node::kill(node.server(), Signal::KILL);
         assert_eq!(client.error(), 806);
     }
@@ -326,10 +328,10 @@ fn processes_of_one_program_are_separate_clients() {
     assert_eq!(node.client_list(server).len(), 5);
     all.signal(Signal::TERM);
     assert_eq!(all.wait().code(), Some(0));
-    until("all clients have disconnected", || node.client_list(server).is_empty());
+    wait_until("all clients have disconnected", || node.client_list(server).is_empty());
     let mut killed = node.client(&["--processes", "2", "--hold", "forever"]);
     (0..2).for_each(|_| assert_eq!(killed.line()["viaMps"], true));
     killed.signal(Signal::KILL);
     killed.wait();
-    until("all clients have disconnected", || node.client_list(server).is_empty());
+    wait_until("all clients have disconnected", || node.client_list(server).is_empty());
 }

@@ -2,7 +2,7 @@
 
 mod node;
 
-use node::{Node, until};
+use node::{Node, wait_until};
 use sim_mps::client::{Environment, Mps};
 
 const THREADS_ENV: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
@@ -35,8 +35,8 @@ fn a_percentage_gives_the_measured_number_of_sms() {
 #[test]
 fn the_environment_can_only_lower_the_percentage() {
     let node = Node::with_daemon(&[]);
-    assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
-    assert_eq!(node.ask("set_default_active_thread_percentage 50"), "50.0\n");
+    assert_eq!(node.send_command("get_default_active_thread_percentage"), "100.0\n");
+    assert_eq!(node.send_command("set_default_active_thread_percentage 50"), "50.0\n");
     for (own, sms) in [("75", 66), ("25", 32), ("abc", 66), ("0", 66)] {
         assert_eq!(node.first_line(&[(THREADS_ENV, own)])["sms"], sms, "{own}");
     }
@@ -45,24 +45,24 @@ fn the_environment_can_only_lower_the_percentage() {
 #[test]
 fn a_change_applies_to_the_next_client_only() {
     let node = Node::with_daemon(&[]);
-    node.ask("set_default_active_thread_percentage 50");
+    node.send_command("set_default_active_thread_percentage 50");
     let mut running = node.client(&["--hold", "forever"]);
     assert_eq!(running.line()["sms"], 66);
     let server = node.server();
-    assert_eq!(node.ask(&format!("set_active_thread_percentage {server} 80")), "80.0\n");
+    assert_eq!(node.send_command(&format!("set_active_thread_percentage {server} 80")), "80.0\n");
     assert_eq!(node.first_line(&[])["sms"], 104);
-    assert_eq!(node.ask(&format!("get_active_thread_percentage {server}")), "80.0\n");
-    assert!(running.is_silent());
+    assert_eq!(node.send_command(&format!("get_active_thread_percentage {server}")), "80.0\n");
+    assert!(running.has_no_output());
 }
 
 #[test]
 fn limits_are_set_at_the_first_handshake_of_a_process() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
-    node.ask(&format!("set_active_thread_percentage {server} 20"));
+    node.send_command(&format!("set_active_thread_percentage {server} 20"));
     let mps = Mps::attach(&node.socket("control")).unwrap().unwrap();
-    node.ask(&format!("set_active_thread_percentage {server} 50"));
-    node.ask(&format!("set_device_pinned_mem_limit {server} 0 8G"));
+    node.send_command(&format!("set_active_thread_percentage {server} 50"));
+    node.send_command(&format!("set_device_pinned_mem_limit {server} 0 8G"));
     let context = mps.context(&Environment::default(), mps.devices(), 0).unwrap();
     assert_eq!((context.sms(), context.limit()), (26, None));
     assert_eq!(node.first_line(&[])["sms"], 66);
@@ -71,20 +71,20 @@ fn limits_are_set_at_the_first_handshake_of_a_process() {
 #[test]
 fn replies_match_the_measurements() {
     let node = Node::with_daemon(&[]);
-    assert_eq!(node.ask("ps"), "Server not found\n");
-    assert_eq!(node.ask("get_server_status 9"), "Server 9 not found\n");
-    assert_eq!(node.ask("frobnicate 1"), "Unknown command \"frobnicate\"\n");
+    assert_eq!(node.send_command("ps"), "Server not found\n");
+    assert_eq!(node.send_command("get_server_status 9"), "Server 9 not found\n");
+    assert_eq!(node.send_command("frobnicate 1"), "Unknown command \"frobnicate\"\n");
     let server = node.server();
-    let ask = |command: &str| node.ask(&command.replace("SERVER", &server.to_string()));
-    assert_eq!(ask("set_active_thread_percentage SERVER 20"), "20.0\n");
-    assert_eq!(ask("set_active_thread_percentage SERVER abc"), "20.0\n");
-    assert_eq!(ask("get_device_pinned_mem_limit SERVER 0"), "");
+    let send_command = |command: &str| node.send_command(&command.replace("SERVER", &server.to_string()));
+    assert_eq!(send_command("set_active_thread_percentage SERVER 20"), "20.0\n");
+    assert_eq!(send_command("set_active_thread_percentage SERVER abc"), "20.0\n");
+    assert_eq!(send_command("get_device_pinned_mem_limit SERVER 0"), "");
     for (set, printed) in [("8192M", "8G\n"), ("512M", "512M\n"), ("1536M", "1G\n"), ("0", "")] {
-        assert_eq!(ask(&format!("set_device_pinned_mem_limit SERVER 0 {set}")), "");
-        assert_eq!(ask("get_device_pinned_mem_limit SERVER 0"), printed);
+        assert_eq!(send_command(&format!("set_device_pinned_mem_limit SERVER 0 {set}")), "");
+        assert_eq!(send_command("get_device_pinned_mem_limit SERVER 0"), printed);
     }
     assert!(node.first_line(&[])["limitMiB"].is_null());
-    assert_eq!(ask("terminate_client SERVER 9"), "Invalid process 9!\n1\n");
+    assert_eq!(send_command("terminate_client SERVER 9"), "Invalid process 9!\n1\n");
 }
 
 #[test]
@@ -108,8 +108,8 @@ fn a_memory_limit_reduces_free_memory_but_not_the_total() {
 #[test]
 fn an_invalid_entry_in_the_environment_removes_every_memory_limit() {
     let node = Node::with_daemon(&[]);
-    node.ask("set_default_device_pinned_mem_limit 0 10G");
-    assert_eq!(node.ask("get_default_device_pinned_mem_limit 0"), "10G\n");
+    node.send_command("set_default_device_pinned_mem_limit 0 10G");
+    assert_eq!(node.send_command("get_default_device_pinned_mem_limit 0"), "10G\n");
     assert_eq!(node.first_line(&[])["limitMiB"], 10 << 10);
     for escape in ["0=2G,1=4G", "1=8G", "8G", "junk"] {
         let line = node.first_line(&[(MEMORY_ENV, escape)]);
@@ -126,9 +126,9 @@ fn limits_set_before_a_connection_apply_to_that_client() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     for (percent, limit, sms, free) in [(20, "8G", 26, 8069), (50, "20G", 66, 20209)] {
-        node.ask(&format!("set_active_thread_percentage {server} {percent}"));
-        node.ask(&format!("set_device_pinned_mem_limit {server} 0 {limit}"));
-        assert_eq!(node.ask(&format!("get_device_pinned_mem_limit {server} 0")), format!("{limit}\n"));
+        node.send_command(&format!("set_active_thread_percentage {server} {percent}"));
+        node.send_command(&format!("set_device_pinned_mem_limit {server} 0 {limit}"));
+        assert_eq!(node.send_command(&format!("get_device_pinned_mem_limit {server} 0")), format!("{limit}\n"));
         let line = node.first_line(&[(THREADS_ENV, "100")]);
         assert_eq!((line["sms"].as_i64(), line["freeMiB"].as_i64()), (Some(sms), Some(free)));
     }
@@ -137,7 +137,7 @@ fn limits_set_before_a_connection_apply_to_that_client() {
 
 #[test]
 fn the_defaults_come_from_the_daemons_environment() {
-    let mut node = Node::bare();
+    let mut node = Node::without_daemon();
     node.daemon_env(THREADS_ENV, "25");
     node.daemon_env(MEMORY_ENV, "0=16G");
     node.start(&[]);
@@ -148,11 +148,11 @@ fn the_defaults_come_from_the_daemons_environment() {
 #[test]
 fn a_killed_servers_replacement_has_the_defaults() {
     let node = Node::with_daemon(&[]);
-    node.ask("set_default_active_thread_percentage 50");
+    node.send_command("set_default_active_thread_percentage 50");
     let server = node.server();
-    node.ask(&format!("set_active_thread_percentage {server} 10"));
+    node.send_command(&format!("set_active_thread_percentage {server} 10"));
     assert_eq!(node.first_line(&[])["sms"], 12);
-    let mut client = node.running(&["--hold", "forever"]);
+    let mut client = node.start_running_client(&["--hold", "forever"]);
     node::kill(server, rustix::process::Signal::KILL);
     assert_eq!(client.error(), 806);
     assert_eq!(node.first_line(&[])["sms"], 66);
@@ -162,7 +162,7 @@ fn a_killed_servers_replacement_has_the_defaults() {
 #[test]
 fn the_49th_context_is_refused() {
     let node = Node::with_daemon(&[]);
-    let mut crowd = node.running(&["--contexts", "48", "--hold", "forever"]);
+    let mut crowd = node.start_running_client(&["--contexts", "48", "--hold", "forever"]);
     let mut late = node.client(&[]);
     assert_eq!(late.error(), 808);
     assert_eq!(late.wait().code(), Some(808 - 3 * 256));
@@ -174,7 +174,7 @@ fn the_49th_context_is_refused() {
 #[test]
 fn the_machine_lists_server_and_clients_with_their_memory() {
     let node = Node::with_daemon(&[]);
-    let mut client = node.running(&["--allocate", "1024", "--hold", "forever"]);
+    let mut client = node.start_running_client(&["--allocate", "1024", "--hold", "forever"]);
     client.line();
     assert!(!node.log().contains("exit"), "the process lives as long as its context");
     let listed = |pid: u32| {
@@ -188,5 +188,5 @@ fn the_machine_lists_server_and_clients_with_their_memory() {
     assert_eq!(listed(client.pid()), Some(274 + 1024));
     let pid = client.pid();
     client.kill(rustix::process::Signal::KILL);
-    until("the client is no longer listed", || listed(pid).is_none());
+    wait_until("the client is no longer listed", || listed(pid).is_none());
 }

@@ -72,7 +72,7 @@ impl PidRef {
 
     /// Whether the process is known to be dead. Returns false for a process in another namespace,
     /// because its state is unknown.
-    pub(crate) fn gone(&self) -> bool {
+    pub(crate) fn is_dead(&self) -> bool {
         self.namespace == own_namespace() && start_time(self.pid).is_none_or(|s| self.start != 0 && s != self.start)
     }
 }
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn a_reused_pid_is_another_process() {
         let me = PidRef::current();
-        assert!(!me.gone());
-        assert!(PidRef { start: me.start + 1, ..me }.gone());
+        assert!(!me.is_dead());
+        assert!(PidRef { start: me.start + 1, ..me }.is_dead());
     }
 }

@@ -360,9 +360,9 @@ impl State {
                     let found = if let Ok(index) = entry.parse::<usize>() {
                         whole.get(index).copied()
                     } else if entry.starts_with("MIG-") {
-                        unambiguous(whole.iter().flat_map(migs), entry)
+                        find_by_prefix(whole.iter().flat_map(migs), entry)
                     } else if entry.starts_with("GPU-") {
-                        unambiguous(whole.iter().copied(), entry)
+                        find_by_prefix(whole.iter().copied(), entry)
                     } else {
                         None
                     };
@@ -443,7 +443,7 @@ impl State {
 }
 
 /// Returns the device whose UUID has this prefix, if exactly one does.
-fn unambiguous<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -> Option<DeviceRef<'a>> {
+fn find_by_prefix<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -> Option<DeviceRef<'a>> {
     let mut found = devices.filter(|d| d.uuid().starts_with(prefix));
     let first = found.next()?;
     found.next().is_none().then_some(first)
@@ -454,7 +454,7 @@ impl Fault {
     /// without its version (`nvmlDeviceGetCount` for `nvmlDeviceGetCount_v2`), or by a prefix with
     /// `*`. It applies to all devices, to this device or to the GPU of this MIG device.
     #[must_use]
-    pub fn hits(&self, state: &State, call: &str, device: Option<&str>) -> bool {
+    pub fn applies_to(&self, state: &State, call: &str, device: Option<&str>) -> bool {
         let bare = call.rsplit_once("_v").filter(|(_, v)| v.parse::<u8>().is_ok()).map_or(call, |(name, _)| name);
         let named = match self.call.strip_suffix('*') {
             Some(prefix) => call.starts_with(prefix),

@@ -176,14 +176,14 @@ impl Machine {
     /// # Errors
     /// The directory no longer exists, or its state is malformed.
     pub fn processes(&self) -> Result<Vec<Process>, Error> {
-        Ok(self.alive_in(&*self.snapshot()?))
+        Ok(self.live_processes(&*self.snapshot()?))
     }
 
     /// Returns the contexts of a state whose processes are alive. Within [`Machine::update`] no
     /// other process can add one.
     #[must_use]
-    pub fn alive_in(&self, state: &State) -> Vec<Process> {
-        state.processes.iter().filter(|p| self.alive(p)).cloned().collect()
+    pub fn live_processes(&self, state: &State) -> Vec<Process> {
+        state.processes.iter().filter(|p| self.is_alive(p)).cloned().collect()
     }
 
     /// Returns the PID of a context's owner in this process's namespace; `None` if the owner is not
@@ -194,19 +194,19 @@ impl Machine {
     }
 
     /// Whether the owner of a context is alive.
-    pub(crate) fn alive(&self, process: &Process) -> bool {
+    pub(crate) fn is_alive(&self, process: &Process) -> bool {
         let held = process.lease.as_ref().is_none_or(|name| {
             let path = self.path(LEASES).join(name);
             File::open(path).is_ok_and(|f| flock(&f, FlockOperation::NonBlockingLockShared).is_err())
         });
-        held && !process.pid.gone()
+        held && !process.pid.is_dead()
     }
 
     /// Removes the contexts of dead processes and their lease files. Call it only within
     /// [`Machine::update`].
     pub(crate) fn prune(&self, state: &mut State) {
         state.processes.retain(|p| {
-            let alive = self.alive(p);
+            let alive = self.is_alive(p);
             if let (false, Some(lease)) = (alive, &p.lease) {
                 // A leftover file is harmless, so errors are ignored.
                 let _ = fs::remove_file(self.path(LEASES).join(lease));
@@ -225,10 +225,11 @@ impl Machine {
         let mut done = Vec::new();
         loop {
             let state = self.snapshot()?;
-            let matches = |f: &&Fault| !done.contains(&f.id) && f.remaining != Some(0) && f.hits(&state, call, device);
+            let matches =
+                |f: &&Fault| !done.contains(&f.id) && f.remaining != Some(0) && f.applies_to(&state, call, device);
             let Some(fault) = state.faults.iter().find(matches) else { return Ok(None) };
             done.push(fault.id);
-            if fault.remaining.is_some() && !self.take(fault.id)? {
+            if fault.remaining.is_some() && !self.consume_fault(fault.id)? {
                 continue;
             }
             match fault.effect {
@@ -241,7 +242,7 @@ impl Machine {
     /// Consumes one call of a fault. Returns false if another process consumed the last call. A
     /// consumed fault that hangs remains in the list with 0 calls. Clearing the fault releases the
     /// calls that hang.
-    fn take(&self, id: u64) -> Result<bool, Error> {
+    fn consume_fault(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
             let Some(left) = fault.remaining.filter(|n| *n > 0) else { return Ok(fault.remaining.is_none()) };

@@ -37,7 +37,7 @@ impl Rule {
     }
 
     /// Whether a death with a kernel of this many milliseconds in flight breaks the neighbours.
-    pub fn breaks(&mut self, kernel_ms: f64) -> bool {
+    pub fn breaks_neighbours(&mut self, kernel_ms: f64) -> bool {
         match self {
             Self::Always => true,
             Self::Never => false,
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     fn of_twelve(mut rule: Rule, kernel_ms: f64) -> usize {
-        (0..12).filter(|_| rule.breaks(kernel_ms)).count()
+        (0..12).filter(|_| rule.breaks_neighbours(kernel_ms)).count()
     }
 
     #[test]
@@ -67,9 +67,9 @@ mod tests {
     }
 
     #[test]
-    fn the_seed_selects_the_death_that_breaks() {
-        assert!(Rule::from_environment(None, Some("11")).breaks(10.0));
-        assert!(!Rule::from_environment(None, Some("3")).breaks(10.0));
+    fn the_seed_selects_the_killed_client_that_breaks_its_neighbours() {
+        assert!(Rule::from_environment(None, Some("11")).breaks_neighbours(10.0));
+        assert!(!Rule::from_environment(None, Some("3")).breaks_neighbours(10.0));
     }
 
     #[test]

@@ -97,12 +97,13 @@ impl Mps {
             command: command_name(),
             namespace: pid_namespace(),
         };
-        let entered = match handshake::knock(&self.control).and_then(|entrance| entrance.enter(Subject::Context)) {
-            Ok(entered) => entered,
-            Err(Closed::Refused(code)) => return Err(code),
-            Err(Closed::ByServer) => return Err(RPC_FAILURE),
-            Err(Closed::ByDaemon) => return Err(CONNECTION_FAILED),
-        };
+        let entered =
+            match handshake::connect_to_server(&self.control).and_then(|entrance| entrance.enter(Subject::Context)) {
+                Ok(entered) => entered,
+                Err(Closed::Refused(code)) => return Err(code),
+                Err(Closed::ByServer) => return Err(RPC_FAILURE),
+                Err(Closed::ByDaemon) => return Err(CONNECTION_FAILED),
+            };
         let (channel, socket) = (Arc::new(entered.0), entered.1);
         wire::send(&channel, &create).map_err(|_| RPC_FAILURE)?;
         let (sms, limit) = match wire::recv(&channel) {
@@ -120,7 +121,7 @@ impl Mps {
             return Err(OUT_OF_MEMORY);
         }
         let (answers, replies) = mpsc::channel();
-        let state = Arc::new(Sticky::default());
+        let state = Arc::new(FirstError::default());
         let reader = (Arc::clone(&channel), Arc::clone(&state));
         thread::spawn(move || read(&reader.0, &reader.1, &answers));
         let (replies, allocated) = (Mutex::new(replies), AtomicU64::new(0));
@@ -142,7 +143,7 @@ fn enter(
     question: &ToContext,
 ) -> Result<(FromContext, (Connection, Connection)), Closed> {
     let once = || {
-        let entered = handshake::knock(control)?.enter(subject)?;
+        let entered = handshake::connect_to_server(control)?.enter(subject)?;
         wire::send(&entered.0, question).map_err(|_| Closed::ByServer)?;
         let answer = wire::recv(&entered.0).ok().flatten().ok_or(Closed::ByServer)?;
         Ok((answer, entered))
@@ -163,7 +164,7 @@ pub struct MpsContext {
     channel: Arc<Connection>,
     _socket: Connection,
     replies: Mutex<Receiver<FromContext>>,
-    state: Arc<Sticky>,
+    state: Arc<FirstError>,
     device: Device,
     sms: u32,
     limit: Option<u64>,
@@ -289,12 +290,12 @@ impl Drop for MpsContext {
 
 /// Stores the first error that breaks a context.
 #[derive(Debug, Default)]
-struct Sticky {
+struct FirstError {
     error: Mutex<Option<i32>>,
     changed: Condvar,
 }
 
-impl Sticky {
+impl FirstError {
     fn lock(&self) -> MutexGuard<'_, Option<i32>> {
         self.error.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -306,7 +307,7 @@ impl Sticky {
 }
 
 /// Reads the server's messages during the life of a context: answers and notifications.
-fn read(socket: &Connection, state: &Sticky, answers: &Sender<FromContext>) {
+fn read(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
     let end = loop {
         match wire::recv(socket) {
             Ok(Some(FromContext::Broken(code))) => state.set(code),

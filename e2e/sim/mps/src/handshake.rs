@@ -49,9 +49,9 @@ pub const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 /// The number of descriptors that the server sends to a client.
 const DESCRIPTORS: usize = 4;
 /// The maximum length of an administrator's command.
-pub const LONGEST_COMMAND: usize = 4096;
+pub const MAX_COMMAND: usize = 4096;
 /// The maximum length of a reply's line, in bytes.
-const LONGEST_LINE: usize = 64 * 1024;
+const MAX_LINE: usize = 64 * 1024;
 
 /// The peer of a connection, after its introduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,7 +99,7 @@ impl From<io::Error> for Refusal {
 }
 
 /// The daemon's side up to the kind: greets and reads the peer's kind.
-pub fn greet(connection: &Connection, hello: &[u8]) -> Result<Peer, Refusal> {
+pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<Peer, Refusal> {
     connection.send(hello).map_err(|_| Refusal::Closed)?;
     let first = connection.recv_credentials(64)?.ok_or(Refusal::Closed)?;
     if first.data != CREDENTIALS || first.truncated {
@@ -107,7 +107,7 @@ pub fn greet(connection: &Connection, hello: &[u8]) -> Result<Peer, Refusal> {
     }
     let credentials = first.credentials.ok_or(Refusal::Malformed("no credentials"))?;
     let kind = connection.recv(64)?.ok_or(Refusal::Closed)?;
-    match word(&kind) {
+    match as_u32(&kind) {
         Some(KIND_CLIENT) => Ok(Peer::Client(credentials)),
         Some(KIND_ADMINISTRATOR) => Ok(Peer::Administrator(credentials)),
         Some(_) => Err(Refusal::Malformed("unknown kind")),
@@ -124,10 +124,10 @@ pub fn next_command(connection: &Connection) -> Result<Option<String>, Refusal> 
     if length == 0 {
         return Ok(None);
     }
-    if length > LONGEST_COMMAND {
+    if length > MAX_COMMAND {
         return Err(Refusal::Malformed("the command is too long"));
     }
-    let Packet { data, truncated, .. } = connection.recv(LONGEST_COMMAND)?.ok_or(Refusal::Closed)?;
+    let Packet { data, truncated, .. } = connection.recv(MAX_COMMAND)?.ok_or(Refusal::Closed)?;
     if truncated || data.len() != length {
         return Err(Refusal::Malformed("the command does not have the announced length"));
     }
@@ -155,7 +155,7 @@ pub fn receive(connection: &Connection, channel: &Connection) -> Result<(Subject
     let subject = connection.recv(64)?.ok_or(Refusal::Closed)?;
     connection.recv(64)?.ok_or(Refusal::Closed)?;
     let credentials = first.credentials.filter(|_| first.data == CREDENTIALS);
-    let subject = match word(&subject) {
+    let subject = match as_u32(&subject) {
         Some(0) => Some(Subject::Process),
         Some(1) => Some(Subject::Context),
         _ => None,
@@ -207,7 +207,7 @@ pub enum Closed {
 }
 
 /// The client's side up to the socket to the server. It waits without a deadline.
-pub fn knock(control: &Path) -> Result<Entrance, Closed> {
+pub fn connect_to_server(control: &Path) -> Result<Entrance, Closed> {
     let daemon = introduce(control, KIND_CLIENT).ok().flatten().ok_or(Closed::ByDaemon)?;
     let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);
     let server = packet.and_then(|packet| packet.fd).ok_or(Closed::ByDaemon)?;
@@ -247,7 +247,7 @@ impl Entrance {
             .and_then(|()| self.server.send(&second));
         said.map_err(|_| Closed::ByServer)?;
         let answer = self.server.recv(64).ok().flatten().ok_or(Closed::ByServer)?;
-        let result = word(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(Closed::ByServer)?;
+        let result = as_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(Closed::ByServer)?;
         // The server has decided already, so a closed daemon changes nothing.
         let _ = self.daemon.send(&answer.data);
         if result == 0 { Ok((channel, self.server)) } else { Err(Closed::Refused(result)) }
@@ -256,7 +256,7 @@ impl Entrance {
 
 /// The administrator's side: sends one command and returns the lines of the answer. `None` means
 /// that the daemon closed without an answer.
-pub fn ask(control: &Path, command: &str) -> io::Result<Option<String>> {
+pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>> {
     let Some(connection) = introduce(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
@@ -268,7 +268,7 @@ pub fn ask(control: &Path, command: &str) -> io::Result<Option<String>> {
         }
     }
     let mut answer = String::new();
-    while let Some(packet) = connection.recv(4 + LONGEST_LINE)? {
+    while let Some(packet) = connection.recv(4 + MAX_LINE)? {
         if packet.data == END_OF_REPLIES {
             return Ok(Some(answer));
         }
@@ -287,7 +287,7 @@ pub fn own_credentials() -> Credentials {
     }
 }
 
-fn word(packet: &Packet) -> Option<u32> {
+fn as_u32(packet: &Packet) -> Option<u32> {
     <[u8; 4]>::try_from(packet.data.as_slice()).ok().map(u32::from_le_bytes)
 }
 
@@ -309,11 +309,11 @@ mod tests {
         let path = dir.path().join("control");
         let listener = Listener::bind(&path, 0o666).unwrap();
         let daemon = thread::spawn(move || {
-            assert!(matches!(greet(&listener.accept().unwrap(), HELLO), Err(Refusal::Closed)));
+            assert!(matches!(read_peer_kind(&listener.accept().unwrap(), HELLO), Err(Refusal::Closed)));
             let connection = listener.accept().unwrap();
-            let visitor = greet(&connection, HELLO).unwrap();
+            let visitor = read_peer_kind(&connection, HELLO).unwrap();
             let (client, server) = Connection::pair().unwrap();
-            server.attest().unwrap();
+            server.enable_credentials().unwrap();
             connection.send_fd(DESCRIPTOR, client.as_fd()).unwrap();
             let (channel, theirs) = Connection::pair().unwrap();
             let (subject, credentials) = receive(&server, &theirs).unwrap();
@@ -324,7 +324,7 @@ mod tests {
             visitor
         });
         probe(&path).unwrap();
-        let (channel, _server) = knock(&path).unwrap().enter(Subject::Context).unwrap();
+        let (channel, _server) = connect_to_server(&path).unwrap().enter(Subject::Context).unwrap();
         assert_eq!(channel.recv(64).unwrap().unwrap().data, b"hello");
         assert_eq!(daemon.join().unwrap(), Peer::Client(own_credentials()));
     }
@@ -336,7 +336,7 @@ mod tests {
         let listener = Listener::bind(&path, 0o666).unwrap();
         let daemon = thread::spawn(move || {
             let connection = listener.accept().unwrap();
-            assert_eq!(greet(&connection, HELLO).unwrap(), Peer::Administrator(own_credentials()));
+            assert_eq!(read_peer_kind(&connection, HELLO).unwrap(), Peer::Administrator(own_credentials()));
             assert_eq!(next_command(&connection).unwrap().as_deref(), Some("get_server_list"));
             reply(&connection, "17").unwrap();
             reply(&connection, "").unwrap();
@@ -344,7 +344,7 @@ mod tests {
             assert_eq!(next_command(&connection).unwrap(), None);
             connection.send(&END_OF_REPLIES).unwrap();
         });
-        assert_eq!(ask(&path, "get_server_list").unwrap(), Some(format!("17\n\n{}\n", "x".repeat(40_000))));
+        assert_eq!(send_command(&path, "get_server_list").unwrap(), Some(format!("17\n\n{}\n", "x".repeat(40_000))));
         daemon.join().unwrap();
     }
 
@@ -352,11 +352,11 @@ mod tests {
     fn protocol_violations_are_refused() {
         let greeted = |packets: &[&[u8]]| {
             let (client, daemon) = Connection::pair().unwrap();
-            daemon.attest().unwrap();
+            daemon.enable_credentials().unwrap();
             for packet in packets {
                 client.send(packet).unwrap();
             }
-            greet(&daemon, HELLO)
+            read_peer_kind(&daemon, HELLO)
         };
         assert!(matches!(greeted(&[b"OUTBCRED"]), Err(Refusal::Malformed(_))));
         assert!(matches!(greeted(&[&[7; 1000]]), Err(Refusal::Malformed(_))));
@@ -369,7 +369,7 @@ mod tests {
     fn a_complete_introduction_ends_the_servers_wait_after_a_partial_one() {
         for said in 0..3 {
             let (client, server) = Connection::pair().unwrap();
-            server.attest().unwrap();
+            server.enable_credentials().unwrap();
             let (channel, _theirs) = Connection::pair().unwrap();
             let [first, second] = Subject::Process.words();
             let words: [&[u8]; 3] = [CREDENTIALS, &first, &second];

@@ -74,7 +74,7 @@ impl Connection {
     }
 
     /// Makes the kernel attest the sender of every received message.
-    pub fn attest(&self) -> io::Result<()> {
+    pub fn enable_credentials(&self) -> io::Result<()> {
         Ok(rustix::net::sockopt::set_socket_passcred(&self.0, true)?)
     }
 
@@ -301,7 +301,7 @@ impl Listener {
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => {}
                 other => {
                     let connection = Connection(other?);
-                    connection.attest()?;
+                    connection.enable_credentials()?;
                     return Ok(connection);
                 }
             }
@@ -331,7 +331,7 @@ mod tests {
     #[test]
     fn a_packet_carries_credentials_or_a_descriptor() {
         let (a, b) = Connection::pair().unwrap();
-        b.attest().unwrap();
+        b.enable_credentials().unwrap();
         let own = Credentials {
             pid: i32::try_from(std::process::id()).unwrap(),
             uid: rustix::process::getuid().as_raw(),
@@ -345,9 +345,9 @@ mod tests {
     }
 
     #[test]
-    fn a_long_packet_is_marked_and_a_closed_peer_is_none() {
+    fn a_truncated_packet_is_marked_and_a_closed_peer_returns_none() {
         let (a, b) = Connection::pair().unwrap();
-        b.attest().unwrap();
+        b.enable_credentials().unwrap();
         a.send(&[1; 100]).unwrap();
         a.send(&[1; 100]).unwrap();
         assert!(b.recv(16).unwrap().unwrap().truncated);
@@ -363,7 +363,7 @@ mod tests {
     #[test]
     fn the_kernel_drops_unexpected_descriptors() {
         let (a, b) = Connection::pair().unwrap();
-        b.attest().unwrap();
+        b.enable_credentials().unwrap();
         let (kept, sent) = Connection::pair().unwrap();
         a.send_fd(b"fd", sent.as_fd()).unwrap();
         drop(sent);

@@ -126,7 +126,7 @@ fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
         if command.trim().is_empty() {
             continue;
         }
-        match ask(&pipe_directory(), &command) {
+        match send_command(&pipe_directory(), &command) {
             Ok(Some(answer)) => {
                 print(&answer);
             }
@@ -145,10 +145,10 @@ fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
 }
 
 /// Sends a command over `control_privileged` if accessible, else over `control`.
-fn ask(directory: &Path, command: &str) -> io::Result<Option<String>> {
-    match handshake::ask(&directory.join("control_privileged"), command) {
+fn send_command(directory: &Path, command: &str) -> io::Result<Option<String>> {
+    match handshake::send_command(&directory.join("control_privileged"), command) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
-            handshake::ask(&directory.join("control"), command)
+            handshake::send_command(&directory.join("control"), command)
         }
         other => other,
     }

@@ -114,7 +114,7 @@ pub(crate) fn create_compute(view: &View, uuid: &str, gi: u32, profile: u32, at:
 pub(crate) fn destroy_compute(view: &View, uuid: &str, gi: u32, id: u32) -> Result<()> {
     // Processes register under the same lock, so none can appear in between.
     view.machine.update(|state| {
-        let processes = view.machine.alive_in(state);
+        let processes = view.machine.live_processes(state);
         let (gpu, _) = target(state, uuid)?;
         gpu.destroy_compute_instance(gi, id, |uuid| processes.iter().any(|p| p.device == uuid))?;
         state.push_event(uuid, EventKind::MigConfigChange, 0, None);

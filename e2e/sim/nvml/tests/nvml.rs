@@ -24,7 +24,7 @@ use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{ContextKind, Description, Effect, EventKind, Fault, GpuDescription, Machine, STATE_ENV, State};
 
 /// Runs a test's body in a separate process, on a machine with these GPUs.
-fn alone(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
+fn run_alone(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
     if std::env::var_os(STATE_ENV).is_some() {
         return body(&Machine::open_default().unwrap());
     }
@@ -32,13 +32,13 @@ fn alone(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
     let gpu = |m: &&str| GpuDescription { model: (*m).to_owned(), numa_node: Some(1), ..GpuDescription::default() };
     let gpus = gpus.iter().map(gpu).collect();
     Machine::init(dir.path(), &Description { name: "test".to_owned(), gpus, ..Description::default() }).unwrap();
-    let output = this(name).env(STATE_ENV, dir.path()).output().unwrap();
+    let output = test_command(name).env(STATE_ENV, dir.path()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
 /// A command that runs one test of this program.
-fn this(name: &str) -> Command {
+fn test_command(name: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", name, "--include-ignored", "--nocapture"]);
     command
@@ -50,9 +50,9 @@ struct Holder(Child);
 impl Holder {
     fn new(machine: &Machine, device: &str) -> Self {
         let before = machine.processes().unwrap().len();
-        let mut command = this("holder");
+        let mut command = test_command("holder");
         let child = command.env("HOLD", device).stdout(Stdio::null()).spawn().unwrap();
-        until(machine, |_| machine.processes().unwrap().len() > before);
+        wait_until(machine, |_| machine.processes().unwrap().len() > before);
         Self(child)
     }
 
@@ -69,7 +69,7 @@ impl Drop for Holder {
 }
 
 /// Waits until the state satisfies a condition.
-fn until(machine: &Machine, done: impl Fn(&State) -> bool) {
+fn wait_until(machine: &Machine, done: impl Fn(&State) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let state = machine.snapshot().unwrap();
@@ -150,8 +150,8 @@ fn set_mig(nvml: &Nvml, gpu: &Device<'_>, on: u32) -> (u32, u32) {
 }
 
 #[test]
-fn inventory() {
-    alone("inventory", &["H200-141", "T4", "L4", "A30"], |machine| {
+fn all_gpus_are_listed_with_their_properties() {
+    run_alone("all_gpus_are_listed_with_their_properties", &["H200-141", "T4", "L4", "A30"], |machine| {
         let nvml = nvml();
         let state = machine.snapshot().unwrap();
         assert_eq!(nvml.device_count().unwrap(), 4);
@@ -194,7 +194,7 @@ fn inventory() {
 
 #[test]
 fn the_largest_profile_has_all_sms_of_a_hopper() {
-    alone("the_largest_profile_has_all_sms_of_a_hopper", &["H200-141", "T4"], |_| {
+    run_alone("the_largest_profile_has_all_sms_of_a_hopper", &["H200-141", "T4"], |_| {
         let nvml = nvml();
         let h200 = nvml.device_by_index(0).unwrap();
         let info = h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_7_SLICE).unwrap();
@@ -238,7 +238,7 @@ fn zeroed<T>() -> T {
 
 #[test]
 fn mig_instances_are_created_used_and_destroyed() {
-    alone("mig_instances_are_created_used_and_destroyed", &["H100-80"], |machine| {
+    run_alone("mig_instances_are_created_used_and_destroyed", &["H100-80"], |machine| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         assert_eq!(create(&nvml, &gpu, 9, None).unwrap_err(), 3, "MIG is off");
@@ -303,7 +303,7 @@ fn mig_instances_are_created_used_and_destroyed() {
 
 #[test]
 fn invalid_handles_are_refused() {
-    alone("invalid_handles_are_refused", &["A100-40"], |_| {
+    run_alone("invalid_handles_are_refused", &["A100-40"], |_| {
         let nvml = nvml();
         let gpu = handle(&nvml.device_by_index(0).unwrap());
         let mut out = 0;
@@ -332,7 +332,7 @@ fn next_xid(set: &EventSet<'_>) -> u64 {
 
 #[test]
 fn an_event_names_its_mig_device() {
-    alone("an_event_names_its_mig_device", &["A30"], |machine| {
+    run_alone("an_event_names_its_mig_device", &["A30"], |machine| {
         let nvml = nvml();
         let gpu = handle(&nvml.device_by_index(0).unwrap());
         let mut set = std::ptr::null_mut();
@@ -358,7 +358,7 @@ fn an_event_names_its_mig_device() {
 
 #[test]
 fn events_reach_registered_sets() {
-    alone("events_reach_registered_sets", &["H100-80", "H100-80"], |machine| {
+    run_alone("events_reach_registered_sets", &["H100-80", "H100-80"], |machine| {
         let nvml = nvml();
         let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
         let xid = |gpu: usize, code: u64| change(machine, |s| s.push_event(&uuids[gpu], EventKind::Xid, code, None));
@@ -399,7 +399,7 @@ fn events_reach_registered_sets() {
 
 #[test]
 fn a_lost_gpu_does_not_affect_others() {
-    alone("a_lost_gpu_does_not_affect_others", &["A100-80", "A100-80"], |machine| {
+    run_alone("a_lost_gpu_does_not_affect_others", &["A100-80", "A100-80"], |machine| {
         let nvml = nvml();
         let (lost, well) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let uuid = lost.uuid().unwrap();
@@ -423,7 +423,7 @@ fn a_lost_gpu_does_not_affect_others() {
 
 #[test]
 fn processes_are_listed_with_their_memory_until_killed() {
-    alone("processes_are_listed_with_their_memory_until_killed", &["H200-141"], |machine| {
+    run_alone("processes_are_listed_with_their_memory_until_killed", &["H200-141"], |machine| {
         let nvml = nvml();
         let gpu = nvml.device_by_index(0).unwrap();
         let uuid = gpu.uuid().unwrap();
@@ -462,7 +462,7 @@ fn processes_are_listed_with_their_memory_until_killed() {
 
 #[test]
 fn settings_are_visible_to_other_processes() {
-    alone("settings_are_visible_to_other_processes", &["H200-141"], |machine| {
+    run_alone("settings_are_visible_to_other_processes", &["H200-141"], |machine| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         gpu.set_compute_mode(ComputeMode::ExclusiveProcess).unwrap();
@@ -479,7 +479,7 @@ fn settings_are_visible_to_other_processes() {
 
 #[test]
 fn only_root_can_change_a_gpu() {
-    alone("only_root_can_change_a_gpu", &["H100-80"], |_| {
+    run_alone("only_root_can_change_a_gpu", &["H100-80"], |_| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         if rustix::process::geteuid().is_root() {
@@ -500,7 +500,7 @@ fn only_root_can_change_a_gpu() {
 
 #[test]
 fn injected_errors_and_hangs_take_precedence() {
-    alone("injected_errors_and_hangs_take_precedence", &["T4", "T4"], |machine| {
+    run_alone("injected_errors_and_hangs_take_precedence", &["T4", "T4"], |machine| {
         let nvml = nvml();
         let (one, two) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let gpu = Some(one.uuid().unwrap());
@@ -514,7 +514,7 @@ fn injected_errors_and_hangs_take_precedence() {
         inject(2, "nvmlDeviceGetName", None, Effect::Hang(Some(60.0)), Some(1));
         std::thread::scope(|scope| {
             let hanging = scope.spawn(|| one.name().unwrap());
-            until(machine, |s| s.faults.iter().any(|f| f.remaining == Some(0)));
+            wait_until(machine, |s| s.faults.iter().any(|f| f.remaining == Some(0)));
             // The library is not locked during the hang, so other threads continue.
             two.memory_info().unwrap();
             assert!(!hanging.is_finished());
@@ -528,7 +528,7 @@ fn injected_errors_and_hangs_take_precedence() {
 
 #[test]
 fn nvml_fails_without_a_driver() {
-    alone("nvml_fails_without_a_driver", &[], |machine| {
+    run_alone("nvml_fails_without_a_driver", &[], |machine| {
         assert_eq!(nvml().device_count().unwrap(), 0, "a driver without a GPU");
         change(machine, |s| s.driver.present = false);
         assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));
@@ -540,7 +540,7 @@ fn nvml_fails_without_a_driver() {
 
 #[test]
 fn calls_fail_after_the_last_shutdown() {
-    alone("calls_fail_after_the_last_shutdown", &["T4"], |_| {
+    run_alone("calls_fail_after_the_last_shutdown", &["T4"], |_| {
         let (one, two) = (nvml(), nvml());
         drop(one);
         assert_eq!(two.device_count().unwrap(), 1);

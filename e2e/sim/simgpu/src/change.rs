@@ -68,7 +68,7 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
 fn on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
     let uuid = &state.gpu(gpu)?.uuid;
     let here = |device: &str| state.device(device).is_some_and(|d| d.gpu.uuid == *uuid);
-    Ok(machine.alive_in(state).into_iter().filter(|p| here(&p.device)).map(|p| p.id).collect())
+    Ok(machine.live_processes(state).into_iter().filter(|p| here(&p.device)).map(|p| p.id).collect())
 }
 
 fn with(state: &mut State, gpu: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<()>) -> Result<()> {
@@ -190,7 +190,7 @@ pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
         let device = state.device(uuid).with_context(|| format!("{uuid} does not exist"))?;
         let (gi, ci) = device.mig.with_context(|| format!("{uuid} is not a MIG device"))?;
         let (gpu, gi, ci) = (device.gpu.uuid.clone(), gi.id, ci.id);
-        let processes = machine.alive_in(state);
+        let processes = machine.live_processes(state);
         let busy = |uuid: &str| processes.iter().any(|p| p.device == uuid);
         let target = state.gpu_mut(&gpu)?;
         target.destroy_compute_instance(gi, ci, busy).with_context(|| format!("cannot destroy {uuid}"))?;
@@ -201,7 +201,7 @@ pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
 }
 
 /// Uses a GPU until this process is killed.
-pub(crate) fn hold(machine: &Machine, gpu: &str, memory: u64, graphics: bool) -> Result<()> {
+pub(crate) fn use_gpu(machine: &Machine, gpu: &str, memory: u64, graphics: bool) -> Result<()> {
     let uuid = device(&*machine.snapshot()?, gpu)?;
     let kind = if graphics { ContextKind::Graphics } else { ContextKind::Compute };
     let context = machine.open_context(&uuid, kind, memory << 20)?;

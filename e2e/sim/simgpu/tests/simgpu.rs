@@ -55,7 +55,7 @@ impl Drop for Holder {
     }
 }
 
-fn hold(simgpu: &Simgpu, device: &str) -> Holder {
+fn start_holder(simgpu: &Simgpu, device: &str) -> Holder {
     let machine = simgpu.machine();
     let before = machine.processes().unwrap().len();
     let command = simgpu.command(&["hold", device, "--memory", "700"]).stdout(Stdio::null()).spawn();
@@ -125,7 +125,7 @@ fn faults_are_injected_and_cleared() {
 }
 
 #[test]
-fn events_and_lost_gpus() {
+fn xids_are_injected_and_a_gpu_can_be_lost() {
     let simgpu = Simgpu::new(&["--gpus", "2xH100-80"]);
     simgpu.ok(&["xid", "0", "79"]);
     simgpu.ok(&["xid", "1", "94", "--instance", "3,0"]);
@@ -142,7 +142,7 @@ fn events_and_lost_gpus() {
 }
 
 #[test]
-fn settings_of_a_gpu() {
+fn settings_of_a_gpu_can_be_changed() {
     let simgpu = Simgpu::new(&["--gpus", "H100-80"]);
     simgpu.ok(&["set", "0", "compute-mode=exclusive-process", "temperature=91", "numa=1", "cpus=0-3"]);
     let gpu = simgpu.machine().snapshot().unwrap().gpus[0].clone();
@@ -163,7 +163,7 @@ fn processes_are_listed_and_keep_their_devices() {
     let uuid = simgpu.ok(&["mig", "create", "0", "3g.20gb", "--at", "0"]).trim().to_owned();
     assert!(simgpu.refused(&["mig", "create", "0", "3g.20gb", "--at", "0"]).contains("insufficient resources"));
     assert!(simgpu.refused(&["mig", "create", "0", "9g.90gb"]).contains("no profile"));
-    let held = hold(&simgpu, &uuid);
+    let held = start_holder(&simgpu, &uuid);
     let listed: serde_json::Value = serde_json::from_str(&simgpu.ok(&["processes", "-o", "json"])).unwrap();
     assert_eq!((&listed[0]["visiblePid"], &listed[0]["used"]), (&held.0.id().into(), &(700_u64 << 20).into()));
     assert!(simgpu.refused(&["mig", "destroy", &uuid]).contains("in use"));
@@ -178,7 +178,7 @@ fn processes_are_listed_and_keep_their_devices() {
 #[test]
 fn a_reboot_ends_processes() {
     let simgpu = Simgpu::new(&["--gpus", "T4"]);
-    let mut held = hold(&simgpu, "0");
+    let mut held = start_holder(&simgpu, "0");
     simgpu.ok(&["reboot"]);
     assert!(!held.0.wait().unwrap().success());
     assert!(simgpu.machine().processes().unwrap().is_empty());

@@ -132,7 +132,7 @@ fn check_gated(scope: &Scope, name: &str) -> Result<()> {
 }
 
 #[test]
-fn jumps_of_the_clock_lose_no_share_reservation_or_grace_and_restart_nothing() -> Result<()> {
+fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -> Result<()> {
     const GRACE: u32 = 10;
     let cluster = Cluster::connect()?;
     let clocks = Clocks::new(&cluster)?;

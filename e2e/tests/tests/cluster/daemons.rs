@@ -10,7 +10,7 @@ use crate::restarts::{component_pod, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares};
 
 #[test]
-fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Result<()> {
+fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "daemon")?;
     scope.pod("two", &json!({SHARES: 2}), "sleep infinity")?;

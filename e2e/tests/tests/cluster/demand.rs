@@ -212,11 +212,11 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "refused", &[0])?;
     let uuid = text(&gpu(&cluster, 0)?["uuid"]);
-    let before = event_notes(&cluster, "Node", NODE, "GpuLeftOut")?;
+    let before = event_notes(&cluster, "Node", NODE, "GpuExcluded")?;
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "nvmlDeviceCreateGpuInstance*", "--gpu", &uuid, "--code", "INSUFFICIENT_RESOURCES"])?;
     request(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
-    wait_for_new_event(&cluster, ("Node", NODE, "GpuLeftOut"), &before, &uuid)?;
+    wait_for_new_event(&cluster, ("Node", NODE, "GpuExcluded"), &before, &uuid)?;
     wait_until("no instance remains", || {
         let gpu = gpu(&cluster, 0)?;
         Ok(gpu["mig"]["instances"].as_array().is_none_or(Vec::is_empty))
@@ -242,8 +242,8 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "silent")?;
     scope.policy("by-demand", &json!({"mode": "Auto", "dynamic": {"timeout": "5s"}}))?;
-    let left_out = event_notes(&cluster, "Node", NODE, "GpuNodeLeftOut")?;
-    let taken_back = event_notes(&cluster, "Node", NODE, "GpuNodeTakenBack")?;
+    let excluded = event_notes(&cluster, "Node", NODE, "GpuNodeExcluded")?;
+    let included = event_notes(&cluster, "Node", NODE, "GpuNodeIncluded")?;
     let stopped = StoppedAgent;
     signal(NODE, "cleave-agent", "STOP")?;
     // Both nodes could serve these pods. The pods must run on the node with the running agent, even
@@ -258,9 +258,9 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     // Only the stopped node can serve this pod. The operator plans for the node, receives no
     // response, and excludes the node.
     request(&scope, "there", SLICE_10GB, 1)?;
-    wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeLeftOut"), &left_out, "exclude")?;
+    wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeExcluded"), &excluded, "exclude")?;
     drop(stopped);
-    wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeTakenBack"), &taken_back, "again")?;
+    wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeIncluded"), &included, "again")?;
     scope.wait_until_running("there").map(drop)
 }
 
@@ -402,7 +402,7 @@ fn measure(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -> Resu
 
 /// Prints the measured times. Fails only if a request was served without a repartition.
 #[test]
-fn time_from_creation_to_running_where_a_cut_is_needed() -> Result<()> {
+fn time_from_creation_to_running_with_a_repartition() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "times", &[0])?;
     let mut all = Vec::new();

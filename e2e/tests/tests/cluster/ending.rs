@@ -258,7 +258,7 @@ fn delete(scope: &Scope, deletion: Deletion) -> Result<Count> {
 }
 
 #[test]
-fn busy_pods_are_deleted_and_their_neighbour_goes_on() -> Result<()> {
+fn deleting_busy_pods_does_not_break_their_neighbour() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "ending")?;
     let mut out = std::io::stderr();
@@ -298,7 +298,7 @@ impl Drop for StoppedAgent {
 }
 
 #[test]
-fn without_the_agent_the_neighbours_break() -> Result<()> {
+fn without_the_agent_deleting_a_busy_pod_breaks_its_neighbours() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "ending-none")?;
     let mut broken = 0;

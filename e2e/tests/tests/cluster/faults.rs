@@ -20,7 +20,7 @@ fn event_message(scope: &Scope, pod: &str, reason: &str) -> Result<String> {
 }
 
 #[test]
-fn an_illegal_access_is_told_to_all_that_it_hit_and_who_stays_is_ended() -> Result<()> {
+fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_exit_are_stopped() -> Result<()> {
     let cluster = Cluster::connect()?;
     let other = Scope::new(&cluster, "fault-far")?;
     let scope = Scope::new(&cluster, "fault")?;
@@ -56,7 +56,7 @@ fn an_illegal_access_is_told_to_all_that_it_hit_and_who_stays_is_ended() -> Resu
         far.contains("another pod") && !far.contains("culprit") && !far.contains("near"),
         "the Event names a pod of another namespace: {far}"
     );
-    event_message(&other, "far", "EndedInGpuFault")?;
+    event_message(&other, "far", "TerminatedInGpuFault")?;
     wait_until("an Event of the GpuNode names all pods", || {
         let events = cluster.list("/api/v1/namespaces/default/events")?;
         let event = events

@@ -418,7 +418,7 @@ fn kill_agent(scope: &Scope) -> Result<()> {
 /// The environment variable `STORM` sets the number of pods. A run with 1,000 pods finds more
 /// errors, but is too slow for every run of the tests.
 #[test]
-fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Result<()> {
+fn no_pod_of_a_storm_is_refused_or_split_when_components_are_killed() -> Result<()> {
     let count = std::env::var("STORM").map_or(Ok(120), |count| count.parse().context("STORM"))?;
     let seed = std::env::var("SEED").map_or(Ok(42), |seed| seed.parse().context("SEED"))?;
     let cluster = Cluster::connect()?;

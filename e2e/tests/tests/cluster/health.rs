@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use crate::chart::Setting;
 use crate::{
-    GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, offers, other_than_ten, ten_shares,
+    GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, gpus_without_ten_shares, offers,
+    ten_shares,
 };
 
 /// Quiet time of a suspect GPU: `agent.suspectQuietSeconds` in e2e/values.yaml.
@@ -83,7 +84,7 @@ fn check_runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, unhealthy:
 }
 
 #[test]
-fn each_class_of_xid_has_its_effect_and_its_way_of_recovery() -> Result<()> {
+fn each_class_of_xid_has_its_effect_and_its_recovery() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "xids")?;
     let repair = RepairGuard::new(&cluster);
@@ -146,7 +147,7 @@ fn a_restart_of_the_agent_clears_no_fault_and_uncordon_does() -> Result<()> {
 }
 
 #[test]
-fn one_lost_gpu_fails_no_pod_on_another_and_comes_back_by_itself() -> Result<()> {
+fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "lost")?;
     let repair = RepairGuard::new(&cluster);
@@ -170,7 +171,7 @@ fn one_lost_gpu_fails_no_pod_on_another_and_comes_back_by_itself() -> Result<()>
 const HANG_DURATION: Duration = Duration::from_secs(40);
 
 #[test]
-fn one_hanging_gpu_is_unreachable_alone_and_comes_back_by_itself() -> Result<()> {
+fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "hangs")?;
     let repair = RepairGuard::new(&cluster);
@@ -187,7 +188,7 @@ fn one_hanging_gpu_is_unreachable_alone_and_comes_back_by_itself() -> Result<()>
         if offered < 10 * (GPUS - 1) {
             return Ok(Some(format!("{NODE} offers {offered} {SHARES}")));
         }
-        let others = other_than_ten(&cluster, |gpu| gpu["index"] != 3)?;
+        let others = gpus_without_ten_shares(&cluster, |gpu| gpu["index"] != 3)?;
         Ok((!others.is_empty()).then(|| format!("other GPUs: {others:?}")))
     };
     let unreachable = || {

@@ -222,7 +222,7 @@ fn hostile_requests_to_the_api_server_are_refused() -> Result<()> {
 }
 
 #[test]
-fn programs_in_pods_and_floods_of_pods_harm_nobody() -> Result<()> {
+fn hostile_programs_and_floods_of_pods_harm_no_other_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let bed = programs::test_bed(&cluster)?;
     let programs = bed.run(programs::ATTEMPTS);

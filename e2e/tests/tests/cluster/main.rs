@@ -48,13 +48,15 @@ fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     )?;
     offers(cluster, SHARES, 10 * GPUS)?;
     // The agent updates the kubelet first, and the `GpuNode`'s status up to 0.2 s later.
-    wait_until("the node reports ten shares of each GPU", || Ok(other_than_ten(cluster, |_| true)?.is_empty()))?;
+    wait_until("the node reports ten shares of each GPU", || {
+        Ok(gpus_without_ten_shares(cluster, |_| true)?.is_empty())
+    })?;
     Ok(scope)
 }
 
 /// Describes the GPUs of [`NODE`] that do not have ten healthy shares in the `GpuNode`'s status.
 /// Considers only the GPUs that `selects` accepts.
-fn other_than_ten(cluster: &Cluster, selects: impl Fn(&Value) -> bool) -> Result<Vec<String>> {
+fn gpus_without_ten_shares(cluster: &Cluster, selects: impl Fn(&Value) -> bool) -> Result<Vec<String>> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let healthy = |gpu: &Value| gpu["slices"][0]["total"] == 10 && gpu["slices"][0]["unhealthy"] == 0;

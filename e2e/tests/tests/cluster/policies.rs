@@ -4,7 +4,9 @@ use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES, Refused, Scope, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
-use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, offers, other_than_ten, ten_shares};
+use crate::{
+    GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, gpus_without_ten_shares, offers, ten_shares,
+};
 
 /// Status, reason and message of a condition of a policy.
 fn condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
@@ -98,7 +100,7 @@ fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
 }
 
 #[test]
-fn a_wrong_policy_is_refused_with_a_sentence() -> Result<()> {
+fn an_invalid_policy_is_refused_with_a_reason() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "wrong")?;
     let wrong = [
@@ -178,7 +180,7 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
         "the last GPU has twenty shares",
         || Ok(cluster.allocatable(NODE, SHARES)? == 50),
         || {
-            let others = other_than_ten(&cluster, |gpu| gpu["index"] != 3)?;
+            let others = gpus_without_ten_shares(&cluster, |gpu| gpu["index"] != 3)?;
             Ok((!others.is_empty()).then(|| others.join(", ")))
         },
     )

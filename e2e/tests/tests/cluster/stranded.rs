@@ -143,7 +143,7 @@ fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
 }
 
 /// A Deployment with replicas that must run on different nodes.
-fn apart(name: &str, replicas: u32) -> Value {
+fn deployment_on_different_nodes(name: &str, replicas: u32) -> Value {
     let labels = json!({"app": name});
     let mut template = pod(name, &json!({SHARES: 2}), SLEEP_FOREVER);
     template["metadata"] = json!({"labels": labels});
@@ -164,7 +164,10 @@ fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Res
     for node in &nodes {
         wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
     }
-    cluster.create(&format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace), &apart("apart", 6))?;
+    cluster.create(
+        &format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace),
+        &deployment_on_different_nodes("apart", 6),
+    )?;
     let on = wait_for("six of six run", Duration::from_secs(60), || {
         let pods = scope.pods()?;
         let runs = |pod: &&Value| pod["status"]["phase"] == "Running";
@@ -212,7 +215,7 @@ fn wait_until_released(scope: &Scope, find: impl Fn() -> Result<Option<Value>>) 
 }
 
 #[test]
-fn a_released_pod_whose_node_is_cordoned_before_it_is_bound_gets_another_chance() -> Result<()> {
+fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "stranded")?;
     scope.policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
@@ -221,7 +224,7 @@ fn a_released_pod_whose_node_is_cordoned_before_it_is_bound_gets_another_chance(
     }
     let stopped = StoppedScheduler::new()?;
     let apps = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
-    cluster.create(&apps, &apart("owned", 1))?;
+    cluster.create(&apps, &deployment_on_different_nodes("owned", 1))?;
     scope.pod_on(NODE, "bare", &json!({SHARES: 1}), SLEEP_FOREVER)?;
     let of_deployment = || Ok(scope.pods()?.into_iter().find(|pod| pod["metadata"]["labels"]["app"] == "owned"));
     let (node, first) = wait_until_released(&scope, of_deployment)?;

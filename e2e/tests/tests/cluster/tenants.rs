@@ -63,7 +63,7 @@ pub(crate) fn wait_for_condition_and_event(cluster: &Cluster, scope: &Scope, pod
 }
 
 #[test]
-fn a_pod_that_escapes_its_memory_limit_is_told_and_its_neighbour_is_not() -> Result<()> {
+fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = watched(&cluster, "tenants-memory", "Report")?;
     scope.pod("neighbour", &json!({SHARES: 1}), HOLD)?;
@@ -105,7 +105,7 @@ fn a_pod_that_escapes_its_memory_limit_is_told_and_its_neighbour_is_not() -> Res
 }
 
 #[test]
-fn where_the_policy_says_so_who_left_its_share_is_evicted() -> Result<()> {
+fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_says_so() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = watched(&cluster, "tenants-evict", "Evict")?;
     scope.pod("neighbour", &json!({SHARES: 1}), HOLD)?;

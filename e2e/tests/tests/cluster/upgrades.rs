@@ -101,7 +101,7 @@ fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result
 }
 
 #[test]
-fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_has_left_its_node() -> Result<()> {
+fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends() -> Result<()> {
     let cluster = Cluster::connect()?;
     let template = Template::of(&cluster)?;
     let scope = ten_shares(&cluster, "idle-upgrade")?;

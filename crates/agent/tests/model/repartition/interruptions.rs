@@ -18,7 +18,7 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
     node.run();
     let before = node.mig_devices();
     node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
-    node.agent.pod_resources(Err("no".into()), node.now, &mut node.table.allocations);
+    node.agent.record_pod_resources(Err("no".into()), node.now, &mut node.table.allocations);
     for _ in 0..10 {
         node.reconcile();
         assert!(node.orders.is_empty());
@@ -100,11 +100,11 @@ fn a_late_answer_from_before_a_change_is_ignored() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
     node.run();
-    let (asked, late) = (node.now, node.gpu.inventory());
+    let (requested_at, late) = (node.now, node.gpu.inventory());
     node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
     node.now += GRACE;
     node.run();
-    answer(&mut node.agent, late, asked);
+    answer(&mut node.agent, late, requested_at);
     node.reconcile();
     assert!(node.applied() && node.orders.is_empty() && node.slices("nvidia.com/mig-2g.20gb") == 1);
 }
@@ -122,7 +122,8 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
     }
     let order = node.orders.pop().unwrap();
     let slow = ChangeOutcome::Slow(Duration::from_secs(15));
-    node.agent.order_ended(OrderResult { order: order.clone(), outcome: slow, after: None, at: node.now }, node.now);
+    node.agent
+        .record_order_result(OrderResult { order: order.clone(), outcome: slow, after: None, at: node.now }, node.now);
     for _ in 0..10 {
         node.read_gpu();
         node.reconcile();
@@ -139,7 +140,7 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
 }
 
 #[test]
-fn a_device_that_is_being_removed_is_not_allocated_even_if_it_is_wanted_again() {
+fn a_device_that_is_being_removed_is_not_allocated_even_if_the_spec_has_it_again() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![]);
     node.run();

@@ -225,7 +225,7 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
 fn with_mig_mode_never_the_agent_does_not_change_the_mode() {
     let mut node = TestNode::new("H100-80");
     node.agent = std::mem::replace(&mut node.agent, Node::start(String::new(), GRACE, None, None, node.now).0)
-        .keeping_mig_mode(true);
+        .with_fixed_mig_mode(true);
     node.set_spec(vec![]);
     node.run();
     node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);

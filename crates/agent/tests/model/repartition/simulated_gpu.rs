@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use cleave_gpu::nvml::{
-    Census, ComputeMode, Gpu, Gpus, Mig, MigActivation, MigInstance, MigProfile, NvmlError, Process,
+    ComputeMode, DriverInfo, Gpu, Gpus, Mig, MigActivation, MigInstance, MigProfile, NvmlError, Process,
 };
 use cleave_plan::units::{Mebibytes, Sms};
 use sim_machine::{Description, GpuDescription, MigError, Model, Placement, find_model};
@@ -146,8 +146,8 @@ impl SharedGpu {
 }
 
 impl Gpus for SharedGpu {
-    fn census(&self) -> Result<Census, NvmlError> {
-        Ok(Census { driver: "580".into(), count: 1 })
+    fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
+        Ok(DriverInfo { driver: "580".into(), count: 1 })
     }
     fn gpu_at(&self, _: u32) -> Result<Gpu, NvmlError> {
         Ok(self.lock().describe())

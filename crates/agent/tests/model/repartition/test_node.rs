@@ -2,12 +2,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use cleave_agent::act::perform;
 use cleave_agent::allocation::allocate::{ResourceView, grant};
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::checkpoint::Checkpoint;
 use cleave_agent::gpu::layout::parse_id;
 use cleave_agent::gpu::mig::{Change, MigOrder, OrderResult};
+use cleave_agent::mig_order::apply_order;
 use cleave_agent::mps::HostView;
 use cleave_agent::node::{Actions, Node};
 use cleave_agent::object::Object;
@@ -15,7 +15,7 @@ use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::GpuSpec;
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Desired, Enforcement, Status};
 use cleave_gpu::nvml::MigInstance;
-use cleave_kubelet::HeldDevices;
+use cleave_kubelet::ContainerDevices;
 
 use super::simulated_gpu::{GPU, SharedGpu};
 use crate::fixtures::answer;
@@ -38,7 +38,7 @@ pub(super) struct TestNode {
     /// Ordered changes that were not performed yet.
     pub(super) orders: Vec<MigOrder>,
     /// The kubelet's allocations.
-    pub(super) allocated: Vec<HeldDevices>,
+    pub(super) allocated: Vec<ContainerDevices>,
     /// The daemons and doors that the MPS host runs.
     pub(super) host: Desired,
     /// Reason and note of each Event.
@@ -79,7 +79,7 @@ impl TestNode {
         let mut next = Self::start(self.gpu.clone(), self.now, checkpoint);
         (next.allocated, next.host, next.pods) = (std::mem::take(&mut self.allocated), self.host.clone(), self.pods);
         next.object = object.clone();
-        next.agent.object(object);
+        next.agent.record_object(object);
         *self = next;
         self.list_allocations();
         self.host_reports(self.host.hash());
@@ -93,7 +93,7 @@ impl TestNode {
 
     /// The kubelet lists its allocations to the agent.
     pub(super) fn list_allocations(&mut self) {
-        self.agent.pod_resources(Ok(self.allocated.clone()), self.now, &mut self.table.allocations);
+        self.agent.record_pod_resources(Ok(self.allocated.clone()), self.now, &mut self.table.allocations);
     }
 
     /// The MPS host applies the desired file and reports it.
@@ -121,13 +121,13 @@ impl TestNode {
         };
         let daemons = self.host.daemons.keys().map(|device| (device.clone(), status.clone())).collect();
         let status = Status { version: 1, desired, daemons, ..Status::default() };
-        self.agent.mps(HostView { alive: true, status, error: None });
+        self.agent.record_mps_view(HostView { alive: true, status, error: None });
     }
 
     pub(super) fn set_spec(&mut self, gpus: Vec<GpuSpec>) {
         let plan_id = format!("{gpus:?}");
         self.object = Object::Present(1, GpuNodeSpec { plan_id, gpus });
-        self.agent.object(self.object.clone());
+        self.agent.record_object(self.object.clone());
     }
 
     /// Runs the agent's `reconcile` and checks that no served device is removed.
@@ -187,7 +187,7 @@ impl TestNode {
             Change::Mode(_) => assert!(!self.host.daemons.contains_key(GPU), "{order:?}"),
             Change::Create { .. } => {}
         }
-        let (outcome, after) = perform(&self.gpu, &order);
+        let (outcome, after) = apply_order(&self.gpu, &order);
         let devices = self.mig_devices();
         for device in in_use.iter().filter(|device| *device != GPU) {
             assert_eq!(before[device], devices[device], "{order:?} removed {device}, which is in use");
@@ -196,7 +196,7 @@ impl TestNode {
             assert_eq!(mode, self.gpu.lock().state.mig, "{order:?}");
         }
         self.now += Duration::from_millis(1);
-        self.agent.order_ended(OrderResult { order, outcome, after, at: self.now }, self.now);
+        self.agent.record_order_result(OrderResult { order, outcome, after, at: self.now }, self.now);
     }
 
     /// The kubelet allocates a slice. It may not know yet that the slice is unhealthy.
@@ -215,7 +215,7 @@ impl TestNode {
         let allocation = grant(&view, std::slice::from_ref(&id)).unwrap();
         self.table.allocations.insert(allocation, self.now);
         self.pods += 1;
-        self.allocated.push(HeldDevices {
+        self.allocated.push(ContainerDevices {
             namespace: "ns".into(),
             pod: format!("p{}", self.pods),
             container: "c".into(),

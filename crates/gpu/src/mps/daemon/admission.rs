@@ -28,15 +28,15 @@ impl Device {
         // The limits are unknown until they are read back. This call may be cancelled earlier.
         control.applied = None;
         let Limits { threads: percent, memory_mib } = limits;
-        let actual = self.ask(&Command::SetThreads { server, percent }).await?;
+        let actual = self.send_command(&Command::SetThreads { server, percent }).await?;
         if !protocol::is_percentage(&actual, percent) {
             return Err(Unexpected::new(&actual).into());
         }
-        let output = self.ask(&Command::SetMemory { server, mib: memory_mib }).await?;
+        let output = self.send_command(&Command::SetMemory { server, mib: memory_mib }).await?;
         if !output.trim().is_empty() {
             return Err(Unexpected::new(&output).into());
         }
-        let actual = self.ask(&Command::GetMemory { server }).await?;
+        let actual = self.send_command(&Command::GetMemory { server }).await?;
         if !protocol::is_memory(&actual, memory_mib) {
             return Err(Unexpected::new(&actual).into());
         }
@@ -50,14 +50,14 @@ impl Device {
         if phase.multi_user {
             return Ok(phase.server);
         }
-        let servers = protocol::pids(&self.ask(&Command::ServerList).await?)?;
+        let servers = protocol::pids(&self.send_command(&Command::ServerList).await?)?;
         match servers.first() {
             None => self.start_server(uid).await.map(Some),
             Some(&server) if procfs::owner(server) == Some(uid) => Ok(Some(server)),
             // The server belongs to another user. Shut it down once it has no clients.
             Some(&server) => {
-                if protocol::pids(&self.ask(&Command::Clients(server)).await?)?.is_empty() {
-                    self.ask(&Command::ShutdownServer { server, force: false }).await?;
+                if protocol::pids(&self.send_command(&Command::Clients(server)).await?)?.is_empty() {
+                    self.send_command(&Command::ShutdownServer { server, force: false }).await?;
                 }
                 Ok(None)
             }

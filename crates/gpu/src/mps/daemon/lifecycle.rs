@@ -113,7 +113,7 @@ impl Device {
     }
 
     async fn quit(&self, child: &Child) {
-        if let Err(error) = self.ask_within(&QUIT, QUIT_DEADLINE).await {
+        if let Err(error) = self.send_command_within(&QUIT, QUIT_DEADLINE).await {
             tracing::warn!(device = self.name, %error, "MPS daemon rejected the command to quit");
         }
         if let Ok(exit) = timeout(ANSWER_DEADLINE, child.exited()).await {
@@ -169,7 +169,7 @@ impl Device {
         }
         if !procfs::of_pipe(&self.pipe).await.is_empty() {
             tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
-            if let Err(error) = control::ask(&self.pipe, &QUIT, QUIT_DEADLINE).await {
+            if let Err(error) = control::send_command(&self.pipe, &QUIT, QUIT_DEADLINE).await {
                 tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host rejected the command to quit");
             }
             procfs::clear(&self.pipe).await;
@@ -232,16 +232,16 @@ impl Device {
     /// Sets the default limits and reads them back.
     async fn set_defaults(&self, settings: &Daemon) -> Result<(), DaemonError> {
         if let Some(percent) = settings.default_threads {
-            self.ask(&Command::SetDefaultThreads(percent)).await?;
-            let actual = self.ask(&Command::GetDefaultThreads).await?;
+            self.send_command(&Command::SetDefaultThreads(percent)).await?;
+            let actual = self.send_command(&Command::GetDefaultThreads).await?;
             if !protocol::is_percentage(&actual, percent) {
                 let setting = format!("the default active thread percentage {percent}");
                 return Err(DaemonError::NotAccepted { setting, actual });
             }
         }
         if let Some(mib) = settings.default_memory_mib {
-            self.ask(&Command::SetDefaultMemory(mib)).await?;
-            let actual = self.ask(&Command::GetDefaultMemory).await?;
+            self.send_command(&Command::SetDefaultMemory(mib)).await?;
+            let actual = self.send_command(&Command::GetDefaultMemory).await?;
             if !protocol::is_memory(&actual, Some(mib)) {
                 let setting = format!("the default memory limit of {mib} MiB");
                 return Err(DaemonError::NotAccepted { setting, actual });

@@ -91,14 +91,14 @@ impl Device {
     /// Reads the server, its state and its clients.
     async fn examine(&self, settings: &Daemon) -> Result<(), DaemonError> {
         self.clients.borrow_mut().forget_exited(tokio::time::Instant::now());
-        let servers = protocol::pids(&self.ask(&Command::ServerList).await?)?;
+        let servers = protocol::pids(&self.send_command(&Command::ServerList).await?)?;
         let known = self.phase.borrow().server;
         let Some(server) = self.find_server(servers.first().copied(), settings).await? else { return Ok(()) };
         if known.is_some_and(|known| known != server) {
             self.server_gone();
         }
-        let state = protocol::server_state(&self.ask(&Command::ServerStatus(server)).await?)?;
-        let clients = self.ask(&Command::Clients(server)).await?;
+        let state = protocol::server_state(&self.send_command(&Command::ServerStatus(server)).await?)?;
+        let clients = self.send_command(&Command::Clients(server)).await?;
         let clients = if protocol::is_not_found(&clients) { Vec::new() } else { protocol::pids(&clients)? };
         if self.clients.borrow_mut().set_listed(clients.into_iter().collect::<BTreeSet<u32>>()) {
             self.context.status_changed();

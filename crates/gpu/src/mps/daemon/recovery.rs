@@ -48,7 +48,7 @@ impl Device {
             (Step::QuitDaemon, _) => Command::Quit { seconds: 0 },
             _ => return,
         };
-        if let Err(error) = self.ask_within(&command, step.deadline()).await {
+        if let Err(error) = self.send_command_within(&command, step.deadline()).await {
             tracing::warn!(device = self.name, %error, ?step, "recovery step failed; trying the next step");
         }
     }
@@ -86,9 +86,9 @@ impl Device {
         );
         // The server's exit is expected from here on.
         self.server_gone();
-        self.ask_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;
+        self.send_command_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;
         let deadline = Instant::now() + SHUTDOWN_DEADLINE;
-        while protocol::pids(&self.ask(&Command::ServerList).await?)?.contains(&server) {
+        while protocol::pids(&self.send_command(&Command::ServerList).await?)?.contains(&server) {
             if Instant::now() > deadline {
                 return Err(DaemonError::ServerNotStopped { server, after: SHUTDOWN_DEADLINE });
             }

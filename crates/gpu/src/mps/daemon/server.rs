@@ -13,16 +13,18 @@ const START_POLL: Duration = Duration::from_millis(10);
 impl Device {
     /// Starts a server for a user and waits until it is ready.
     pub(super) async fn start_server(&self, uid: u32) -> Result<u32, DaemonError> {
-        self.ask(&Command::StartServer { uid }).await?;
+        self.send_command(&Command::StartServer { uid }).await?;
         let deadline = Instant::now() + SERVER_START_DEADLINE;
         let mut last = LastSeen::NoServer;
         while Instant::now() < deadline {
-            let servers = protocol::pids(&self.ask(&Command::ServerList).await?)?;
+            let servers = protocol::pids(&self.send_command(&Command::ServerList).await?)?;
             match (servers.first(), last) {
-                (Some(&server), _) => match protocol::server_state(&self.ask(&Command::ServerStatus(server)).await?)? {
-                    ServerState::Active => return Ok(server),
-                    state => last = LastSeen::Server(server, state),
-                },
+                (Some(&server), _) => {
+                    match protocol::server_state(&self.send_command(&Command::ServerStatus(server)).await?)? {
+                        ServerState::Active => return Ok(server),
+                        state => last = LastSeen::Server(server, state),
+                    }
+                }
                 (None, LastSeen::Server(server, state)) => return Err(DaemonError::ServerExited { server, state }),
                 (None, LastSeen::NoServer) => {}
             }

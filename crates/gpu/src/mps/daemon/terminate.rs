@@ -25,7 +25,7 @@ impl Device {
         self.terminating_since.set(Some(Instant::now()));
         // Mark the client before the command: MPS may log the client's exit before it answers.
         self.clients.borrow_mut().set_terminated(client);
-        let output = self.ask_within(&Command::Terminate { server, client }, TERMINATE_DEADLINE).await;
+        let output = self.send_command_within(&Command::Terminate { server, client }, TERMINATE_DEADLINE).await;
         drop(control);
         self.probe_soon();
         let output = output?;

@@ -4,7 +4,7 @@ use cleave_plan::units::{Percent, Sms};
 use serde::Serialize;
 
 use super::observed::{
-    Allocated, Bound, Exchange, GpuView, Log, Lowered, Observations, Outcome, Termination, TestedGpu,
+    Allocated, Bound, Exchange, GpuView, Log, LoweredLimits, Observations, Outcome, Termination, TestedGpu,
 };
 use crate::mps::protocol::{self, Command, ServerState, Terminated};
 use crate::nvml::ComputeMode;
@@ -173,7 +173,7 @@ fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
 }
 
 /// Whether exactly these limits apply to the program, and no tighter limits.
-fn holds(bound: &Bound, gpu: TestedGpu) -> bool {
+fn limits_apply(bound: &Bound, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_limited(bound.view, bound.limit_mib)
 }
 
@@ -219,7 +219,7 @@ fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     };
     vec![
         bound.judge(&seen.bound, |both| {
-            (both.iter().all(|one| holds(one, gpu)), both.each_ref().map(describe_bound).join("; "))
+            (both.iter().all(|one| limits_apply(one, gpu)), both.each_ref().map(describe_bound).join("; "))
         }),
         rounding.judge(&seen.rounding, |seen| {
             let other: Vec<String> = seen
@@ -238,14 +238,14 @@ fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
             let good = memory.half.is_ok() && memory.all == Err(OUT_OF_MEMORY);
             (good, format!("limit {} MiB: half {}, all {}", memory.limit_mib, of(memory.half), of(memory.all)))
         }),
-        defaults.judge(&seen.defaults, |bound| (holds(bound, gpu), describe_bound(bound))),
+        defaults.judge(&seen.defaults, |bound| (limits_apply(bound, gpu), describe_bound(bound))),
     ]
 }
 
-fn judge_lowered(lowered: &Lowered, gpu: TestedGpu) -> (bool, String) {
-    let Lowered { set, requested_more, requested_less } = lowered;
+fn judge_lowered(lowered: &LoweredLimits, gpu: TestedGpu) -> (bool, String) {
+    let LoweredLimits { set, requested_more, requested_less } = lowered;
     let raised = Bound { view: *requested_more, ..*set };
-    let good = holds(set, gpu) && holds(&raised, gpu) && holds(requested_less, gpu);
+    let good = limits_apply(set, gpu) && limits_apply(&raised, gpu) && limits_apply(requested_less, gpu);
     (
         good,
         format!(
@@ -320,8 +320,8 @@ fn clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
         impact: "after a fault, shares stay unhealthy until the daemon is replaced",
     };
     vec![
-        users.judge(&seen.users, |bound| (holds(bound, gpu), format!("beside root: {}", describe_bound(bound)))),
-        link.judge(&seen.link, |bound| (holds(bound, gpu), describe_bound(bound))),
+        users.judge(&seen.users, |bound| (limits_apply(bound, gpu), format!("beside root: {}", describe_bound(bound)))),
+        link.judge(&seen.link, |bound| (limits_apply(bound, gpu), describe_bound(bound))),
         by_mps.judge(&seen.listed_by_mps, |&known| (known, listed(Some(known)).to_owned())),
         by_nvml.judge(&seen.listed_by_nvml, |&known| (known == Some(true), listed(known).to_owned())),
         ended.judge(&seen.terminated, judge_termination),
@@ -394,7 +394,7 @@ mod tests {
             listed_by_nvml: Outcome::Observed(Some(true)),
             bound: Outcome::Observed([HALF, FIFTH]),
             rounding: Outcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
-            lowered: Outcome::Observed(Lowered { set: HALF, requested_more: HALF.view, requested_less: FIFTH }),
+            lowered: Outcome::Observed(LoweredLimits { set: HALF, requested_more: HALF.view, requested_less: FIFTH }),
             memory: Outcome::Observed(Memory { limit_mib: 8192, half: Ok(()), all: Err(2) }),
             escape: Outcome::Observed(Bound { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF }),
             users: Outcome::Observed(HALF),
@@ -491,10 +491,11 @@ mod tests {
             assert_eq!(when(|seen| seen.defaults = Outcome::Observed(other)), ["defaults"]);
             assert_eq!(when(|seen| seen.users = Outcome::Observed(other)), ["users"]);
             assert_eq!(when(|seen| seen.link = Outcome::Observed(other)), ["link"]);
-            let raised = Lowered { set: HALF, requested_more: other.view, requested_less: FIFTH };
+            let raised = LoweredLimits { set: HALF, requested_more: other.view, requested_less: FIFTH };
             assert_eq!(when(|seen| seen.lowered = Outcome::Observed(raised)), ["lower"]);
         }
-        let deaf = Lowered { set: HALF, requested_more: HALF.view, requested_less: Bound { view: HALF.view, ..FIFTH } };
+        let deaf =
+            LoweredLimits { set: HALF, requested_more: HALF.view, requested_less: Bound { view: HALF.view, ..FIFTH } };
         assert_eq!(when(|seen| seen.lowered = Outcome::Observed(deaf)), ["lower"]);
         assert_eq!(when(|seen| seen.rounding = Outcome::Observed(vec![(10, 12), (33, 43)])), ["sms"]);
         for (half, all) in [(Ok(()), Ok(())), (Err(2), Err(2)), (Ok(()), Err(700))] {
@@ -504,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_hole_differs() {
+    fn a_limit_that_programs_can_no_longer_exceed_differs() {
         assert_eq!(when(|seen| seen.escape = Outcome::Observed(HALF)), ["escape"]);
         assert_eq!(when(|seen| seen.no_control = Outcome::Observed(Err(805))), ["no control"]);
         assert_eq!(when(|seen| seen.no_control = Outcome::Observed(Ok(HALF.view))), ["no control"]);

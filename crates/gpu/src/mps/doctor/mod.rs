@@ -32,12 +32,12 @@ use self::facts::Facts;
 use self::judge::Verdict;
 use self::observed::{Observations, Outcome, TestedGpu};
 use self::own_daemon::OwnDaemon;
-use self::preconditions::Others;
+use self::preconditions::ForeignProcesses;
 use self::program::Program;
 use self::report::Report;
 use self::setup::{NVML_DEADLINE, Setup};
 use super::args::PathArgs;
-use crate::nvml::{Census, Gpu, Library, NvmlError, Search, Worker};
+use crate::nvml::{DriverInfo, Gpu, Library, NvmlError, Search, Worker};
 
 /// Check that this node's GPU driver enforces limits as Cleave expects.
 ///
@@ -98,7 +98,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let search = Search { library: args.paths.nvml_library.clone(), ..Search::default() };
     let library = Library::find(search);
     let nvml = Worker::start(&library, "nvml")?;
-    let Census { driver, count } = nvml.call(NVML_DEADLINE, |gpus| gpus.census()).await?;
+    let DriverInfo { driver, count } = nvml.call(NVML_DEADLINE, |gpus| gpus.driver_info()).await?;
     let gpu = choose(describe(&library, count).await?, args.gpu.as_deref())?;
     let (uuid, of) = (gpu.uuid.clone(), gpu.uuid.clone());
     let compute_mode = nvml.call(NVML_DEADLINE, move |gpus| gpus.compute_mode(&uuid)).await.ok();
@@ -120,7 +120,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     };
     let preconditions = preconditions::check(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
     let skip_reason = preconditions.skip_reason();
-    let are_others_visible = preconditions.others == Others::Visible;
+    let are_others_visible = preconditions.others == ForeignProcesses::Visible;
     let seen = match (&skip_reason, &facts.control) {
         (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?,
         (reason, _) => Observations::none(reason.as_deref().unwrap_or_default()),

@@ -64,7 +64,7 @@ pub(super) struct Bound {
 
 /// The views of two programs with environments that set limits other than the server's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Lowered {
+pub(super) struct LoweredLimits {
     pub(super) set: Bound,
     /// The view of a program with higher limits in its environment.
     pub(super) requested_more: GpuView,
@@ -113,7 +113,7 @@ pub(super) struct Observations {
     pub(super) bound: Outcome<[Bound; 2]>,
     /// Percentages and the SMs that programs saw under them.
     pub(super) rounding: Outcome<Vec<(u8, u32)>>,
-    pub(super) lowered: Outcome<Lowered>,
+    pub(super) lowered: Outcome<LoweredLimits>,
     pub(super) memory: Outcome<Memory>,
     /// The view of a program with an invalid memory limit in its environment.
     pub(super) escape: Outcome<Bound>,

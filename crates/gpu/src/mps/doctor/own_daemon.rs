@@ -128,7 +128,7 @@ impl OwnDaemon {
 
     /// Stops the daemon and removes its processes and its directory.
     pub(super) async fn stop(mut self) {
-        if control::ask(&self.pipe(), &QUIT, QUIT_DEADLINE).await.is_err()
+        if control::send_command(&self.pipe(), &QUIT, QUIT_DEADLINE).await.is_err()
             || timeout(ANSWER_DEADLINE, self.child.wait()).await.is_err()
         {
             let _ = self.child.kill().await;

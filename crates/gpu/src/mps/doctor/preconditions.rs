@@ -24,12 +24,12 @@ pub(super) struct Preconditions {
     mps: Option<Vec<u32>>,
     /// Number of processes on the GPU. `None` if NVML does not report it.
     processes: Option<usize>,
-    pub(super) others: Others,
+    pub(super) others: ForeignProcesses,
 }
 
 /// Whether processes of other pid namespaces are visible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Others {
+pub(super) enum ForeignProcesses {
     Visible,
     Hidden,
     /// Processes of other pid namespaces are hidden, but `--idle` asserts that none exist.
@@ -55,7 +55,7 @@ impl Preconditions {
             }
             Self { processes: None, .. } => "NVML does not report which processes use the GPU",
             Self { processes: Some(1..), .. } => "the GPU is in use",
-            Self { others: Others::Hidden, .. } => {
+            Self { others: ForeignProcesses::Hidden, .. } => {
                 "processes in other PID namespaces are not visible; pass --idle if no process uses the GPU"
             }
             _ => return None,
@@ -82,9 +82,9 @@ pub(super) async fn check(
         mps: procfs::of_gpu(&gpu.uuid).await,
         processes: facts.gpu.processes,
         others: match namespace.as_os_str() == INITIAL_PID_NAMESPACE {
-            true => Others::Visible,
-            false if assume_idle => Others::AssumedNone,
-            false => Others::Hidden,
+            true => ForeignProcesses::Visible,
+            false if assume_idle => ForeignProcesses::AssumedNone,
+            false => ForeignProcesses::Hidden,
         },
     }
 }
@@ -119,15 +119,15 @@ mod tests {
             cleave: None,
             mps: Some(Vec::new()),
             processes: Some(0),
-            others: Others::Visible,
+            others: ForeignProcesses::Visible,
         }
     }
 
     #[test]
-    fn a_daemon_is_started_only_if_it_disturbs_nobody() {
+    fn a_daemon_is_started_only_if_it_disturbs_no_program() {
         assert_eq!(free().skip_reason(), None);
         assert_eq!(Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free() }.skip_reason(), None);
-        assert_eq!(Preconditions { others: Others::AssumedNone, ..free() }.skip_reason(), None);
+        assert_eq!(Preconditions { others: ForeignProcesses::AssumedNone, ..free() }.skip_reason(), None);
         for (preconditions, why) in [
             (Preconditions { control: false, ..free() }, "control program was not found"),
             (Preconditions { root: false, ..free() }, "root"),
@@ -138,8 +138,8 @@ mod tests {
             (Preconditions { mps: Some(vec![7, 8]), ..free() }, "process 7, 8"),
             (Preconditions { processes: None, ..free() }, "NVML does not report"),
             (Preconditions { processes: Some(1), ..free() }, "in use"),
-            (Preconditions { processes: Some(1), others: Others::AssumedNone, ..free() }, "in use"),
-            (Preconditions { others: Others::Hidden, ..free() }, "--idle"),
+            (Preconditions { processes: Some(1), others: ForeignProcesses::AssumedNone, ..free() }, "in use"),
+            (Preconditions { others: ForeignProcesses::Hidden, ..free() }, "--idle"),
         ] {
             let reason = preconditions.skip_reason().unwrap_or_default();
             assert!(reason.contains(why), "{preconditions:?}: {reason:?}");

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::observed::{Bound, Exchange, GpuView, Log, Lowered, Memory, Observations, Outcome, Termination};
+use super::observed::{Bound, Exchange, GpuView, Log, LoweredLimits, Memory, Observations, Outcome, Termination};
 use super::own_daemon::{DaemonLog, OwnDaemon};
 use super::program::{Program, ProgramError, Running, Start};
 use super::setup::{NVML_DEADLINE, Setup};
@@ -169,13 +169,13 @@ impl Tests<'_> {
         self.directory.join("pipe")
     }
 
-    async fn ask(&self, command: Command) -> Result<String, NoResult> {
-        Ok(control::ask(&self.pipe(), &command, ANSWER_DEADLINE).await?)
+    async fn send_command(&self, command: Command) -> Result<String, NoResult> {
+        Ok(control::send_command(&self.pipe(), &command, ANSWER_DEADLINE).await?)
     }
 
     /// Sends a command and records the answer.
     async fn record(&self, exchanges: &mut Vec<Exchange>, command: Command, set: Option<u64>) -> Result<(), NoResult> {
-        let answer = self.ask(command.clone()).await?;
+        let answer = self.send_command(command.clone()).await?;
         exchanges.push(Exchange { command, answer, set });
         Ok(())
     }
@@ -207,11 +207,11 @@ impl Tests<'_> {
         // Check for a program first: the test is not possible without a program.
         self.program()?;
         let server = self.server()?;
-        let actual = self.ask(Command::SetThreads { server, percent }).await?;
+        let actual = self.send_command(Command::SetThreads { server, percent }).await?;
         if !protocol::is_percentage(&actual, percent) {
             return Err(Unexpected::new(&actual).into());
         }
-        let actual = self.ask(Command::SetMemory { server, mib }).await?;
+        let actual = self.send_command(Command::SetMemory { server, mib }).await?;
         if actual.trim().is_empty() { Ok(()) } else { Err(Unexpected::new(&actual).into()) }
     }
 
@@ -248,8 +248,9 @@ impl Tests<'_> {
     async fn ready(&self) -> Result<u32, NoResult> {
         let deadline = Instant::now() + SERVER_START_DEADLINE;
         while Instant::now() < deadline {
-            if let Some(&server) = protocol::pids(&self.ask(Command::ServerList).await?)?.first()
-                && protocol::server_state(&self.ask(Command::ServerStatus(server)).await?)? == ServerState::Active
+            if let Some(&server) = protocol::pids(&self.send_command(Command::ServerList).await?)?.first()
+                && protocol::server_state(&self.send_command(Command::ServerStatus(server)).await?)?
+                    == ServerState::Active
             {
                 return Ok(server);
             }
@@ -269,7 +270,7 @@ impl Tests<'_> {
             // Use the server's pid, which does not belong to a client.
             Command::Terminate { server, client: server },
         ] {
-            let answer = control::ask_over(&self.pipe().join("control"), &command, ANSWER_DEADLINE).await?;
+            let answer = control::send_over(&self.pipe().join("control"), &command, ANSWER_DEADLINE).await?;
             exchanges.push(Exchange { command, answer, set: None });
         }
         Ok(exchanges)
@@ -283,7 +284,7 @@ impl Tests<'_> {
         self.client.set(Some(client.pid));
         let deadline = Instant::now() + REPORT_DEADLINE;
         let known = loop {
-            let by_mps = protocol::pids(&self.ask(Command::Clients(server)).await?)?.contains(&client.pid);
+            let by_mps = protocol::pids(&self.send_command(Command::Clients(server)).await?)?.contains(&client.pid);
             let uuid = self.setup.uuid.clone();
             let found = self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.device_processes(&uuid)).await?;
             let listed = found.processes.iter().any(|process| process.pid == client.pid && process.mps);
@@ -325,13 +326,13 @@ impl Tests<'_> {
         Ok(self.program()?.view(&start).await?)
     }
 
-    async fn lowered(&self) -> Result<Lowered, NoResult> {
+    async fn lowered(&self) -> Result<LoweredLimits, NoResult> {
         self.set_usual_limits().await?;
         let set = self.under_usual_limits(self.view().await?);
         let requested_more = self.view_with_environment(100, self.setup.memory_mib).await?;
         let low = self.limit_mib / 2;
         let view = self.view_with_environment(LOW_PERCENT, low).await?;
-        Ok(Lowered { set, requested_more, requested_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
+        Ok(LoweredLimits { set, requested_more, requested_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
     }
 
     async fn memory(&self) -> Result<Memory, NoResult> {
@@ -385,7 +386,7 @@ impl Tests<'_> {
         let mut client = self.running(Some(1)).await?;
         let mut neighbour = self.running(Some(1)).await?;
         let terminate = Command::Terminate { server, client: client.pid };
-        let answer = control::ask(&self.pipe(), &terminate, TERMINATE_DEADLINE).await?;
+        let answer = control::send_command(&self.pipe(), &terminate, TERMINATE_DEADLINE).await?;
         let termination = Termination { answer, client: client.resume().await?, neighbour: neighbour.resume().await? };
         client.finish().await;
         neighbour.finish().await;
@@ -395,9 +396,9 @@ impl Tests<'_> {
     async fn defaults(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let server = self.server()?;
-        self.ask(Command::ShutdownServer { server, force: false }).await?;
+        self.send_command(Command::ShutdownServer { server, force: false }).await?;
         let deadline = Instant::now() + REPORT_DEADLINE;
-        while !protocol::pids(&self.ask(Command::ServerList).await?)?.is_empty() {
+        while !protocol::pids(&self.send_command(Command::ServerList).await?)?.is_empty() {
             if Instant::now() > deadline {
                 return Err(NoResult::Failed("the server does not shut down".to_owned()));
             }

@@ -11,7 +11,7 @@ use tokio::time::{sleep, timeout};
 use super::handshake::{Introduction, Refusal, introduce_for, receive_introduction};
 use super::relay::relay;
 use super::{Door, MAX_SERVER_CONNECTIONS, Waiting};
-use crate::mps::control::{self, ControlError, Introduced};
+use crate::mps::control::{self, AcceptedClient, ControlError};
 use crate::mps::daemon::{ControlLock, Limits, Phase};
 use crate::mps::error::DaemonError;
 use crate::mps::process::PidFd;
@@ -155,7 +155,7 @@ impl Door {
             let mut phase = self.device.phase();
             let is_open = phase.borrow().is_open();
             if !is_open {
-                waiting.begin();
+                waiting.begin_connection();
                 tokio::select! {
                     () = self.closed.cancelled() => return None,
                     () = client.closed_or_readable() => return None,
@@ -175,7 +175,7 @@ impl Door {
                 Admission::Left => return None,
                 Admission::Refused(refusal) => return Some(refusal),
                 Admission::Held => {
-                    waiting.begin();
+                    waiting.begin_connection();
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
                         () = client.closed_or_readable() => return None,
@@ -245,7 +245,7 @@ impl Door {
     /// wait.
     async fn prepare_server(&self, control: &mut ControlLock, who: Credentials) -> Result<Option<u32>, DaemonError> {
         let Some(server) = self.device.server_for(who.uid).await? else { return Ok(None) };
-        match protocol::server_state(&self.device.ask(&Command::ServerStatus(server)).await?)? {
+        match protocol::server_state(&self.device.send_command(&Command::ServerStatus(server)).await?)? {
             ServerState::Active => {}
             ServerState::Fault => {
                 self.device.server_in_fault();
@@ -271,11 +271,11 @@ impl Door {
         client: &Socket,
         who: Credentials,
         pidfd: &mut Option<PidFd>,
-        introduced: Introduced,
+        introduced: AcceptedClient,
         server: u32,
         permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
     ) -> Admission {
-        let Introduced { server: socket, daemon } = introduced;
+        let AcceptedClient { server: socket, daemon } = introduced;
         let (mut link, clients_end) = ServerLink::new(socket, permits, &self.id);
         let deadline = (HANDSHAKE_DEADLINE / (1 << self.stalled.get().min(8))).max(MIN_HANDSHAKE_DEADLINE);
         let result = link.pass_connection(client, clients_end, deadline).await;
@@ -285,11 +285,11 @@ impl Door {
         daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED)).await;
         // The daemon answers only once its server has accepted the client, regardless of the
         // client's report. So the limits that are set next do not apply to this client.
-        let mut answer = self.device.ask(&Command::ServerStatus(server)).await;
+        let mut answer = self.device.send_command(&Command::ServerStatus(server)).await;
         let has_lied = result.is_some() && matches!(answer, Err(ControlError::Timeout { .. }));
         if has_lied {
             link.introduce_for(who);
-            answer = self.device.ask(&Command::ServerStatus(server)).await;
+            answer = self.device.send_command(&Command::ServerStatus(server)).await;
         }
         if let Err(error) = answer {
             tracing::warn!(allocation = self.id, pid = who.pid, %error, "MPS server did not accept a client");

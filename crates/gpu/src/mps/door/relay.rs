@@ -50,7 +50,7 @@ impl Door {
         let waiting = Waiting::new(self);
         let mut phase = self.device.phase();
         if !phase.borrow().is_open() {
-            waiting.begin();
+            waiting.begin_connection();
         }
         if phase.wait_for(Phase::is_open).await.is_err() {
             return;

@@ -175,7 +175,7 @@ impl TestCluster {
     fn delete(&mut self) -> Vec<String> {
         let step = self.update();
         for one in &step.replace {
-            self.rollout.replaced(one, self.up);
+            self.rollout.record_replacement(one, self.up);
             self.at(&one.node).host = None;
         }
         step.replace.into_iter().map(|one| one.node).collect()
@@ -205,7 +205,7 @@ fn host(node: &str, generation: &str, outdated: bool, ready: bool) -> Host {
 }
 
 #[test]
-fn idle_nodes_are_closed_and_their_hosts_replaced_one_by_one() {
+fn shares_of_idle_nodes_are_withheld_and_their_hosts_replaced_one_by_one() {
     let mut world = TestCluster::of(2);
     let step = world.update();
     assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(IDLE_TIME)));
@@ -235,7 +235,7 @@ fn idle_nodes_are_closed_and_their_hosts_replaced_one_by_one() {
 }
 
 #[test]
-fn a_host_in_use_stays_also_if_its_use_starts_while_the_node_is_closed() {
+fn a_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
     let mut world = TestCluster::of(1);
     world.at("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
     let step = world.update();
@@ -257,7 +257,7 @@ fn no_host_is_deleted_twice_and_its_successor_stays() {
     world.update();
     world.up += IDLE_TIME;
     let step = world.update();
-    world.rollout.replaced(&step.replace[0], world.up);
+    world.rollout.record_replacement(&step.replace[0], world.up);
     // The watch has not reported the deletion.
     assert!(world.after(secs(10)).is_empty() && world.rollout.withholds("n00"));
     world.at("n00").host.as_mut().unwrap().terminating = true;
@@ -355,7 +355,7 @@ fn the_next_leader_continues_from_the_state_of_the_cluster() {
 }
 
 #[test]
-fn excused_nodes_do_not_stop_replacement() {
+fn unreachable_and_cordoned_nodes_do_not_stop_replacement() {
     let mut world = TestCluster::of(3);
     // One node has been down for days.
     world.at("n02").host.as_mut().unwrap().ready = false;
@@ -396,7 +396,7 @@ fn a_refused_deletion_withholds_nothing_and_is_retried_later() {
     world.update();
     world.up += IDLE_TIME;
     assert_eq!(world.update().replace.len(), 1);
-    world.rollout.refused("n00", world.up);
+    world.rollout.record_refusal("n00", world.up);
     let step = world.update();
     assert_eq!((step.replace.len(), step.next, world.rollout.withholds("n00")), (0, Some(REFUSAL_BACKOFF), false));
     world.up += REFUSAL_BACKOFF;
@@ -436,7 +436,7 @@ proptest! {
             let step = world.update();
             for one in &step.replace {
                 prop_assert!(world.nodes[&one.node].busy.is_none() && one.host.outdated);
-                world.rollout.replaced(one, world.up);
+                world.rollout.record_replacement(one, world.up);
                 let host = world.nodes.get_mut(&one.node).and_then(|view| view.host.as_mut()).unwrap();
                 prop_assert!(!host.terminating, "it was deleted before");
                 (host.terminating, host.ready) = (true, false);
@@ -484,7 +484,7 @@ async fn a_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is
         let items: Vec<Value> = [OLD, NEW].into_iter().zip(numbers).map(item).collect();
         json!({"apiVersion": "apps/v1", "kind": "ControllerRevisionList", "metadata": {}, "items": items})
     };
-    let refused = |code: u16| json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no", "reason": "No", "code": code});
+    let refusal = |code: u16| json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no", "reason": "No", "code": code});
     let (list, delete) = (
         "GET /apis/apps/v1/namespaces/system/controllerrevisions?",
         r#"DELETE /api/v1/namespaces/system/pods/n00-1 {"apiVersion":"v1","kind":"DeleteOptions","preconditions":{"uid":"n00-1"}}"#,
@@ -492,10 +492,10 @@ async fn a_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is
     let done = requests(&[(StatusCode::OK, listed([1, 2])), (StatusCode::OK, json!({}))]).await;
     assert_eq!(done, (vec![list.to_owned(), delete.to_owned()], "replaced"));
     // The DaemonSet was rolled back after the decision, so the pod has the newest revision again.
-    assert_eq!(requests(&[(StatusCode::OK, listed([3, 2]))]).await, (vec![list.to_owned()], "gone"));
-    for (code, end) in [(409, "gone"), (404, "gone"), (403, "failed"), (500, "failed")] {
+    assert_eq!(requests(&[(StatusCode::OK, listed([3, 2]))]).await, (vec![list.to_owned()], "skipped"));
+    for (code, end) in [(409, "skipped"), (404, "skipped"), (403, "failed"), (500, "failed")] {
         let status = StatusCode::from_u16(code).unwrap();
-        assert_eq!(requests(&[(StatusCode::OK, listed([1, 2])), (status, refused(code))]).await.1, end, "{code}");
+        assert_eq!(requests(&[(StatusCode::OK, listed([1, 2])), (status, refusal(code))]).await.1, end, "{code}");
     }
-    assert_eq!(requests(&[(StatusCode::FORBIDDEN, refused(403))]).await.1, "failed");
+    assert_eq!(requests(&[(StatusCode::FORBIDDEN, refusal(403))]).await.1, "failed");
 }

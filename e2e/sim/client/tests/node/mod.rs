@@ -31,7 +31,7 @@ pub(crate) struct Node {
 
 impl Node {
     /// Creates a machine without a daemon.
-    pub(crate) fn bare() -> Self {
+    pub(crate) fn without_daemon() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
@@ -48,7 +48,7 @@ impl Node {
 
     /// Creates a machine with a daemon started with `-f` and these arguments.
     pub(crate) fn with_daemon(arguments: &[&str]) -> Self {
-        let mut node = Self::bare();
+        let mut node = Self::without_daemon();
         node.start(arguments);
         node
     }
@@ -64,7 +64,7 @@ impl Node {
         let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
         command.arg("-f").args(arguments).stdout(log).stdin(Stdio::null());
         self.daemon = Some(command.spawn().unwrap());
-        until("the daemon listens", || handshake::probe(&self.socket("control_privileged")).is_ok());
+        wait_until("the daemon listens", || handshake::probe(&self.socket("control_privileged")).is_ok());
     }
 
     /// The command `nvidia-cuda-mps-control` on this node.
@@ -118,16 +118,16 @@ impl Node {
     }
 
     /// Sends an administrator's command over `control_privileged`.
-    pub(crate) fn ask(&self, command: &str) -> String {
-        handshake::ask(&self.socket("control_privileged"), command).unwrap().unwrap()
+    pub(crate) fn send_command(&self, command: &str) -> String {
+        handshake::send_command(&self.socket("control_privileged"), command).unwrap().unwrap()
     }
 
     /// Sends an administrator's command in the background. The channel receives the answer.
-    pub(crate) fn ask_in_background(&self, command: &str) -> Receiver<String> {
+    pub(crate) fn send_command_in_background(&self, command: &str) -> Receiver<String> {
         let (sender, answer) = mpsc::channel();
         let (socket, command) = (self.socket("control_privileged"), command.to_owned());
         thread::spawn(move || {
-            if let Ok(Some(text)) = handshake::ask(&socket, &command) {
+            if let Ok(Some(text)) = handshake::send_command(&socket, &command) {
                 // The test may have dropped the receiver.
                 let _ = sender.send(text);
             }
@@ -137,30 +137,30 @@ impl Node {
 
     /// The PID of the server, which is started if necessary.
     pub(crate) fn server(&self) -> u32 {
-        if self.ask("get_server_list").is_empty() {
-            self.ask("start_server -uid 0");
+        if self.send_command("get_server_list").is_empty() {
+            self.send_command("start_server -uid 0");
         }
-        let pid = self.ask("get_server_list").trim().parse().unwrap();
-        until("the server is ACTIVE", || self.ask(&format!("get_server_status {pid}")) == "ACTIVE\n");
+        let pid = self.send_command("get_server_list").trim().parse().unwrap();
+        wait_until("the server is ACTIVE", || self.send_command(&format!("get_server_status {pid}")) == "ACTIVE\n");
         pid
     }
 
     /// The PID of the server after it has entered FAULT.
     pub(crate) fn server_in_fault(&self) -> u32 {
-        let pid = self.ask("get_server_list").trim().parse().unwrap();
-        until("the server is in FAULT", || self.ask(&format!("get_server_status {pid}")) == "FAULT\n");
+        let pid = self.send_command("get_server_list").trim().parse().unwrap();
+        wait_until("the server is in FAULT", || self.send_command(&format!("get_server_status {pid}")) == "FAULT\n");
         pid
     }
 
     /// Starts a program that keeps kernels of `kernel_ms` milliseconds in flight.
-    pub(crate) fn busy(&self, kernel_ms: &str) -> Client {
-        self.busy_with(kernel_ms, &[])
+    pub(crate) fn start_busy_client(&self, kernel_ms: &str) -> Client {
+        self.start_busy_client_with(kernel_ms, &[])
     }
 
     /// Like [`busy`](Self::busy), with more arguments.
-    pub(crate) fn busy_with(&self, kernel_ms: &str, more: &[&str]) -> Client {
+    pub(crate) fn start_busy_client_with(&self, kernel_ms: &str, more: &[&str]) -> Client {
         let arguments = ["--kernel-ms", kernel_ms, "--busy-forever"];
-        let mut client = self.running(&[arguments.as_slice(), more].concat());
+        let mut client = self.start_running_client(&[arguments.as_slice(), more].concat());
         assert_eq!(client.line()["launched"], true);
         client
     }
@@ -179,7 +179,7 @@ impl Node {
     }
 
     /// Starts a program and waits for its first line.
-    pub(crate) fn running(&self, arguments: &[&str]) -> Client {
+    pub(crate) fn start_running_client(&self, arguments: &[&str]) -> Client {
         let mut client = self.client(arguments);
         let line = client.line();
         assert_eq!(line["viaMps"], true, "{line}");
@@ -194,7 +194,7 @@ impl Node {
     }
 
     /// Runs other programs to completion, so that an unwanted event has time to happen.
-    pub(crate) fn give_time(&self) {
+    pub(crate) fn wait_for_side_effects(&self) {
         for _ in 0..5 {
             assert_eq!(self.first_line(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
         }
@@ -202,7 +202,7 @@ impl Node {
 
     /// The PIDs of the server's clients.
     pub(crate) fn client_list(&self, server: u32) -> Vec<u32> {
-        self.ask(&format!("get_client_list {server}")).lines().map(|pid| pid.parse().unwrap()).collect()
+        self.send_command(&format!("get_client_list {server}")).lines().map(|pid| pid.parse().unwrap()).collect()
     }
 
     /// Sets the GPU's compute mode.
@@ -226,7 +226,7 @@ impl Node {
     }
 
     /// Whether every injected fault has applied to its maximum number of calls.
-    pub(crate) fn is_used_up(&self) -> bool {
+    pub(crate) fn faults_are_consumed(&self) -> bool {
         self.machine.snapshot().unwrap().faults.iter().all(|fault| fault.remaining == Some(0))
     }
 
@@ -258,7 +258,7 @@ impl Node {
     /// Waits for the daemon's exit and returns its status.
     pub(crate) fn daemon_ended(&mut self) -> ExitStatus {
         let daemon = self.daemon.as_mut().unwrap();
-        until("the daemon exits", || daemon.try_wait().unwrap().is_some());
+        wait_until("the daemon exits", || daemon.try_wait().unwrap().is_some());
         self.daemon.take().unwrap().wait().unwrap()
     }
 }
@@ -311,7 +311,7 @@ impl Client {
     }
 
     /// Whether the program has printed no unread line.
-    pub(crate) fn is_silent(&mut self) -> bool {
+    pub(crate) fn has_no_output(&mut self) -> bool {
         match self.lines.try_recv() {
             Ok(line) => panic!("the program printed {line}"),
             Err(_) => self.child.try_wait().unwrap().is_none(),
@@ -339,7 +339,7 @@ impl Client {
             let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap();
             stat.rsplit(')').next().unwrap().trim_start().chars().next()
         };
-        until("the program is stopped", || state() == Some('T'));
+        wait_until("the program is stopped", || state() == Some('T'));
     }
 
     /// Kills the program and waits until it has exited.
@@ -355,7 +355,7 @@ impl Client {
 
     pub(crate) fn wait(&mut self) -> ExitStatus {
         let child = &mut self.child;
-        until("the program exits", || child.try_wait().unwrap().is_some());
+        wait_until("the program exits", || child.try_wait().unwrap().is_some());
         child.wait().unwrap()
     }
 }
@@ -379,7 +379,7 @@ pub(crate) fn answer(reply: &Receiver<String>) -> String {
 }
 
 /// Waits for a condition. `what` describes the condition in the failure message.
-pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !condition() {
         assert!(Instant::now() < deadline, "timed out: {what}");

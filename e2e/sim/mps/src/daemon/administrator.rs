@@ -74,20 +74,20 @@ impl Daemon {
             Command::StartServer(uid) => self.start_server_for(*uid),
             Command::ShutdownServer { server, force } => self.shutdown_server(*server, *force),
             Command::GetClientList(pid) => {
-                self.ask_server(*pid, |request| ToServer::Ping { request })?;
+                self.send_to_server(*pid, |request| ToServer::Ping { request })?;
                 let pids = self.lock().client_pids(*pid).ok_or_else(|| no_server(*pid))?;
                 Ok(pids.iter().map(u32::to_string).collect())
             }
             Command::GetDeviceClientList(only) => {
-                self.ask_servers()?;
+                self.send_to_servers()?;
                 Ok(self.lock().device_clients(*only))
             }
             Command::Ps(only) => {
-                self.ask_servers()?;
+                self.send_to_servers()?;
                 Ok(self.lock().table(*only))
             }
             Command::TerminateClient { server, client } => {
-                let result = self.ask_server(*server, |request| ToServer::Terminate { request, pid: *client })?;
+                let result = self.send_to_server(*server, |request| ToServer::Terminate { request, pid: *client })?;
                 let mut lines = vec![result.to_string()];
                 if result == INVALID_VALUE {
                     lines.insert(0, format!("Invalid process {client}!"));
@@ -129,7 +129,7 @@ impl Daemon {
 
     /// Reads a property of a server after the server has answered.
     fn read_server<T>(&self, pid: u32, read: impl FnOnce(&Server) -> T) -> Result<T, Vec<String>> {
-        self.ask_server(pid, |request| ToServer::Ping { request })?;
+        self.send_to_server(pid, |request| ToServer::Ping { request })?;
         self.lock().servers.get(&pid).map(read).ok_or_else(|| no_server(pid))
     }
 
@@ -140,7 +140,7 @@ impl Daemon {
         change: impl FnOnce(&mut Settings),
         read: impl FnOnce(&Settings) -> T,
     ) -> Result<T, Vec<String>> {
-        self.ask_server(pid, |request| ToServer::Ping { request })?;
+        self.send_to_server(pid, |request| ToServer::Ping { request })?;
         let mut state = self.lock();
         let server = state.servers.get_mut(&pid).ok_or_else(|| no_server(pid))?;
         change(&mut server.settings);
@@ -150,7 +150,7 @@ impl Daemon {
     }
 
     /// Sends a request to a server and waits for the answer without a deadline.
-    fn ask_server(&self, pid: u32, question: impl FnOnce(u64) -> ToServer) -> Result<i32, Vec<String>> {
+    fn send_to_server(&self, pid: u32, question: impl FnOnce(u64) -> ToServer) -> Result<i32, Vec<String>> {
         let mut state = self.lock();
         let request = state.next_number();
         let server = state.servers.get(&pid).ok_or_else(|| no_server(pid))?;
@@ -173,13 +173,13 @@ impl Daemon {
     }
 
     /// Waits until every server has answered. Fails without a server.
-    fn ask_servers(&self) -> Result<(), Vec<String>> {
+    fn send_to_servers(&self) -> Result<(), Vec<String>> {
         let pids: Vec<u32> = self.lock().servers.keys().copied().collect();
         if pids.is_empty() {
             return Err(vec!["Server not found".to_owned()]);
         }
         for pid in pids {
-            self.ask_server(pid, |request| ToServer::Ping { request })?;
+            self.send_to_server(pid, |request| ToServer::Ping { request })?;
         }
         Ok(())
     }

@@ -197,7 +197,7 @@ impl Daemon {
     fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<Pending> {
         let hello =
             if self.faults.injected("mps:handshake").is_some() { handshake::OTHER_HELLO } else { handshake::HELLO };
-        match handshake::greet(&connection, hello) {
+        match handshake::read_peer_kind(&connection, hello) {
             Ok(Peer::Client(credentials)) => {
                 if self.faults.injected("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;

@@ -177,7 +177,7 @@ fn pass_on(mut state: MutexGuard<'_, State>, server: u32, client: &Connection) {
     let Ok(message) = serde_json::to_vec(&message) else { return };
     // The kernel attests the client's messages from now on, even before the server reads them. It
     // also attests the server's messages to the client, as observed.
-    let attested = servers.attest().and_then(|()| theirs.attest());
+    let attested = servers.enable_credentials().and_then(|()| theirs.enable_credentials());
     if attested.is_err() || client.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
         return;
     }

@@ -91,7 +91,7 @@ impl Clients {
     }
 
     /// Adds a process, or returns the `CUresult` that rejects it.
-    pub fn enter(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
+    pub fn add_process(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
         self.add(connection, pid, Stage::Process)
     }
 
@@ -131,7 +131,7 @@ impl Clients {
     }
 
     /// Whether a process has a connection.
-    pub fn knows(&self, pid: u32) -> bool {
+    pub fn has_process(&self, pid: u32) -> bool {
         self.connected.values().any(|client| client.pid == pid)
     }
 
@@ -154,7 +154,7 @@ impl Clients {
     }
 
     /// Records that a client's kernels are in flight.
-    pub fn busy(&mut self, connection: u64, kernel_ms: f64) -> Vec<Effect> {
+    pub fn start_kernels(&mut self, connection: u64, kernel_ms: f64) -> Vec<Effect> {
         match self.connected.get_mut(&connection) {
             Some(client) if client.stage == Stage::Live => client.busy = Some(kernel_ms),
             _ => return Vec::new(),
@@ -198,7 +198,7 @@ impl Clients {
         if self.connected.values().any(|client| client.pid == pid && client.terminating) {
             self.terminations.push(Termination { request, pid });
         } else {
-            let result = if self.knows(pid) { INVALID_CONTEXT } else { INVALID_VALUE };
+            let result = if self.has_process(pid) { INVALID_CONTEXT } else { INVALID_VALUE };
             effects.push(Effect::Answer(request, result));
         }
         effects
@@ -218,25 +218,25 @@ impl Clients {
             client.stage = Stage::Ended;
             effects.push(Effect::Release(connection));
         }
-        effects.extend(self.answers());
+        effects.extend(self.termination_replies());
         effects
     }
 
     /// Removes a closed connection. `orderly` means that the client sent a goodbye.
-    pub fn left(&mut self, connection: u64, orderly: bool) -> Vec<Effect> {
+    pub fn remove_connection(&mut self, connection: u64, orderly: bool) -> Vec<Effect> {
         let Some(client) = self.connected.remove(&connection) else { return Vec::new() };
         let mut effects = Vec::new();
         if client.holds_context() {
             effects.push(Effect::Release(connection));
         }
         if let (Stage::Live, Some(kernel_ms), false) = (client.stage, client.busy, orderly)
-            && self.rule.breaks(kernel_ms)
+            && self.rule.breaks_neighbours(kernel_ms)
         {
             let broken = self.fault();
             self.poisoned = broken.is_empty();
             effects.extend(broken);
         }
-        effects.extend(self.answers());
+        effects.extend(self.termination_replies());
         if self.status == Status::Fault && self.connected.values().all(|client| client.stage != Stage::Broken) {
             self.status = Status::Active;
             effects.push(Effect::Status(Status::Active));
@@ -250,7 +250,7 @@ impl Clients {
     }
 
     /// Answers each `terminate_client` whose contexts have all ended.
-    fn answers(&mut self) -> Vec<Effect> {
+    fn termination_replies(&mut self) -> Vec<Effect> {
         let waits = |pid: u32| self.connected.values().any(|client| client.pid == pid && client.terminating);
         let (waiting, done): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.terminations).into_iter().partition(|termination| waits(termination.pid));
@@ -274,7 +274,7 @@ mod tests {
         let mut clients = Clients::new(Rule::from_environment(None, None));
         for connection in 1..=count {
             let pid = 100 + u32::try_from(connection).unwrap();
-            clients.enter(1000 + connection, pid).unwrap();
+            clients.add_process(1000 + connection, pid).unwrap();
             context(&mut clients, connection, pid, 1);
         }
         clients
@@ -288,9 +288,9 @@ mod tests {
     #[test]
     fn the_49th_context_is_refused_until_another_ends() {
         let mut clients = with(48);
-        assert_eq!(clients.enter(2000, 149), Ok(()));
+        assert_eq!(clients.add_process(2000, 149), Ok(()));
         assert_eq!(clients.reserve(49, 149), Err(MAX_CLIENTS_REACHED));
-        clients.left(7, true);
+        clients.remove_connection(7, true);
         assert_eq!(clients.reserve(49, 149), Ok(1));
         assert_eq!(clients.reserve(50, 149), Err(MAX_CLIENTS_REACHED));
     }
@@ -301,52 +301,55 @@ mod tests {
         let effects = clients.fault();
         assert_eq!(effects, [Effect::Break(1), Effect::Break(2), Effect::Break(3), Effect::Status(Status::Fault)]);
         assert_eq!(clients.broken(), [101, 102, 103]);
-        assert_eq!(clients.enter(2000, 104), Err(NOT_READY));
+        assert_eq!(clients.add_process(2000, 104), Err(NOT_READY));
         assert_eq!(clients.reserve(4, 101), Err(NOT_READY));
-        assert_eq!(clients.left(1, false), [Effect::Release(1)]);
-        assert_eq!(clients.left(3, false), [Effect::Release(3)]);
-        assert_eq!(clients.left(1001, false), []);
-        assert_eq!(clients.left(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
-        assert_eq!(clients.enter(2000, 104), Ok(()));
+        assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
+        assert_eq!(clients.remove_connection(3, false), [Effect::Release(3)]);
+        assert_eq!(clients.remove_connection(1001, false), []);
+        assert_eq!(clients.remove_connection(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
+        assert_eq!(clients.add_process(2000, 104), Ok(()));
     }
 
     #[test]
-    fn a_busy_death_breaks_neighbours_and_an_orderly_exit_does_not() {
+    fn a_busy_client_that_dies_breaks_neighbours_and_an_orderly_exit_does_not() {
         let mut clients = with(3);
-        clients.busy(1, 100.0);
-        clients.busy(2, 100.0);
-        assert_eq!(clients.left(1, true), [Effect::Release(1)]);
-        assert_eq!(clients.left(2, false), [Effect::Release(2), Effect::Break(3), Effect::Status(Status::Fault)]);
+        clients.start_kernels(1, 100.0);
+        clients.start_kernels(2, 100.0);
+        assert_eq!(clients.remove_connection(1, true), [Effect::Release(1)]);
+        assert_eq!(
+            clients.remove_connection(2, false),
+            [Effect::Release(2), Effect::Break(3), Effect::Status(Status::Fault)]
+        );
     }
 
     #[test]
-    fn an_idle_or_short_death_breaks_no_client() {
+    fn an_idle_client_or_one_with_short_kernels_breaks_no_client_when_it_dies() {
         let mut clients = with(3);
-        clients.busy(1, 100.0);
+        clients.start_kernels(1, 100.0);
         clients.idle(1);
-        clients.busy(2, 0.5);
-        assert_eq!(clients.left(1, false), [Effect::Release(1)]);
-        assert_eq!(clients.left(2, false), [Effect::Release(2)]);
+        clients.start_kernels(2, 0.5);
+        assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
+        assert_eq!(clients.remove_connection(2, false), [Effect::Release(2)]);
     }
 
     #[test]
-    fn a_busy_death_without_neighbours_breaks_the_next_busy_client() {
+    fn a_busy_client_that_dies_without_neighbours_breaks_the_next_busy_client() {
         let mut clients = with(1);
-        clients.busy(1, 1000.0);
-        assert_eq!(clients.left(1, false), [Effect::Release(1)]);
+        clients.start_kernels(1, 1000.0);
+        assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
         context(&mut clients, 2, 102, 1);
-        assert_eq!(clients.busy(2, 0.1), [Effect::Break(2), Effect::Status(Status::Fault)]);
-        assert_eq!(clients.left(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
+        assert_eq!(clients.start_kernels(2, 0.1), [Effect::Break(2), Effect::Status(Status::Fault)]);
+        assert_eq!(clients.remove_connection(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
     }
 
     #[test]
     fn the_death_of_a_terminated_client_breaks_no_client() {
         let mut clients = with(2);
-        clients.busy(1, 1000.0);
+        clients.start_kernels(1, 1000.0);
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
         assert_eq!(clients.ended(1), [Effect::Release(1), Effect::Answer(7, 0)]);
         assert_eq!(clients.terminate(8, 101), [Effect::Answer(8, INVALID_CONTEXT)]);
-        assert_eq!(clients.left(1, false), []);
+        assert_eq!(clients.remove_connection(1, false), []);
     }
 
     #[test]
@@ -356,9 +359,12 @@ mod tests {
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1), Effect::AskToEnd(3)]);
         assert_eq!(clients.terminate(8, 101), []);
         assert_eq!(clients.ended(1), [Effect::Release(1)]);
-        assert_eq!(clients.left(3, false), [Effect::Release(3), Effect::Answer(7, 0), Effect::Answer(8, 0)]);
-        clients.left(1, false);
-        clients.left(1001, false);
+        assert_eq!(
+            clients.remove_connection(3, false),
+            [Effect::Release(3), Effect::Answer(7, 0), Effect::Answer(8, 0)]
+        );
+        clients.remove_connection(1, false);
+        clients.remove_connection(1001, false);
         assert_eq!(clients.terminate(9, 101), [Effect::Answer(9, INVALID_VALUE)]);
     }
 
@@ -369,6 +375,6 @@ mod tests {
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
         assert_eq!(clients.ended(1), [Effect::Answer(7, 0)]);
         assert_eq!(clients.broken(), [101]);
-        assert_eq!(clients.left(1, false), [Effect::Release(1), Effect::Status(Status::Active)]);
+        assert_eq!(clients.remove_connection(1, false), [Effect::Release(1), Effect::Status(Status::Active)]);
     }
 }

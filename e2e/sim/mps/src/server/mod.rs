@@ -162,7 +162,7 @@ impl Server {
     /// Handles the daemon's messages one after the other until the daemon closes or requests a
     /// shutdown.
     fn serve(self: &Arc<Self>) {
-        while let Ok(Some(packet)) = self.link.recv_fd(wire::LONGEST) {
+        while let Ok(Some(packet)) = self.link.recv_fd(wire::MAX_PACKET) {
             match serde_json::from_slice(&packet.data) {
                 Ok(ToServer::Client { connection, settings }) => {
                     if let Some(socket) = packet.fd {
@@ -203,7 +203,7 @@ impl Server {
 
     /// Waits for a client's introduction without a deadline, and admits the client.
     fn admit(self: &Arc<Self>, connection: u64, settings: Settings, socket: Connection) {
-        let channels = socket.attest().and_then(|()| Connection::pair());
+        let channels = socket.enable_credentials().and_then(|()| Connection::pair());
         let Ok((channel, theirs)) = channels else {
             self.report(&FromServer::Left { connection });
             return;
@@ -256,7 +256,7 @@ impl Server {
     ) -> Result<(), i32> {
         let mut inner = self.lock();
         let id = match subject {
-            Subject::Process => inner.clients.enter(connection, pid).map(|()| 0),
+            Subject::Process => inner.clients.add_process(connection, pid).map(|()| 0),
             Subject::Context => inner.clients.reserve(connection, pid),
         }?;
         inner.bound.entry(pid).or_insert(settings);
@@ -312,7 +312,7 @@ impl Server {
             ToContext::Free(bytes) => Some(inner.memory(connection, |memory| memory.free(bytes))),
             ToContext::Query => Some(inner.memory(connection, |_| Ok(()))),
             ToContext::Busy(kernel_ms) => {
-                let effects = inner.clients.busy(connection, kernel_ms);
+                let effects = inner.clients.start_kernels(connection, kernel_ms);
                 self.apply(&mut inner, effects);
                 None
             }
@@ -399,7 +399,7 @@ impl Server {
                 self.log(&format!("Client {client} exiting. Number of active client contexts is {left}."));
             }
         }
-        let mut effects = inner.clients.left(connection, orderly);
+        let mut effects = inner.clients.remove_connection(connection, orderly);
         if effects.contains(&Effect::Status(Status::Fault)) {
             // The log names a living client and never the one that died. Measured in 47 of 47 such
             // faults.
@@ -418,7 +418,7 @@ impl Server {
         }
         self.apply(&mut inner, effects);
         inner.connections.remove(&connection);
-        if let Some(pid) = pid.filter(|pid| !inner.clients.knows(*pid)) {
+        if let Some(pid) = pid.filter(|pid| !inner.clients.has_process(*pid)) {
             inner.bound.remove(&pid);
             self.log(&format!("Client process {pid} disconnected"));
         }

@@ -48,7 +48,7 @@ impl Chaos {
     pub(crate) fn disrupt(&mut self, cluster: &Cluster, random: &mut Random) -> Result<Disruption> {
         let node = *pick(random, &[SHARES_NODE, DYNAMIC_NODE]).context("no node")?;
         let &(what, breaks_clients) = pick(random, &DISRUPTIONS).context("no disruption")?;
-        carry_out(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
+        run_disruption(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
         *self.done.entry(what).or_default() += 1;
         Ok(Disruption { what, node, breaks_clients })
     }
@@ -84,7 +84,7 @@ fn simgpu(node: &str, args: &[&str]) -> Result<String> {
 }
 
 /// Carries out one kind of disruption, and waits until the component has recovered.
-fn carry_out(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) -> Result<()> {
+fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) -> Result<()> {
     match what {
         "agent" => {
             let old = process(node, "cleave-agent")?;

@@ -98,13 +98,13 @@ fn main() -> Result<()> {
     // The kubelet needs a minute or two to clean up after a killed container runtime.
     let mut left = Vec::new();
     let _ = wait_for("nothing remains", 2 * WAIT_TIMEOUT, || {
-        left = resources::left(&before, &ObjectCounts::of_nodes()?);
+        left = resources::remaining_objects(&before, &ObjectCounts::of_nodes()?);
         Ok(left.is_empty().then_some(()))
     });
     memory.push(resources::memory()?);
     println!("{}; {}", tracker.summary(), chaos.summary());
-    println!("resident KiB at the start, in the middle, at the end: {}", resources::course(&memory));
-    let grown = resources::grown(&memory);
+    println!("resident KiB at the start, in the middle, at the end: {}", resources::memory_course(&memory));
+    let grown = resources::grown_programs(&memory);
     println!(
         "soak: {minutes} minutes, seed {seed}: {} promises broken, {} things left behind, {} programs grown",
         tracker.violations.len(),

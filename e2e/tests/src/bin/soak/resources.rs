@@ -33,7 +33,7 @@ impl ObjectCounts {
 }
 
 /// Describes the kinds with more objects than before.
-pub(crate) fn left(before: &ObjectCounts, after: &ObjectCounts) -> Vec<String> {
+pub(crate) fn remaining_objects(before: &ObjectCounts, after: &ObjectCounts) -> Vec<String> {
     let more = |(of, now): (&(&'static str, String), &u64)| {
         let was = before.0.get(of).copied().unwrap_or_default();
         (*now > was).then(|| format!("{} on {}: {was} before, {now} now", of.1, of.0))
@@ -71,7 +71,7 @@ pub(crate) fn memory() -> Result<Memory> {
 }
 
 /// Formats each program's memory at the start, in the middle and at the end.
-pub(crate) fn course(memory: &[Memory]) -> String {
+pub(crate) fn memory_course(memory: &[Memory]) -> String {
     let at = [0, memory.len() / 2, memory.len().saturating_sub(1)];
     let Some(last) = memory.last() else { return String::new() };
     let figures = |of: &(&'static str, String)| {
@@ -88,7 +88,7 @@ const MAX_GROWTH_KIB: u64 = 4096;
 
 /// Describes the programs whose memory grew by more than [`MAX_GROWTH_KIB`] in the second half of
 /// the run.
-pub(crate) fn grown(memory: &[Memory]) -> Vec<String> {
+pub(crate) fn grown_programs(memory: &[Memory]) -> Vec<String> {
     let (Some(middle), Some(last)) = (memory.get(memory.len() / 2), memory.last()) else { return Vec::new() };
     let more = |(of, now): (&(&'static str, String), &u64)| {
         let was = *middle.get(of)?;

@@ -26,7 +26,7 @@ const SLEEP_FOREVER: &str = "exec sleep infinity";
 const DOOR_FOLDER: &str = "/run/cleave-mps";
 
 /// The violations of [`LIAR`], as `cleave-client --lie` names them.
-const LIES: [&str; 18] = [
+const VIOLATIONS: [&str; 18] = [
     "stall=0",
     "stall=4",
     "stall=9",
@@ -92,7 +92,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
 fn other_pods() -> Vec<Value> {
     let lies = format!(
         "for lie in {}; do cleave-client --lie $lie --hold 30 >/tmp/$lie 2>&1 & done; wait; {SLEEP_FOREVER}",
-        LIES.join(" ")
+        VIOLATIONS.join(" ")
     );
     let one = json!({SHARES: 1});
     let with = |name: &str, limits: &Value, script: &str, field: &str, value: Value| {
@@ -181,7 +181,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
             check_no_context(&said, 1)
         },
     },
-    Attempt { name: "a volume over the door's folder", expected: Expected::NoEffect, run: volume_over },
+    Attempt { name: "a volume over the door's folder", expected: Expected::NoEffect, run: mount_over_door },
     Attempt { name: "an MPS daemon of its own", expected: NO_CONTEXT, run: own_daemon },
     Attempt {
         name: "another GPU of the node, through its own door",
@@ -203,7 +203,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
             Ok(if errors.is_empty() { Outcome::Succeeded(said) } else { Outcome::Refused(errors) })
         },
     },
-    Attempt { name: "more processes than the policy allows", expected: NO_CONTEXT, run: too_many },
+    Attempt { name: "more processes than the policy allows", expected: NO_CONTEXT, run: start_too_many_processes },
     Attempt {
         name: "a door without a share",
         expected: Expected::Refused(&["No such file"]),
@@ -350,7 +350,11 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: CLOSED,
         run: |bed| wait_for_violations(bed, LIAR, &["no-last-word", "last-word=7"]),
     },
-    Attempt { name: "death with the server's socket in hand", expected: Expected::NoEffect, run: vanish },
+    Attempt {
+        name: "death with the server's socket in hand",
+        expected: Expected::NoEffect,
+        run: exit_during_handshake,
+    },
     Attempt { name: "a socket to the server that is shut down", expected: Expected::NoEffect, run: shut_down },
     Attempt {
         name: "two hundred connections at once, and silence",
@@ -460,7 +464,7 @@ fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
 
 /// Mounts a volume over the door's folder. The volume may hide the door or be hidden by the door's
 /// mount. In neither case can the pod use the GPU outside MPS.
-fn volume_over(bed: &TestBed<'_>) -> Result<Outcome> {
+fn mount_over_door(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = shell(bed, "over", "cleave-client --once")?;
     match check_no_context(&said, 1)? {
         Outcome::Refused(errors) => {
@@ -472,7 +476,7 @@ fn volume_over(bed: &TestBed<'_>) -> Result<Outcome> {
 }
 
 /// Starts as many processes as the policy permits, and then one more.
-fn too_many(bed: &TestBed<'_>) -> Result<Outcome> {
+fn start_too_many_processes(bed: &TestBed<'_>) -> Result<Outcome> {
     let hold = format!(
         "cleave-client --processes {MAX_CLIENTS} --hold forever --handle-sigterm >/tmp/many 2>&1 </dev/null & \
          echo $! >/tmp/many.pid"
@@ -579,7 +583,7 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
 }
 
 /// Runs clients that exit while they have the server's socket.
-fn vanish(bed: &TestBed<'_>) -> Result<Outcome> {
+fn exit_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
     on_the_same_server(bed, (0..4).map(|words| format!("vanish={words}")))
 }
 

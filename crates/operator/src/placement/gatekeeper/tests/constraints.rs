@@ -50,7 +50,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
     let mut alike = world.clone();
     alike.change(|world| &mut world.pods, "team/plain", |pod| pod["metadata"]["labels"] = json!({"app": "web"}));
     assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &alike, 3)), []);
-    assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 3)), [("team/plain", "held")]);
+    assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 3)), [("team/plain", "reserved")]);
 }
 
 #[test]

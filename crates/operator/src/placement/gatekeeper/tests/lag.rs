@@ -75,8 +75,8 @@ proptest! {
                     prop_assert_eq!(keeper.ledger(), thorough.ledger());
                     for (index, release) in actions.releases.iter().enumerate() {
                         if index >= written || !world.patch(release) {
-                            keeper.release_failed(&release.pod);
-                            thorough.release_failed(&release.pod);
+                            keeper.record_failed_release(&release.pod);
+                            thorough.record_failed_release(&release.pod);
                         }
                     }
                 }

@@ -20,14 +20,14 @@ fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_hos
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!((released(&actions), replaced(&actions)), (vec![], vec!["n1"]));
     let step = actions.rollout.unwrap();
-    keeper.rollout.replaced(&step.replace[0], at(2).up);
+    keeper.rollout.record_replacement(&step.replace[0], at(2).up);
     world.hosts = Some(BTreeMap::new());
     assert_eq!(released(&reconcile(&mut keeper, &world, 10)), [], "the host is gone");
     // A new leader makes the same decision.
     assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 11)), []);
     world = world.host("n1", "new");
     let actions = reconcile(&mut keeper, &world, 12);
-    assert_eq!((released(&actions), replaced(&actions)), (vec![("team/a", "held")], vec![]), "the new host serves");
+    assert_eq!((released(&actions), replaced(&actions)), (vec![("team/a", "reserved")], vec![]), "the new host serves");
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves
     );
     assert_eq!(stays(&mut keeper, &world, 20), "team/a has 2 nvidia.com/gpu-mps");
     world = world.pod("b", 8);
-    assert_eq!(released(&reconcile(&mut keeper, &world, 30)), [("team/b", "held")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 30)), [("team/b", "reserved")]);
     // All pods are deleted.
     world.pods.clear();
     world.change(
@@ -85,7 +85,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_cordoned_or_time_sliced() {
         TestCluster::default().node("n1", &[0, 0]).node("n2", &[0]).host("n1", "old").host("n2", "new").pod("a", 2);
     world.change(|world| &mut world.gpu_nodes, "n1", |node| node["metadata"]["annotations"] = cordoned);
     let mut keeper = Gatekeeper::default();
-    assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "held")], "the other node has room");
+    assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "reserved")], "the other node has room");
     assert_eq!(replaced(&reconcile(&mut keeper, &world, 2)), ["n1"]);
     // Time-slicing needs no MPS host.
     let replicas = "nvidia.com/gpu-timeslice";
@@ -104,7 +104,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_cordoned_or_time_sliced() {
     let mut keeper = Gatekeeper::default();
     assert_eq!(
         released(&reconcile(&mut keeper, &world, 0)),
-        [("team/t", "held")],
+        [("team/t", "reserved")],
         "only shares under MPS are withheld"
     );
     assert_eq!(replaced(&reconcile(&mut keeper, &world, 2)), ["n1"]);

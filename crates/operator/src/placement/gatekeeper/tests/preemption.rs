@@ -7,7 +7,7 @@ use super::world::{ActualAllocations, TestCluster, reconcile, released};
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
-fn a_pod_preempts_one_of_lower_priority_and_the_room_is_kept_for_it() {
+fn a_pod_preempts_one_of_lower_priority_and_gets_its_shares() {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
     let mut reality = ActualAllocations::default();
     for (name, units, device, priority) in [("low", 7, 0, 1), ("other", 9, 1, 5), ("small", 3, 0, 3)] {
@@ -40,7 +40,7 @@ fn a_pod_preempts_one_of_lower_priority_and_the_room_is_kept_for_it() {
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!(
         (released(&actions), actions.waiting.len()),
-        (vec![("team/high", "held")], 1),
+        (vec![("team/high", "reserved")], 1),
         "the freed shares are kept for the preemptor"
     );
 }
@@ -82,10 +82,10 @@ fn a_pod_that_a_budget_protects_is_evicted_only_if_no_other_can_be() {
     let (world, _) = high_behind_two();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
-    keeper.protect(&first, Duration::ZERO);
+    keeper.record_protection(&first, Duration::ZERO);
     let second = reconcile(&mut keeper, &world, 1).evictions[0].pod.clone();
     assert_ne!(first, second);
-    keeper.protect(&second, Duration::from_secs(1));
+    keeper.record_protection(&second, Duration::from_secs(1));
     let protected = reconcile(&mut keeper, &world, 2);
     assert_eq!(
         (protected.evictions, protected.requeue),
@@ -107,5 +107,5 @@ fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
     assert_eq!((actions.evictions, actions.waiting.len()), (vec![], 1));
     reality.given.remove(&first);
     reality.report(&mut world);
-    assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [("team/high", "held")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [("team/high", "reserved")]);
 }

@@ -16,7 +16,7 @@ use crate::policies::demand::Reason;
 fn a_pod_that_fits_is_released_to_its_node_with_its_reservation_as_annotation() {
     let mut world = TestCluster::default().node("n1", &[8, 5, 0]).pod("a", 3);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
-    assert_eq!(released(&actions), [("team/a", "held")]);
+    assert_eq!(released(&actions), [("team/a", "reserved")]);
     assert!(world.patch(&actions.releases[0]));
     let pod = &world.pods["team/a"];
     assert_eq!(pod["spec"].get("schedulingGates"), None);
@@ -48,7 +48,7 @@ fn pods_are_released_by_priority_and_then_by_age() {
     }
     for expected in ["important", "old", "young"] {
         let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
-        assert_eq!(released(&actions), [(format!("team/{expected}").as_str(), "held")]);
+        assert_eq!(released(&actions), [(format!("team/{expected}").as_str(), "reserved")]);
         world.pods.remove(&format!("team/{expected}"));
     }
 }
@@ -60,11 +60,11 @@ fn a_pod_with_another_gate_is_not_released() {
     let mut keeper = Gatekeeper::default();
     assert_eq!(reconcile(&mut keeper, &world, 0), Actions::default());
     world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["schedulingGates"] = json!([{"name": GATE}]));
-    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/a", "held")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/a", "reserved")]);
 }
 
 #[test]
-fn a_pod_that_no_gpu_can_hold_is_released_after_minutes_to_larger_gpus_on_any_node() {
+fn a_pod_that_fits_on_no_gpu_is_released_after_minutes_to_larger_gpus_on_any_node() {
     let mut world = TestCluster::default().node("n1", &[0, 0]).pod("a", 11);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
@@ -75,7 +75,7 @@ fn a_pod_that_no_gpu_can_hold_is_released_after_minutes_to_larger_gpus_on_any_no
     );
     assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_AFTER.as_secs() - 1)), []);
     let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_AFTER.as_secs());
-    assert_eq!(released(&actions), [("team/a", "never")]);
+    assert_eq!(released(&actions), [("team/a", "unschedulable")]);
     assert!(
         matches!(&actions.releases[0].reason, ReleaseReason::Unschedulable(why) if why.contains("the largest has 10")),
         "{actions:?}"
@@ -100,7 +100,7 @@ fn a_pod_that_requests_nothing_that_cleave_serves_is_released_unchanged() {
         "status": {"allocatable": {"nvidia.com/mig-1g.10gb": "7"}}}),
     );
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
-    assert_eq!(released(&actions), [("team/mig", "not_ours"), ("team/plain", "not_ours")]);
+    assert_eq!(released(&actions), [("team/mig", "not_managed"), ("team/plain", "not_managed")]);
     assert!(world.patch(&actions.releases[0]));
     assert_eq!(world.pods["team/mig"]["spec"].get("affinity"), None);
 }
@@ -129,24 +129,24 @@ fn a_pod_whose_release_is_always_refused_reserves_nothing_and_reports_the_reason
     let mut second = 0;
     // The first refusals do not delay the pod: the pod may have changed after the decision.
     for _ in 0..MAX_REFUSALS {
-        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "held")]);
-        keeper.release_refused("team/a", "metadata.annotations: Too long", at(second).up);
+        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "reserved")]);
+        keeper.record_refused_release("team/a", "metadata.annotations: Too long", at(second).up);
     }
     let actions = reconcile(&mut keeper, &world, second);
-    assert_eq!(released(&actions), [("team/b", "held")]);
+    assert_eq!(released(&actions), [("team/b", "reserved")]);
     let waits = &actions.waiting["team/a"];
     assert_eq!(waits.reason, Reason::Malformed);
     assert!(waits.message.ends_with("releases this pod: metadata.annotations: Too long"), "{}", waits.message);
     assert_eq!(actions.requeue, Some(FIRST_BACKOFF));
-    keeper.release_failed("team/b");
+    keeper.record_failed_release("team/b");
     let mut delays = Vec::new();
     for _ in 0..8 {
         let delay = reconcile(&mut keeper, &world, second).requeue.unwrap();
-        keeper.release_failed("team/b");
+        keeper.record_failed_release("team/b");
         delays.push(delay.as_secs());
         second += delay.as_secs();
-        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "held")], "the delay has ended");
-        keeper.release_refused("team/a", "no", at(second).up);
+        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "reserved")], "the delay has ended");
+        keeper.record_refused_release("team/a", "no", at(second).up);
     }
     assert_eq!(delays, [1, 2, 4, 8, 16, 32, 60, 60]);
 }

@@ -13,12 +13,12 @@ use crate::placement::gatekeeper::Gatekeeper;
 fn reserved_shares_are_not_reserved_twice_while_watches_lag() {
     let world = TestCluster::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
     let mut keeper = Gatekeeper::default();
-    assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "held")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "reserved")]);
     let actions = reconcile(&mut keeper, &world, 1);
     assert_eq!(released(&actions), [], "the watch has not reported the release of a");
     assert!(actions.waiting.contains_key("team/b"));
-    keeper.release_failed("team/a");
-    assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [("team/a", "held")], "the release failed");
+    keeper.record_failed_release("team/a");
+    assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [("team/a", "reserved")], "the release failed");
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
         (released(&actions), actions.requeue),
         (vec![], Some(RESERVATION.checked_sub(Duration::from_secs(1)).unwrap()))
     );
-    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "held")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "reserved")]);
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_other
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((released(&actions), actions.requeue), (vec![], Some(RESERVATION)));
-    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "held")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "reserved")]);
     reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1);
     assert!(keeper.ledger().unwrap().claim("team/a").is_none(), "the annotation no longer counts");
 }
@@ -83,7 +83,10 @@ fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_for_se
     let world = world.pod("b", 6);
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!((released(&actions), actions.requeue), (vec![], Some(UNREPORTED_CLAIM_TIME)));
-    assert_eq!(released(&reconcile(&mut keeper, &world, 2 + UNREPORTED_CLAIM_TIME.as_secs())), [("team/b", "held")]);
+    assert_eq!(
+        released(&reconcile(&mut keeper, &world, 2 + UNREPORTED_CLAIM_TIME.as_secs())),
+        [("team/b", "reserved")]
+    );
 }
 
 #[test]
@@ -93,5 +96,5 @@ fn a_new_pod_of_the_same_name_gets_a_reservation_of_its_own() {
     assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
     world.pods.clear();
     let world = world.pod("a", 8);
-    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/a", "held")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/a", "reserved")]);
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::world::{TestCluster, nodes_of, reconcile, refuse, released, replica};
 use crate::placement::claims::{MAX_RENEWALS, RESERVATION};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-use crate::placement::stranded::{GONE_AFTER, Recreation, Rescue};
+use crate::placement::stranded::{MISSING_NODE_DELAY, Recreation, Rescue};
 
 /// Seconds after which a pod that fits no GPU is released.
 const UNSCHEDULABLE_SECONDS: u64 = UNSCHEDULABLE_AFTER.as_secs();
@@ -34,7 +34,7 @@ fn untaint(world: &mut TestCluster) {
 }
 
 #[test]
-fn a_temporary_obstacle_keeps_a_pod_at_the_gate_however_long_it_lasts() {
+fn a_pod_stays_gated_during_a_temporary_obstacle_of_any_length() {
     let cases: [(&str, Change, Change); 5] = [
         (
             "is cordoned",
@@ -71,7 +71,7 @@ fn a_temporary_obstacle_keeps_a_pod_at_the_gate_however_long_it_lasts() {
         ends(&mut world);
         assert_eq!(
             released(&reconcile(&mut keeper, &world, 10 * UNSCHEDULABLE_SECONDS + 1)),
-            [("team/a", "held")],
+            [("team/a", "reserved")],
             "{why}"
         );
     }
@@ -97,18 +97,22 @@ fn no_pod_is_released_while_a_policy_or_a_gpu_node_is_absent_for_a_short_time() 
         world.version += 1;
         world.gpu_nodes = before;
         world.change(|world| &mut world.gpu_nodes, "n1", |_| ());
-        assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)), [("team/a", "held")], "{what}");
+        assert_eq!(
+            released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)),
+            [("team/a", "reserved")],
+            "{what}"
+        );
     }
 }
 
 #[test]
-fn a_pod_does_not_wait_forever_for_a_resource_that_another_plugin_serves() {
+fn a_pod_that_requests_a_resource_of_another_plugin_is_released() {
     let mig = json!({"containers": [{"resources": {"limits": {"nvidia.com/mig-1g.10gb": "1"}}}]});
     let mut world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, mig);
     change_node(&mut world, |node| node["status"]["allocatable"]["nvidia.com/mig-1g.10gb"] = json!("7"));
     let mut keeper = Gatekeeper::default();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
-    assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)), [("team/a", "not_ours")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)), [("team/a", "not_managed")]);
 }
 
 /// A replica, or a pod without a controller, that is released to n1 and not bound.
@@ -130,7 +134,7 @@ fn released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
 fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
     let full: Change = |world| change_node(world, |node| node["status"]["allocatable"]["pods"] = json!("0"));
     let cases: [(&str, Change, Duration); 4] = [
-        ("no longer exist: n1.", |world| drop(world.nodes.remove("n1")), GONE_AFTER),
+        ("no longer exist: n1.", |world| drop(world.nodes.remove("n1")), MISSING_NODE_DELAY),
         (
             "n1: cordoned.",
             |world| change_node(world, |node| node["spec"]["unschedulable"] = json!(true)),
@@ -227,12 +231,12 @@ fn a_pod_that_the_scheduler_nominated_to_its_node_is_not_stranded() {
 }
 
 #[test]
-fn a_pod_that_was_released_as_unschedulable_is_recreated_once_it_could_wait_for_room() {
+fn a_pod_released_as_unschedulable_is_recreated_once_a_gpu_is_large_enough() {
     let mut world = replica(TestCluster::default().node("n1", &[10]), "a", json!({"nodeSelector": {"gen": "9"}}));
     let mut keeper = Gatekeeper::default();
     reconcile(&mut keeper, &world, 0);
     let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
-    assert_eq!(released(&actions), [("team/a", "never")]);
+    assert_eq!(released(&actions), [("team/a", "unschedulable")]);
     assert!(world.patch(&actions.releases[0]));
     let affinity = world.pods["team/a"]["spec"]["affinity"].to_string();
     assert!(
@@ -248,7 +252,7 @@ fn a_pod_that_was_released_as_unschedulable_is_recreated_once_it_could_wait_for_
     // priority.
     change_node(&mut world, |node| node["metadata"]["labels"]["gen"] = json!("9"));
     reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS);
-    let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + GONE_AFTER.as_secs()).rescue;
+    let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + MISSING_NODE_DELAY.as_secs()).rescue;
     assert!(
         rescue.recreate[0].message.contains("released as unschedulable, but it would fit on a GPU now"),
         "{rescue:?}"
@@ -261,7 +265,7 @@ fn a_pod_whose_resource_no_node_offers_is_released_to_any_node() {
     let mut keeper = Gatekeeper::default();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
     let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
-    assert_eq!(released(&actions), [("team/a", "never")]);
+    assert_eq!(released(&actions), [("team/a", "unschedulable")]);
     assert!(world.patch(&actions.releases[0]));
     let pod = &world.pods["team/a"];
     assert_eq!(
@@ -320,7 +324,7 @@ fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
     let mut keeper = Gatekeeper::default();
     reconcile(&mut keeper, &world, 0);
     let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
-    assert_eq!(released(&actions), [("team/a", "never")]);
+    assert_eq!(released(&actions), [("team/a", "unschedulable")]);
     assert!(world.patch(&actions.releases[0]));
     for second in [2, 3, 10] {
         assert_eq!(reconcile(&mut keeper, &world, second * UNSCHEDULABLE_SECONDS).rescue.recreate, []);

@@ -5,17 +5,17 @@ use serde_json::{Value, json};
 
 use super::world::{MPS, TestCluster, at, reconcile, released};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-use crate::policies::demand::{Reason, Waiting};
+use crate::policies::demand::{Reason, WaitingPod};
 
 #[test]
 fn a_pod_waits_until_one_gpu_has_enough_free_shares() {
     let mut world = TestCluster::default().node("n1", &[7, 7]).pod("five", 5).pod("three", 3);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
-    assert_eq!(released(&actions), [("team/three", "held")], "a pod that fits does not wait for one that does not");
+    assert_eq!(released(&actions), [("team/three", "reserved")], "a pod that fits does not wait for one that does not");
     assert!(actions.waiting["team/five"].message.contains("no device has 5 nvidia.com/gpu-mps free"), "{actions:?}");
     world.change(|world| &mut world.gpu_nodes, "n1", |node| node["status"]["gpus"][1]["slices"][0]["inUse"] = json!(4));
-    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/five", "held")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/five", "reserved")]);
 }
 
 #[test]
@@ -23,14 +23,17 @@ fn a_pod_waits_while_gpus_are_repartitioned_for_it() {
     let ten = json!({"containers": [{"resources": {"limits": {"nvidia.com/gpu-10gb": "1"}}}]});
     let world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, ten);
     let mut keeper = Gatekeeper::default();
-    let demand = |reason| BTreeMap::from([("team/a".to_owned(), Waiting { reason, message: "planned".into() })]);
+    let demand = |reason| BTreeMap::from([("team/a".to_owned(), WaitingPod { reason, message: "planned".into() })]);
     for second in [0, 10] {
         let actions = keeper.reconcile(&world.cluster(), &demand(Reason::Repartitioning), at(second));
         assert_eq!((released(&actions), actions.waiting["team/a"].message.as_str()), (vec![], "planned"));
     }
     keeper.reconcile(&world.cluster(), &demand(Reason::Malformed), at(11));
     let later = at(11 + UNSCHEDULABLE_AFTER.as_secs());
-    assert_eq!(released(&keeper.reconcile(&world.cluster(), &demand(Reason::Malformed), later)), [("team/a", "never")]);
+    assert_eq!(
+        released(&keeper.reconcile(&world.cluster(), &demand(Reason::Malformed), later)),
+        [("team/a", "unschedulable")]
+    );
 }
 
 #[test]
@@ -52,7 +55,7 @@ fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_non
     assert_eq!(message, "No eligible GPU node: 1 node (n1) does not have the label zone=b that the pod selects");
     assert_eq!(
         released(&reconcile(&mut keeper, &elsewhere, UNSCHEDULABLE_AFTER.as_secs())),
-        [("team/a", "never")],
+        [("team/a", "unschedulable")],
         "the pod's selector matches no node"
     );
 }

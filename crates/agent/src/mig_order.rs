@@ -6,9 +6,9 @@ use crate::gpu::mig::{Change, ChangeOutcome, MigOrder, in_use_by};
 
 /// Performs a change, unless a process uses the MIG instance or the GPU. Returns the outcome, and
 /// the GPU with its processes after the change if NVML reports them.
-pub fn perform(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<(Gpu, Vec<Process>)>) {
+pub fn apply_order(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<(Gpu, Vec<Process>)>) {
     let MigOrder { gpu, change } = order;
-    let outcome = attempt(gpus, gpu, change).unwrap_or_else(|error| match error {
+    let outcome = try_change(gpus, gpu, change).unwrap_or_else(|error| match error {
         NvmlError::InUse { .. } => ChangeOutcome::Busy(error_chain(&error)),
         error => ChangeOutcome::Failed(error_chain(&error)),
     });
@@ -16,7 +16,7 @@ pub fn perform(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<(Gpu
     (outcome, observe().ok())
 }
 
-fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutcome, NvmlError> {
+fn try_change(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutcome, NvmlError> {
     let gpu = gpus.gpu(uuid)?;
     let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
     let users = |wanted: &dyn Fn(&Process) -> bool| -> Result<Option<ChangeOutcome>, NvmlError> {

@@ -7,9 +7,9 @@ use super::request::Units;
 ///
 /// Either `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts without
 /// reservations, and only [`Stock::reserve`] adds one. If the facts change, the caller creates a
-/// new stock and adds the reservations again.
+/// new units and adds the reservations again.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Stock {
+pub(super) struct DeviceUnits {
     capacity: u32,
     used: u32,
     /// Number of reservations of each size.
@@ -17,8 +17,8 @@ pub(super) struct Stock {
     free: u32,
 }
 
-impl Stock {
-    /// Creates a stock without reservations. `used` can exceed `capacity` if units become unhealthy
+impl DeviceUnits {
+    /// Creates a units without reservations. `used` can exceed `capacity` if units become unhealthy
     /// while they are in use.
     pub(super) fn new(capacity: u32, used: u32) -> Self {
         let mut stock = Self { capacity, used, reserved: BTreeMap::new(), free: 0 };
@@ -76,8 +76,8 @@ impl Stock {
         }
     }
 
-    /// Returns a copy of the stock without reservations.
-    pub(super) fn cleared(&self) -> Self {
+    /// Returns a copy of the units without reservations.
+    pub(super) fn without_reservations(&self) -> Self {
         Self::new(self.capacity, self.used)
     }
 }
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn no_more_units_are_reserved_than_are_free() {
-        let mut stock = Stock::new(10, 3);
+        let mut stock = DeviceUnits::new(10, 3);
         assert!(stock.reserve(units(4)) && stock.reserve(units(3)));
         assert!(!stock.reserve(units(1)));
         assert_eq!((stock.free(), stock.reserved()), (0, 7));
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn an_overused_device_has_no_free_units() {
-        let mut stock = Stock::new(2, 5);
+        let mut stock = DeviceUnits::new(2, 5);
         assert_eq!(stock.free(), 0);
         assert!(!stock.reserve(units(1)) && !stock.reserve(units(u32::MAX)));
     }
