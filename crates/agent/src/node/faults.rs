@@ -469,7 +469,7 @@ mod tests {
         test.now += LOG_DELAY / 2;
         let report = test.update(&view(7, Some(fault(1, None, 2))));
         assert_eq!(events(&report).len(), 3);
-        assert!(events(&report)[1].2.contains("possibly its own"));
+        assert!(events(&report)[1].2.contains("possibly the pod's own"));
         assert_eq!(report.wake_after, None);
         // No source ever reports these pods.
         test.update(&view(7, Some(fault(2, Some(0), 2))));
