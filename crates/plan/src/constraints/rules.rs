@@ -157,8 +157,8 @@ pub enum NodePolicy {
     Honor,
     /// Nodes that the pod cannot run on are counted.
     Ignore,
-    /// A policy that this version does not support. Nodes that the pod cannot run on are counted, as in
-    /// the scheduler.
+    /// A policy that this version does not support. Nodes that the pod cannot run on are counted,
+    /// as in the scheduler.
     #[serde(other)]
     Unknown,
 }
