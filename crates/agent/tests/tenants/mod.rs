@@ -1,5 +1,5 @@
-//! Tenants that exceed their limits on simulated GPUs. The processes are real, but files replace
-//! their cgroups in `/proc`.
+//! Tests that the agent reports tenants that exceed their limits on simulated GPUs. The processes
+//! are real, but files replace their cgroups in `/proc`.
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;

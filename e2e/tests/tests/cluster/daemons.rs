@@ -6,8 +6,8 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::restarts::{component_pod, ready};
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares};
+use crate::restarts::{component_pod, is_ready};
+use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, ten_shares, wait_until_offered};
 
 #[test]
 fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<()> {
@@ -22,7 +22,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
     on_node(NODE, &["kill", "-9", &daemon.to_string()])?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
     scope.exec("two", &["sh", "-c", "cleave-client --once >/report 2>&1 & echo started"])?;
     wait_until("the client waits at the door", || {
         ensure!(scope.exec("two", &["cat", "/report"])?.is_empty(), "the client ran without a daemon");
@@ -32,7 +32,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     wait_until("the client runs", || Ok(!scope.exec("two", &["cat", "/report"])?.trim().is_empty()))?;
     let report: serde_json::Value = serde_json::from_str(scope.exec("two", &["cat", "/report"])?.trim())?;
     ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     wait_until("an Event reports it", || {
         let events = cluster.list("/api/v1/events")?;
         Ok(events
@@ -69,7 +69,7 @@ fn create_pods(scope: &Scope) -> Result<Vec<String>> {
 }
 
 /// Describes a failed pod; `None` if no pod has failed.
-fn failed(scope: &Scope) -> Result<Option<String>> {
+fn describe_failed_pod(scope: &Scope) -> Result<Option<String>> {
     let pods = scope.pods()?;
     let failed = pods.iter().find(|pod| pod["status"]["phase"] == "Failed");
     Ok(failed.map(|pod| format!("{} failed: {}", text(&pod["metadata"]["name"]), pod["status"])))
@@ -115,7 +115,7 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
                 let slices = gpus.iter().flat_map(|gpu| gpu["slices"].as_array().cloned().unwrap_or_default());
                 let unhealthy: u64 = slices.filter_map(|slice| slice["unhealthy"].as_u64()).sum();
                 let violation = (unhealthy > 0).then(|| format!("{unhealthy} shares were reported as unhealthy"));
-                Ok(violation.or(failed(&scope)?))
+                Ok(violation.or(describe_failed_pod(&scope)?))
             },
         )?;
         check_and_delete(&scope, &names)?;
@@ -134,8 +134,8 @@ fn pods_created_while_the_mps_host_is_replaced_wait_and_are_not_refused() -> Res
     let names = create_pods(&scope)?;
     wait_without_violation(
         "the new MPS host is ready",
-        || Ok(component_pod(&cluster, "mps-host").is_ok_and(|pod| name(&pod) != old && ready(&pod))),
-        || failed(&scope),
+        || Ok(component_pod(&cluster, "mps-host").is_ok_and(|pod| name(&pod) != old && is_ready(&pod))),
+        || describe_failed_pod(&scope),
     )?;
     check_and_delete(&scope, &names)
 }
