@@ -56,7 +56,7 @@ fn host_status() -> Result<Value> {
 }
 
 /// Reads one field of each daemon of [`NODE`], by device.
-fn of_daemons(field: &str) -> Result<Vec<(String, Value)>> {
+fn read_daemon_fields(field: &str) -> Result<Vec<(String, Value)>> {
     let daemons = host_status()?["daemons"].as_object().cloned().unwrap_or_default();
     Ok(daemons.into_iter().map(|(device, daemon)| (device, daemon[field].clone())).collect())
 }
@@ -92,7 +92,7 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
     for (field, late) in [("pid", "mps:start"), ("serverPid", "mps:server")] {
         // The replacement of an earlier pod's server may still be in progress.
         let before = wait_for(&format!("each daemon has a {field}"), WAIT_TIMEOUT, || {
-            let pids = of_daemons(field)?;
+            let pids = read_daemon_fields(field)?;
             Ok((pids.len() as u64 == GPUS && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))
         })?;
         let faults = Faults::on(NODE);
@@ -105,10 +105,10 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
         wait_without_violation(
             &format!("all daemons serve with another {field}"),
             || {
-                let now = of_daemons(field)?;
+                let now = read_daemon_fields(field)?;
                 let other = |device: usize| now[device].1.is_u64() && now[device] != before[device];
                 let others = now.len() == before.len() && (0..now.len()).all(other);
-                Ok(others && of_daemons("state")?.iter().all(|(_, state)| state == "Active"))
+                Ok(others && read_daemon_fields("state")?.iter().all(|(_, state)| state == "Active"))
             },
             || {
                 let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();

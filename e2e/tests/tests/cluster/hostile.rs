@@ -106,12 +106,12 @@ impl<'a> TestBed<'a> {
     }
 
     /// API path of the pods.
-    fn pods(&self) -> String {
+    fn pods_path(&self) -> String {
         format!("/api/v1/namespaces/{}/pods", self.scope.namespace)
     }
 
     /// Reads the state that attempts must not change.
-    fn state(&self) -> Result<State> {
+    fn read_state(&self) -> Result<State> {
         let cluster = self.scope.cluster;
         let neighbour = cluster.find(&self.scope.pod_path(programs::NEIGHBOUR))?;
         Ok(State {
@@ -129,11 +129,11 @@ impl<'a> TestBed<'a> {
         // The state does not show a restart of the agent by its supervisor, so compare PIDs too.
         let programs = || ["cleave-agent", "cleave-mps-host"].map(|program| find_pid(NODE, program));
         let own = programs().into_iter().collect::<Result<Vec<_>>>()?;
-        let mut before = self.state()?;
+        let mut before = self.read_state()?;
         let mut failed = Vec::new();
         for attempt in attempts {
             let mut result = attempt.result(self);
-            let after = self.state()?;
+            let after = self.read_state()?;
             if after != before {
                 result = Err(anyhow::anyhow!("the attempt changed the state from {before:?} to {after:?}"));
                 before = after;

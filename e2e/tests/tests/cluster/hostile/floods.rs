@@ -36,7 +36,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "a resource with Cleave's prefix that no node serves",
         expected: Expected::NoEffect,
         run: |bed| {
-            bed.tenant.create(&bed.pods(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE))?;
+            bed.tenant.create(&bed.pods_path(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE))?;
             crate::gate::wait_for_event(&bed.scope, "nobody", "NoGpuFits")?;
             let placed = bed.scope.cluster.get(&bed.scope.pod_path("nobody"))?;
             ensure!(placed["spec"]["nodeName"].is_null(), "{placed}");
@@ -132,7 +132,7 @@ fn forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcom
     object["metadata"]["annotations"] = json!({ANNOTATION: value});
     set_exceptions(&bed.scope, "annotations")?;
     // The API server applies the label with a short delay.
-    wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods(), &object).map(|_| true))?;
+    wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods_path(), &object).map(|_| true))?;
     let outcome = check_runs(bed, name, "the operator wrote the pod's annotation")?;
     let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][ANNOTATION]);
     ensure!(now != value && now.contains("\"device\":\"GPU-"), "the pod's annotation is {now:.200}");
@@ -151,7 +151,7 @@ fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
     let mut object = pod("terms", &json!({SHARES: 1}), RUN_ONCE);
     object["spec"]["affinity"] =
         json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}});
-    bed.tenant.create(&bed.pods(), &object)?;
+    bed.tenant.create(&bed.pods_path(), &object)?;
     check_runs(bed, "terms", "it is released")
 }
 
@@ -159,7 +159,7 @@ fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
 /// the pod, because the name of its log folder would be too long.
 fn create_pod_with_longest_name(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = "x".repeat(MAX_NAME_LENGTH);
-    bed.tenant.create(&bed.pods(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
+    bed.tenant.create(&bed.pods_path(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
     let path = bed.scope.pod_path(&name);
     wait_until("the pod is released and bound", || {
         Ok(text(&bed.scope.cluster.get(&path)?["spec"]["nodeName"]) == NODE)
@@ -188,7 +188,7 @@ fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
 fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = |index: usize| format!("flood-{index}");
     for index in 0..FLOOD_PODS {
-        bed.tenant.create(&bed.pods(), &pod(&name(index), &json!({SHARES: 10}), "exec sleep infinity"))?;
+        bed.tenant.create(&bed.pods_path(), &pod(&name(index), &json!({SHARES: 10}), "exec sleep infinity"))?;
     }
     let outcome = check_new_pod(bed, "after-pods", "the kubelet rejected no pod")?;
     let flood: BTreeSet<String> = (0..FLOOD_PODS).map(name).collect();

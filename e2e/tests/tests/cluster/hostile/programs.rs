@@ -84,7 +84,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
         bed.tenant.create(&format!("/api/v1/namespaces/{}/configmaps", scope.namespace), &settings)?;
     }
     for pod in other_pods() {
-        bed.tenant.create(&bed.pods(), &pod)?;
+        bed.tenant.create(&bed.pods_path(), &pod)?;
     }
     for pod in other_pods() {
         scope.wait_until_running(&text(&pod["metadata"]["name"]))?;
@@ -624,7 +624,7 @@ fn anothers_door(bed: &TestBed<'_>) -> Result<Outcome> {
     thief["spec"]["volumes"] = json!([{"name": "doors", "hostPath": {"path": "/run/cleave/alloc"}}]);
     thief["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "doors", "mountPath": "/doors"}]);
     thief["spec"]["containers"][0]["env"] = json!([{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]);
-    bed.tenant.create(&bed.pods(), &thief)?;
+    bed.tenant.create(&bed.pods_path(), &thief)?;
     let report = bed.scope.client_report("thief")?;
     ensure!(report["viaMps"] == true, "the neighbour's door does not accept it: {report}");
     let outcome = wait_for_finding(bed, "thief", "NoShare")?;

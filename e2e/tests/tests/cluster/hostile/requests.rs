@@ -34,7 +34,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let bed = TestBed::new(Scope::new(cluster, "hostile-requests")?)?;
     let mut waits = pod("waits", &json!({SHARES: 1}), "true");
     waits["spec"]["schedulingGates"] = json!([{"name": OTHER}, {"name": GATE}]);
-    cluster.create(&bed.pods(), &waits)?;
+    cluster.create(&bed.pods_path(), &waits)?;
     Ok(bed)
 }
 
@@ -316,7 +316,7 @@ fn path_of_waits(bed: &TestBed<'_>) -> String {
 
 /// Creates a pod as the tenant, in a dry run.
 fn dry_run(bed: &TestBed<'_>, pod: &Value) -> Result<Value> {
-    bed.tenant.create(&format!("{}?dryRun=All", bed.pods()), pod)
+    bed.tenant.create(&format!("{}?dryRun=All", bed.pods_path()), pod)
 }
 
 /// Expects that a pod is refused.
