@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, on_node, output, pod, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use super::{Attempt, Expected, Outcome, TestBed, lines};
+use super::{Attempt, Expected, Outcome, TestBed, parse_json_lines};
 use crate::shares::limits_of_shares;
 use crate::tenants::wait_for_condition_and_event;
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, wait_until_offered};
@@ -202,7 +202,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: Expected::Refused(&["CUDA_ERROR_OUT_OF_MEMORY"]),
         run: |bed| {
             let said = run_script(bed, HOSTILE, "cleave-client --allocate 30000")?;
-            let errors = lines(&said).into_iter().filter(|line| !line["error"].is_null());
+            let errors = parse_json_lines(&said).into_iter().filter(|line| !line["error"].is_null());
             let errors: Vec<String> = errors.map(|line| line.to_string()).collect();
             Ok(if errors.is_empty() { Outcome::Succeeded(said) } else { Outcome::Refused(errors) })
         },
@@ -395,7 +395,7 @@ pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, progra
     let node = bed.scope.cluster.gpunode(NODE)?;
     let total = node["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
     let (sms, memory) = limits_of_shares(shares, total);
-    let reports = lines(printed);
+    let reports = parse_json_lines(printed);
     ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
     let is_within = |line: &&Value| {
         line["viaMps"] == true
@@ -410,7 +410,7 @@ pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, progra
 
 /// Checks that this many programs failed to create a CUDA context.
 fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
-    let reports = lines(printed);
+    let reports = parse_json_lines(printed);
     ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
     match reports.iter().find(|line| line["error"].is_null()) {
         Some(context) => Ok(Outcome::Succeeded(context.to_string())),
@@ -487,7 +487,7 @@ fn start_too_many_processes(bed: &TestBed<'_>) -> Result<Outcome> {
     run_script(bed, HOSTILE, &hold)?;
     let many = wait_for("the pod has its maximum of processes", WAIT_TIMEOUT, || {
         let many = run_script(bed, HOSTILE, "cat /tmp/many")?;
-        Ok((lines(&many).len() == MAX_CLIENTS).then_some(many))
+        Ok((parse_json_lines(&many).len() == MAX_CLIENTS).then_some(many))
     })?;
     check_limits(bed, HOSTILE_SHARES, &many, MAX_CLIENTS)?;
     let outcome = check_no_context(&run_script(bed, HOSTILE, "cleave-client --once")?, 1);
@@ -512,7 +512,7 @@ fn connect_to_all_sockets(bed: &TestBed<'_>) -> Result<Outcome> {
         }
     }
     let said = run_script(bed, HOSTILE, &script)?;
-    if let Some(reached) = lines(&said).first() {
+    if let Some(reached) = parse_json_lines(&said).first() {
         return Ok(Outcome::Succeeded(reached.to_string()));
     }
     let refused: Vec<String> =
@@ -559,7 +559,7 @@ fn send_admin_commands(bed: &TestBed<'_>, commands: &[String]) -> Result<Outcome
         script
     });
     let said = run_script(bed, HOSTILE, &script)?;
-    let replies = lines(&said);
+    let replies = parse_json_lines(&said);
     ensure!(replies.len() == commands.len(), "{commands:?}: {said}");
     match replies.iter().find(|reply| !reply["reply"].is_null()) {
         Some(answered) => Ok(Outcome::Succeeded(answered.to_string())),

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, GPUNODES, POLICIES, SYSTEM, Scope, WAIT_TIMEOUT, pod, text, wait_for};
 use serde_json::{Value, json};
 
-use super::{Attempt, Expected, Outcome, TestBed, owner, refusals};
+use super::{Attempt, Expected, Outcome, TestBed, create_owner, refusals};
 use crate::admission::{all_gpus, extra_container, pod_with, with_env};
 use crate::gate_admission::{GATE, OTHER, REGISTRATIONS};
 use crate::{NODE, SHARES};
@@ -120,7 +120,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "removal of the gate by a service account with the operator's name in another namespace",
         expected: GATE_REFUSED,
         run: |bed| {
-            let token = owner(&bed.scope, OPERATOR)?;
+            let token = create_owner(&bed.scope, OPERATOR)?;
             refusals([remove_gate(&Cluster::by_token(&token, None)?, bed)])
         },
     },
