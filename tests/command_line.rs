@@ -1,4 +1,4 @@
-//! The command line of `cleave`: its help and its option conflicts.
+//! Tests the command line of `cleave`: its help and its option conflicts.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};

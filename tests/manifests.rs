@@ -1,4 +1,4 @@
-//! Checks the rendered manifests in `deploy/manifests.yaml`.
+//! Tests the rendered manifests in `deploy/manifests.yaml`.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use serde_json::{Value, json};
 

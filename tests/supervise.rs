@@ -1,4 +1,4 @@
-//! Runs shell programs under `cleave-supervise`.
+//! Tests `cleave-supervise` with shell programs.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a panic fails the test")]
 use std::fs;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};

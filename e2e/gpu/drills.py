@@ -308,7 +308,7 @@ def door(results):
     after = wait("the daemon has restarted", lambda: (d := daemon()) and d["pid"] not in (None, before["pid"]) and d["state"] == "Active" and d)
     back = round(time.monotonic() - killed, 3)
     lines = {k: pod.line("starts", 120) for k, pod in pods.items()}
-    # A client may fail with an error when the daemon dies, but none may run with other limits.
+    # A client may fail with an error when the daemon exits, but none may run with other limits.
     wrong = {k: line for k, line in lines.items() if set(line.get("sms", {})) - {right_for[k]}}
     results.check("the daemon is killed while clients connect: none runs with limits other than its pod's", not wrong, lines=lines, backSeconds=back, restarts=after["restarts"])
     delete(*pods.values())
@@ -837,7 +837,7 @@ def ended_alone(results, kind, trials, end, *options, expect=False, kernels=KERN
                     broken, spoiled = broken + 1, True
                     break  # the other pods of this round are broken too
             delete(*pods, grace=0)
-            # A server in which a busy client died may break a later one, so the next round needs a
+            # A server in which a busy client exited may break a later one, so the next round needs a
             # new server.
             bystanders.end()
             wait("the server has no clients", lambda: not daemon()["clients"], 20)

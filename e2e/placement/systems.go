@@ -302,7 +302,7 @@ func prepareCleave(ctx context.Context, t *trial) error {
 	return share(ctx, t)
 }
 
-// chart renders the chart's cluster objects: definitions, roles, and admission with the policy that
+// chart renders the chart's cluster objects: CRDs, roles, and admission with the policy that
 // adds the placement gate to pods.
 func (t *trial) chart(ctx context.Context) ([]byte, error) {
 	var stderr bytes.Buffer

@@ -181,14 +181,14 @@ affinity:
 {{/*
 In CEL: whether Cleave shares the resource k. All admission policies use this definition. Keep it
 equal to cleave-api's `names`. The names are literals, because a missing parameter object would
-reject every pod of the cluster.
+refuse every pod of the cluster.
 */}}
 {{- define "cleave.isShared" -}}
 (k.startsWith('nvidia.com/gpu-') || k.startsWith('nvidia.com/mig-') || k == 'nvidia.com/gpu.shared')
 {{- end }}
 
 {{/*
-In CEL: whether a pod (. is its variable) requests shares. Limits suffice: the API server rejects
+In CEL: whether a pod (. is its variable) requests shares. Limits suffice: the API server refuses
 requests of extended resources without equal limits. The expression must not fail, because it limits
 which pods a failing policy affects.
 */}}
@@ -233,8 +233,8 @@ webhook
 - name: is-not-gated
   expression: >-
     !{{ include "cleave.isGated" "object" }}
-# The API server rejects gates on pods that have a node. Mirrors of static pods have one. Another
-# policy rejects other such pods with a better message.
+# The API server refuses gates on pods that have a node. Mirrors of static pods have one. Another
+# policy refuses other such pods with a better message.
 - name: has-no-node
   expression: object.spec.?nodeName.orValue('') == ''
 {{- end }}
@@ -275,7 +275,7 @@ none
   expression: >-
     object.spec.containers.exists(c, {{ include "cleave.needsPreStop" . }})
     || object.spec.?initContainers.orValue([]).exists(c, c.?restartPolicy.orValue('') == 'Always' && {{ include "cleave.needsPreStop" . }})
-# The API server rejects a sleep longer than the grace period. An equal one would leave no time
+# The API server refuses a sleep longer than the grace period. An equal one would leave no time
 # for SIGTERM.
 - name: grace-period-is-longer
   expression: object.spec.?terminationGracePeriodSeconds.orValue(30) > {{ int .Values.admission.preStopSeconds }}

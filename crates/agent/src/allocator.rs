@@ -112,7 +112,7 @@ impl Allocator {
         let Denied::Split(sentence) = denied else { return };
         self.metrics.count_split_request(resource);
         if table.events.len() < MAX_EVENTS {
-            let note = format!("a pod was rejected: {sentence}");
+            let note = format!("the agent refused a pod: {sentence}. Delete and recreate the pod.");
             table.events.push(NodeEvent { warning: true, reason: "SharesSplit", note, regarding: None, related: None });
         }
         self.allocated.notify_one();

@@ -32,7 +32,7 @@ pub fn owner(text: &str) -> Option<Owner> {
 
 /// Parses `/proc/PID/cgroup` and returns the UIDs of all pods above the process, outermost first.
 /// Only the first pod can be trusted: its containers may have created the other cgroups.
-pub fn pods(text: &str) -> Vec<String> {
+pub fn parse_pod_uids(text: &str) -> Vec<String> {
     // All hierarchies that name pods name the same pods.
     let found = paths(text).map(owners).find(|owners| !owners.is_empty());
     found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
@@ -214,21 +214,21 @@ mod tests {
             // A cgroup that a tenant creates below its own is not a pod.
             format!("0::/kubepods/pod{UID}/3f0c/pod00000000-0000-0000-0000-000000000000"),
         ] {
-            assert_eq!(pods(&path).first().map(String::as_str), Some(UID), "{path}");
+            assert_eq!(parse_pod_uids(&path).first().map(String::as_str), Some(UID), "{path}");
         }
         let hash = "0123456789abcdef0123456789abcdef";
-        assert_eq!(pods(&format!("0::/kubepods/pod{hash}/a/pod{UID}")), [hash, UID]);
+        assert_eq!(parse_pod_uids(&format!("0::/kubepods/pod{hash}/a/pod{UID}")), [hash, UID]);
         for path in
             ["", "0::/", "0::/user.slice/a.service", "0::/kubepods/burstable", "0::/podman/pods", "0::/pod", "pod"]
         {
-            assert!(pods(path).is_empty(), "{path}");
+            assert!(parse_pod_uids(path).is_empty(), "{path}");
         }
     }
 
     proptest! {
         #[test]
         fn no_text_causes_a_panic(text in ".*") {
-            let _ = (owner(&text), pods(&text));
+            let _ = (owner(&text), parse_pod_uids(&text));
         }
 
         #[test]

@@ -83,7 +83,7 @@ struct Resources {
 #[serde(rename_all = "camelCase", default)]
 struct PodStatus {
     phase: String,
-    /// Set by the kubelet when it admits or refuses the pod.
+    /// Set by the kubelet when it admits or rejects the pod.
     start_time: Option<IgnoredAny>,
     container_statuses: Vec<ContainerStatus>,
     init_container_statuses: Vec<ContainerStatus>,

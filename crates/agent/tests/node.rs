@@ -1,4 +1,5 @@
-//! The agent as a process, with a fake kubelet, the MPS host, simulated GPUs and simulated MPS.
+//! Tests the agent as a process, with a fake kubelet, the MPS host, simulated GPUs and simulated
+//! MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails with a panic")]
 mod faults;
 mod health;

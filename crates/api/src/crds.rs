@@ -1,22 +1,22 @@
-//! The custom resource definitions as YAML.
+//! Serializes the custom resource definitions (CRDs) as YAML.
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
 use serde_json::Value;
 
 use crate::{GpuNode, SharingPolicy};
 
-/// Why a definition could not be written as YAML.
+/// Why a CRD could not be serialized.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The generated schema is not valid JSON.
-    #[error("the definition of {0} cannot be written as JSON")]
+    #[error("failed to serialize the CRD {0} as JSON")]
     Json(&'static str, #[source] serde_json::Error),
     /// The YAML writer failed.
-    #[error("the definition of {0} cannot be written as YAML")]
+    #[error("failed to serialize the CRD {0} as YAML")]
     Yaml(&'static str, #[source] serde_saphyr::ser::Error),
 }
 
-/// The file name and text of each definition, in the order in which `cleave crds` prints them.
+/// The file name and text of each CRD, in the order in which `cleave crds` prints them.
 pub fn files() -> Result<[(&'static str, String); 2], Error> {
     Ok([
         ("gpunodes.yaml", yaml("GpuNode", &GpuNode::crd())?),

@@ -171,7 +171,7 @@ pub mod reason {
     pub const NO_CONFLICT: &str = "NoConflict";
     /// Conflict, or not Ready: other policies override this one on its GPUs.
     pub const OVERRIDDEN: &str = "Overridden";
-    /// The object does not match its definition.
+    /// The object does not match its CRD.
     pub const MALFORMED: &str = "Malformed";
     /// The combination of fields is not valid.
     pub const INVALID: &str = "Invalid";

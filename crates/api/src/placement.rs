@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// The annotation, with a [`Placement`] as JSON. An admission policy rejects the annotation from
+/// The annotation, with a [`Placement`] as JSON. An admission policy refuses the annotation from
 /// all writers except the operator.
 pub const ANNOTATION: &str = "cleave.dev/placement";
 

@@ -126,7 +126,7 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("Accepted", "The fields are valid for the selected GPUs.", ""),
     reason("Ready", "The GPUs are shared as the policy specifies.", ""),
     reason("NoConflict", "No other policy applies to GPUs that this policy selects.", ""),
-    reason("Malformed", "The object does not match its definition.", "Correct the policy."),
+    reason("Malformed", "The object does not match its CRD.", "Correct the policy."),
     reason("Invalid", "A field is missing or invalid, or fields contradict each other.", "Correct the policy."),
     reason("NoNodeMatches", "No node has the labels of `nodeSelector`.", "Correct the selector, or label nodes."),
     reason("NoGpu", "The selected nodes have no GPU.", "Correct the selector."),
@@ -170,7 +170,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("NoSpec", "The agent has not read a spec.", "Check that the operator runs."),
     reason(
         "Malformed",
-        "The object does not match its definition.",
+        "The object does not match its CRD.",
         "Check that the CRDs and the agent have the same version.",
     ),
 ];

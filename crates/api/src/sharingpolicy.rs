@@ -406,7 +406,7 @@ pub struct SharingPolicyStatus {
     /// Number of nodes with these GPUs.
     #[serde(default)]
     pub nodes: u32,
-    /// Total number of slices (shares, replicas, instances and GPUs).
+    /// Total number of slices.
     #[serde(default)]
     pub total: u32,
     /// Number of slices in use.

@@ -1,4 +1,5 @@
-//! The committed definitions match the types, and their rules accept and refuse the right objects.
+//! Tests that the committed CRDs match the types, and that their rules refuse exactly the invalid
+//! objects.
 //!
 //! `fixtures/good` and `fixtures/bad` contain complete objects. The first line of each bad object
 //! quotes a part of the message that refuses it. This test evaluates the rules with an
@@ -102,7 +103,7 @@ fn bad_policies_are_refused_with_their_message() {
     assert!(checked > 40);
 }
 
-/// Each rule of the definitions must refuse at least one fixture, to show that the rule has an
+/// Each rule of the CRDs must refuse at least one fixture, to show that the rule has an
 /// effect.
 #[test]
 fn each_rule_refuses_at_least_one_policy() {

@@ -14,7 +14,7 @@ Examples:
 /// Options of `cleave crds`.
 #[derive(Debug, clap::Args)]
 pub struct CrdsArgs {
-    /// Write one file per definition to this directory.
+    /// Write one file per CRD to this directory.
     #[arg(long, value_name = "DIR", conflicts_with = "check")]
     write: Option<PathBuf>,
     /// Compare with the files in this directory; fail if they differ.
@@ -25,7 +25,7 @@ pub struct CrdsArgs {
 /// Runs `cleave crds`.
 ///
 /// # Errors
-/// A file cannot be read or written, or differs from the definitions.
+/// A file cannot be read or written, or differs from the CRDs.
 pub(crate) fn run(args: &CrdsArgs) -> Result<()> {
     let files = files()?;
     if let Some(dir) = &args.write {

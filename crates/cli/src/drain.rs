@@ -76,7 +76,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
 /// Drains a GPU and prints the progress. `evictor` is a client that does not retry requests.
 ///
 /// # Errors
-/// The GPU does not exist, a pod needs `--force`, or the API server rejected a request. The GPU
+/// The GPU does not exist, a pod needs `--force`, or the API server refused a request. The GPU
 /// remains cordoned.
 pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<Outcome> {
     let started = Instant::now();

@@ -1,4 +1,4 @@
-//! `cleave cordon` and `cleave drain` against a mock API server.
+//! Tests `cleave cordon` and `cleave drain` against a mock API server.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! `cleave explain pod` for pods in every state.
+//! Tests `cleave explain pod` for pods in every state.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 
@@ -29,16 +29,16 @@ fn live() -> Live {
     Live::new(Objects { nodes, agents, gpu_nodes, policies, pods }, 1000)
 }
 
-fn of(name: &str) -> Explanation {
+fn explanation_of(name: &str) -> Explanation {
     explain(&live(), &format!("demo/{name}")).unwrap()
 }
 
 #[test]
 fn output_matches_the_committed_files() {
     for name in ["five", "twelve", "two", "replica", "picky", "queued", "soon", "a", "plain", "done"] {
-        expect(&format!("explain/{name}.txt"), &render(&of(name)));
+        expect(&format!("explain/{name}.txt"), &render(&explanation_of(name)));
     }
-    expect("explain/five.json", &(serde_json::to_string_pretty(&of("five")).unwrap() + "\n"));
+    expect("explain/five.json", &(serde_json::to_string_pretty(&explanation_of("five")).unwrap() + "\n"));
 }
 
 #[test]
@@ -55,14 +55,14 @@ fn each_pod_has_its_state() {
         ("plain", State::NotManaged),
         ("done", State::Ended),
     ] {
-        assert_eq!(of(name).verdict.state, state, "{name}");
+        assert_eq!(explanation_of(name).verdict.state, state, "{name}");
     }
     assert_eq!(explain(&live(), "demo/nobody"), None);
 }
 
 #[test]
 fn help_names_the_pods_to_remove_from_one_gpu() {
-    let help = of("five").help;
+    let help = explanation_of("five").help;
     // Two GPUs have 3 free shares each. Shares that are reserved for another pod are not available.
     assert_eq!(help[0], "The pod would fit on GPU 0 on node1 without these pods: demo/a (lower priority).");
     assert!(help.iter().any(|line| line.starts_with("node2 has room, but")), "{help:?}");
@@ -71,13 +71,14 @@ fn help_names_the_pods_to_remove_from_one_gpu() {
 #[test]
 fn gated_pods_reserve_nothing() {
     // demo/two fits on node1, but has no reservation yet.
-    let reserved = |name: &str| of(name).nodes[0].gpus.iter().map(|gpu| gpu.devices[0].reserved).collect::<Vec<u32>>();
+    let reserved =
+        |name: &str| explanation_of(name).nodes[0].gpus.iter().map(|gpu| gpu.devices[0].reserved).collect::<Vec<u32>>();
     assert_eq!((reserved("five"), reserved("two"), reserved("soon")), (vec![0, 4], vec![0, 4], vec![0, 4]));
 }
 
 #[test]
 fn the_table_shows_the_nodes_on_which_the_pod_fits_best() {
-    let mut explanation = of("five");
+    let mut explanation = explanation_of("five");
     let far = explanation.nodes[0].clone();
     explanation.nodes.extend((0..40).map(|number| NodeView { name: format!("z{number:02}"), ..far.clone() }));
     explanation.nodes[30].gpus[0].devices[0].free = 9;

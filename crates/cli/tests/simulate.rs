@@ -1,4 +1,4 @@
-//! Runs `cleave simulate` on a small cluster.
+//! Tests `cleave simulate` on a small cluster.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use cleave_cli::Output;
 use cleave_cli::simulate::simulate;

@@ -1,4 +1,4 @@
-//! `cleave status` of a cluster with an example of each state.
+//! Tests `cleave status` of a cluster with an example of each state.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 

@@ -17,7 +17,7 @@ const SELF_DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Creates an endpoint for a unix socket. `None` if the path is not valid.
 pub(crate) fn unix(path: &str) -> Option<Endpoint> {
-    // Servers that check `:authority` reject a path. gRPC prescribes `localhost` for unix sockets.
+    // Servers that check `:authority` refuse a path. gRPC prescribes `localhost` for unix sockets.
     let localhost = tonic::codegen::http::Uri::from_static("http://localhost");
     Some(Endpoint::from_shared(format!("unix://{path}")).ok()?.origin(localhost))
 }

@@ -1,4 +1,4 @@
-//! PodResources against a fake kubelet on a real unix socket.
+//! Tests PodResources with a fake kubelet on a Unix socket.
 
 use std::path::Path;
 use std::time::Duration;

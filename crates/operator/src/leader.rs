@@ -62,7 +62,8 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
     let Some(ObservedLease { spec, since }) = last else { return Decision::Create };
     match spec.holder_identity.as_deref() {
         None | Some("") => Decision::PlannedSlices,
-        // After a container restart, the identity is unchanged, and the former process has exited.
+        // After a container restart, the identity is unchanged, and the previous process has
+        // exited.
         Some(holder) if holder == me => Decision::Renew,
         Some(_) => {
             let length = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok());
@@ -220,7 +221,7 @@ impl Elector {
                 self.set_term(Some(sent + GUARD));
                 Ok(RENEW_INTERVAL)
             }
-            // Another process wrote first. Read the lease again soon.
+            // Another process wrote first. Read the lease again after 100 ms.
             Err(Error::Api(kube::Error::Api(status))) if status.code == 409 => Ok(Duration::from_millis(100)),
             Err(error) => Err(error),
         }

@@ -130,7 +130,7 @@ impl Metrics {
         registry.register("passes", "Passes over the whole cluster", self.passes.clone());
         registry.register("writes", "Objects written", self.writes.clone());
         registry.register("watch_errors", "Watch errors; every watch is retried", self.watch_errors.clone());
-        registry.register("malformed_objects", "Objects that do not match their definition", self.malformed.clone());
+        registry.register("malformed_objects", "Objects that do not match their CRD", self.malformed.clone());
         registry.register("policies", "SharingPolicies that are valid", self.policies.clone());
         registry.register("nodes", "Nodes with a desired state", self.nodes.clone());
         registry.register("plans", "Plans for GPUs that are partitioned on demand", self.plans.clone());

@@ -2,7 +2,7 @@
 //!
 //! The node selector terms of a pod are OR-ed, so the requirement must be added to each term. While
 //! a pod is gated, the API server accepts only additions: requirements appended to existing terms,
-//! or a whole affinity if the pod has none. It rejects further terms and changes to existing terms.
+//! or a whole affinity if the pod has none. It refuses further terms and changes to existing terms.
 //! So the result is a list of JSON Patch additions (RFC 6902) that contain only the parts that the
 //! pod does not have.
 //!
@@ -263,7 +263,7 @@ mod tests {
     }
 
     proptest! {
-        /// A narrowed pod can run on exactly the nodes that both its former affinity and the
+        /// A narrowed pod can run on exactly the nodes that both its original affinity and the
         /// requirement allow. The patch from `narrow` produces the terms that `narrowed` returns.
         /// No existing part of the pod is changed or moved.
         #[test]

@@ -41,16 +41,16 @@ enum Event {
     Observe { node: usize },
 }
 
-fn sizes() -> impl Strategy<Value = Vec<u32>> {
+fn request_sizes() -> impl Strategy<Value = Vec<u32>> {
     prop_oneof![
         4 => (1..=CAPACITY).prop_map(|size| vec![size]),
         1 => prop::collection::vec(1..=6_u32, 2..4),
     ]
 }
 
-fn orderly() -> impl Strategy<Value = Event> {
+fn orderly_event() -> impl Strategy<Value = Event> {
     prop_oneof![
-        6 => (sizes(), 1..=3_usize).prop_map(|(sizes, most)| Event::Create { sizes, most }),
+        6 => (request_sizes(), 1..=3_usize).prop_map(|(sizes, most)| Event::Create { sizes, most }),
         5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, node)| Event::Bind { pod, node }),
         5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, device)| Event::Allocate { pod, device }),
         3 => any::<usize>().prop_map(|pod| Event::Delete { pod }),
@@ -59,11 +59,11 @@ fn orderly() -> impl Strategy<Value = Event> {
     ]
 }
 
-fn hostile() -> impl Strategy<Value = Event> {
+fn hostile_event() -> impl Strategy<Value = Event> {
     let node = 0..NODES.len();
     let device = 0..DEVICES.len();
     prop_oneof![
-        20 => orderly(),
+        20 => orderly_event(),
         1 => (node.clone(), device.clone(), 0..=12_u32)
             .prop_map(|(node, device, capacity)| Event::Resize { node, device, capacity }),
         1 => (node.clone(), device, 1..=5_u32).prop_map(|(node, device, units)| Event::Bypass { node, device, units }),
@@ -225,19 +225,19 @@ impl Simulation {
 
     /// Whether the sizes fit, determined by trying all assignments.
     fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
-        fn can(free: &mut [u32], sizes: &[u32]) -> bool {
+        fn fit(free: &mut [u32], sizes: &[u32]) -> bool {
             let Some((&size, rest)) = sizes.split_first() else { return true };
             (0..free.len()).any(|device| {
                 free[device] >= size && {
                     free[device] -= size;
-                    let found = can(free, rest);
+                    let found = fit(free, rest);
                     free[device] += size;
                     found
                 }
             })
         }
         let mut free: Vec<u32> = self.ledger.devices(node).iter().map(|device| device.free).collect();
-        self.known.contains_key(node) && can(&mut free, sizes)
+        self.known.contains_key(node) && fit(&mut free, sizes)
     }
 
     /// Allocates like the agent. On one device, the agent prefers a reservation of exactly this
@@ -346,7 +346,7 @@ proptest! {
     /// - A fit is found if and only if one exists.
     /// - A rebuilt ledger equals the lost ledger unless a pod is short.
     #[test]
-    fn the_ledger_never_overcommits_and_keeps_every_claim(events in prop::collection::vec(hostile(), 0..80)) {
+    fn the_ledger_never_overcommits_and_keeps_every_claim(events in prop::collection::vec(hostile_event(), 0..80)) {
         let mut simulation = Simulation::new();
         for event in &events {
             simulation.apply(event);
@@ -358,7 +358,7 @@ proptest! {
     /// released pod. The order of events, the choice among equal devices and restarts of the
     /// operator do not matter.
     #[test]
-    fn released_pods_are_always_allocated_their_units(events in prop::collection::vec(orderly(), 0..120)) {
+    fn released_pods_are_always_allocated_their_units(events in prop::collection::vec(orderly_event(), 0..120)) {
         let mut simulation = Simulation::new();
         for event in &events {
             simulation.apply(event);

@@ -1,4 +1,4 @@
-//! Compares the planner with an exact solver on small random clusters of A100s.
+//! Tests the planner against an exact solver on small random clusters of A100s.
 //!
 //! The solver shares no code with the planner. It tries every set of pods on every node, with the
 //! placements of NVIDIA's guide listed in this file.
@@ -50,7 +50,7 @@ struct Campaign {
     scarce: bool,
 }
 
-fn bits(size: u32, start: u32) -> u32 {
+fn slice_mask(size: u32, start: u32) -> u32 {
     ((1 << size) - 1) << start
 }
 
@@ -60,8 +60,8 @@ fn gpu(numbers: &mut Numbers, node: u32, index: u32) -> Gpu {
     for _ in 0..numbers.below(6) {
         let (name, size, places) = numbers.of(&PROFILES);
         let start = *numbers.of(places);
-        if taken & bits(*size, start) == 0 {
-            taken |= bits(*size, start);
+        if taken & slice_mask(*size, start) == 0 {
+            taken |= slice_mask(*size, start);
             slices.push(Slice {
                 placement: Some(start),
                 resource: format!("nvidia.com/mig-{name}"),
@@ -83,7 +83,7 @@ fn gpu(numbers: &mut Numbers, node: u32, index: u32) -> Gpu {
     }
 }
 
-fn instance(seed: u64, campaign: Campaign) -> Snapshot {
+fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
     let mut numbers = Numbers(seed);
     let nodes = (0..=numbers.below(4)).map(|node| {
         let gpus = 1 + numbers.below(2);
@@ -126,15 +126,15 @@ fn instance(seed: u64, campaign: Campaign) -> Snapshot {
 }
 
 /// Whether these slices fit beside the slices in use, determined by trying every placement.
-fn fits(taken: &mut [u32], wanted: &[usize]) -> bool {
+fn fit_together(taken: &mut [u32], wanted: &[usize]) -> bool {
     let Some((&profile, rest)) = wanted.split_first() else { return true };
     let (_, size, places) = PROFILES[profile];
     for gpu in 0..taken.len() {
         for &start in places {
-            if taken[gpu] & bits(size, start) == 0 {
-                taken[gpu] |= bits(size, start);
-                let done = fits(taken, rest);
-                taken[gpu] &= !bits(size, start);
+            if taken[gpu] & slice_mask(size, start) == 0 {
+                taken[gpu] |= slice_mask(size, start);
+                let done = fit_together(taken, rest);
+                taken[gpu] &= !slice_mask(size, start);
                 if done {
                     return true;
                 }
@@ -163,7 +163,7 @@ fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
         let of = |slice: &Slice| {
             let name = slice.resource.trim_start_matches("nvidia.com/mig-");
             let (_, size, _) = PROFILES.iter().find(|(known, _, _)| *known == name).expect("known");
-            bits(*size, slice.placement.expect("placed"))
+            slice_mask(*size, slice.placement.expect("placed"))
         };
         gpu.slices.iter().filter(|slice| slice.in_use).map(of).fold(0, |mask, bits| mask | bits)
     };
@@ -185,13 +185,14 @@ fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
         // Place large slices first, because they fail early.
         wanted.sort_unstable_by(|a, b| b.cmp(a));
         let total: u32 = wanted.iter().map(|&profile| PROFILES[profile].1).sum();
-        table[set] =
-            members().map(|pod| cpu_of[pod]).sum::<u64>() <= all_cpu && total <= free && fits(&mut taken, &wanted);
+        table[set] = members().map(|pod| cpu_of[pod]).sum::<u64>() <= all_cpu
+            && total <= free
+            && fit_together(&mut taken, &wanted);
     }
     table
 }
 
-fn levels(snapshot: &Snapshot) -> Vec<i32> {
+fn priorities(snapshot: &Snapshot) -> Vec<i32> {
     let mut levels: Vec<i32> = snapshot.pods.iter().map(|pod| pod.priority).collect();
     levels.sort_unstable_by(|a, b| b.cmp(a));
     levels.dedup();
@@ -226,26 +227,26 @@ fn optimum(snapshot: &Snapshot) -> Vec<u32> {
         let pods = snapshot.pods.iter().enumerate().filter(|(_, pod)| pod.priority == *level);
         pods.fold(0_usize, |set, (pod, _)| set | (1 << pod))
     };
-    let levels: Vec<usize> = levels(snapshot).iter().map(of).collect();
+    let levels: Vec<usize> = priorities(snapshot).iter().map(of).collect();
     let counts = |set: usize| -> Vec<u32> { levels.iter().map(|level| (set & level).count_ones()).collect() };
     (0..sets).filter(|&set| reachable[set]).map(counts).max().expect("nothing is always possible")
 }
 
-fn bound(snapshot: &Snapshot, plan: &Plan) -> Vec<u32> {
+fn placed_by_priority(snapshot: &Snapshot, plan: &Plan) -> Vec<u32> {
     let of = |level: &i32| {
         let is = |name: &str| snapshot.pods.iter().any(|pod| pod.name == name && pod.priority == *level);
         u32::try_from(plan.placements.iter().filter(|placement| is(&placement.pod)).count()).expect("few")
     };
-    levels(snapshot).iter().map(of).collect()
+    priorities(snapshot).iter().map(of).collect()
 }
 
-fn campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
+fn run_campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
     let (mut equal, mut top, mut ours, mut best) = (0, 0, 0, 0);
     for seed in 0..instances {
-        let snapshot = instance(seed, campaign);
+        let snapshot = random_snapshot(seed, campaign);
         let planned = plan(&snapshot, &Policy::default());
         assert_eq!(check(&snapshot, &planned.plan), [], "{name} {seed}");
-        let (bound, optimum) = (bound(&snapshot, &planned.plan), optimum(&snapshot));
+        let (bound, optimum) = (placed_by_priority(&snapshot, &planned.plan), optimum(&snapshot));
         assert!(bound <= optimum, "{name} {seed}: {bound:?} beats the exact solver's {optimum:?}");
         equal += u64::from(bound == optimum);
         top += u64::from(bound[0] == optimum[0]);
@@ -261,7 +262,7 @@ fn campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
 #[test]
 fn small_clusters_are_planned_as_well_as_by_an_exact_solver() {
     let zones_and_priorities = Campaign { priorities: 3, zones: true, several: false, scarce: false };
-    let (equal, top) = campaign("mixed profiles, priorities and zones", 1000, zones_and_priorities);
+    let (equal, top) = run_campaign("mixed profiles, priorities and zones", 1000, zones_and_priorities);
     assert!(equal >= 990, "{equal} of 1000");
     assert_eq!(top, 1000, "a pod of the top priority that could run does not");
 }
@@ -275,7 +276,7 @@ fn varied_small_clusters_are_planned_as_well_as_by_an_exact_solver() {
         ("zones", Campaign { zones: true, ..plain }),
         ("several slices a pod, little CPU", Campaign { priorities: 2, zones: true, several: true, scarce: true }),
     ] {
-        let (equal, top) = campaign(name, 250, kind);
+        let (equal, top) = run_campaign(name, 250, kind);
         assert!(equal >= 248 && top == 250, "{name}: {equal} and {top} of 250");
     }
 }

@@ -79,8 +79,8 @@ fn possible_slices(gpu: &Gpu, requested: &[String], taken: &[bool]) -> Vec<Slice
     slices
 }
 
-fn gpu(odd: bool) -> impl Strategy<Value = Gpu> {
-    let kinds = if odd { 0..8_usize } else { 0..6_usize };
+fn gpu(with_invalid_parts: bool) -> impl Strategy<Value = Gpu> {
+    let kinds = if with_invalid_parts { 0..8_usize } else { 0..6_usize };
     let requested = prop::collection::vec(resource(), 0..6);
     let taken = prop::collection::vec(any::<bool>(), 6);
     let wild = prop::collection::vec(slice(), 0..5);
@@ -94,10 +94,10 @@ fn gpu(odd: bool) -> impl Strategy<Value = Gpu> {
             replicas: Some(3),
             mig_sharing: (dice == 7).then_some(MigSharing { units: 3, resource_name: None }),
             fixed: other == 0,
-            exclusion: (odd && other == 1).then(|| "the GPU is lost".to_owned()),
+            exclusion: (with_invalid_parts && other == 1).then(|| "the GPU is lost".to_owned()),
             ..Gpu::default()
         };
-        gpu.slices = if odd && other < 4 {
+        gpu.slices = if with_invalid_parts && other < 4 {
             wild
         } else {
             possible_slices(&Gpu { fixed: false, exclusion: None, ..gpu.clone() }, &requested, &taken)
@@ -106,33 +106,34 @@ fn gpu(odd: bool) -> impl Strategy<Value = Gpu> {
     })
 }
 
-fn node(odd: bool) -> impl Strategy<Value = Node> {
-    let quantity =
-        prop_oneof![8 => (1..20_u64).prop_map(Quantity::whole), u32::from(odd) => Just(Quantity::new("much"))];
+fn node(with_invalid_parts: bool) -> impl Strategy<Value = Node> {
+    let quantity = prop_oneof![8 => (1..20_u64).prop_map(Quantity::whole), u32::from(with_invalid_parts) => Just(Quantity::new("much"))];
     let zone = prop::sample::select(vec!["a", "b"]);
-    (prop::collection::vec(gpu(odd), 0..3), quantity, zone, 0..10_u32).prop_map(move |(mut gpus, cpu, zone, dice)| {
-        for (index, gpu) in gpus.iter_mut().enumerate() {
-            gpu.index = u32::try_from(index).expect("few");
-        }
-        let taint = Taint { key: "gpu".to_owned(), value: String::new(), effect: "NoSchedule".to_owned() };
-        Node {
-            labels: BTreeMap::from([("zone".to_owned(), zone.to_owned())]),
-            taints: if dice == 0 { vec![taint] } else { Vec::new() },
-            unschedulable: dice == 1,
-            allocatable: BTreeMap::from([
-                ("cpu".to_owned(), cpu),
-                ("example.com/widget".to_owned(), Quantity::whole(2)),
-                ("pods".to_owned(), Quantity::whole(8)),
-            ]),
-            gpus,
-            exclusion: (odd && dice == 2).then(|| "the GPU does not answer".to_owned()),
-            ..Node::default()
-        }
-    })
+    (prop::collection::vec(gpu(with_invalid_parts), 0..3), quantity, zone, 0..10_u32).prop_map(
+        move |(mut gpus, cpu, zone, dice)| {
+            for (index, gpu) in gpus.iter_mut().enumerate() {
+                gpu.index = u32::try_from(index).expect("few");
+            }
+            let taint = Taint { key: "gpu".to_owned(), value: String::new(), effect: "NoSchedule".to_owned() };
+            Node {
+                labels: BTreeMap::from([("zone".to_owned(), zone.to_owned())]),
+                taints: if dice == 0 { vec![taint] } else { Vec::new() },
+                unschedulable: dice == 1,
+                allocatable: BTreeMap::from([
+                    ("cpu".to_owned(), cpu),
+                    ("example.com/widget".to_owned(), Quantity::whole(2)),
+                    ("pods".to_owned(), Quantity::whole(8)),
+                ]),
+                gpus,
+                exclusion: (with_invalid_parts && dice == 2).then(|| "the GPU does not answer".to_owned()),
+                ..Node::default()
+            }
+        },
+    )
 }
 
-fn pod(odd: bool) -> impl Strategy<Value = Pod> {
-    let count = prop_oneof![6 => Just("1"), 2 => Just("2"), 1 => Just("3"), u32::from(odd) => Just("1.5"), u32::from(odd) => Just("99999999999")];
+fn pod(with_invalid_parts: bool) -> impl Strategy<Value = Pod> {
+    let count = prop_oneof![6 => Just("1"), 2 => Just("2"), 1 => Just("3"), u32::from(with_invalid_parts) => Just("1.5"), u32::from(with_invalid_parts) => Just("99999999999")];
     let requests = prop::collection::btree_map(resource(), count.prop_map(Quantity::new), 0..3);
     (requests, 0..3_i32, 0..12_u32, 1..5_u64).prop_map(|(mut requests, priority, dice, cpu)| {
         requests.insert("cpu".to_owned(), Quantity::whole(cpu));
@@ -161,10 +162,10 @@ fn pod(odd: bool) -> impl Strategy<Value = Pod> {
     })
 }
 
-fn snapshot(odd: bool) -> impl Strategy<Value = Snapshot> {
-    let twin = prop::bool::weighted(if odd { 0.1 } else { 0.0 });
-    (prop::collection::vec(node(odd), 0..5), prop::collection::vec(pod(odd), 0..9), twin).prop_map(
-        |(mut nodes, mut pods, twin)| {
+fn snapshot(with_invalid_parts: bool) -> impl Strategy<Value = Snapshot> {
+    let twin = prop::bool::weighted(if with_invalid_parts { 0.1 } else { 0.0 });
+    (prop::collection::vec(node(with_invalid_parts), 0..5), prop::collection::vec(pod(with_invalid_parts), 0..9), twin)
+        .prop_map(|(mut nodes, mut pods, twin)| {
             for (at, node) in nodes.iter_mut().enumerate() {
                 node.name = format!("n{}", if twin { 0 } else { at });
                 for (index, gpu) in node.gpus.iter_mut().enumerate() {
@@ -175,16 +176,15 @@ fn snapshot(odd: bool) -> impl Strategy<Value = Snapshot> {
                 pod.name = format!("p{}", if twin && at == 2 { 1 } else { at });
             }
             Snapshot { nodes, pods }
-        },
-    )
+        })
 }
 
-fn planned(snapshot: &Snapshot) -> Plan {
+fn plan_of(snapshot: &Snapshot) -> Plan {
     plan(snapshot, &Policy { search_steps: 2000, ..Policy::default() }).plan
 }
 
 /// The snapshot with the plan's slices, before any pod is placed.
-fn applied(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
+fn with_planned_slices(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     let mut next = snapshot.clone();
     for node in &mut next.nodes {
         for gpu in &mut node.gpus {
@@ -197,8 +197,8 @@ fn applied(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
 }
 
 /// The snapshot with the plan's slices and its pods.
-fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
-    let mut next = applied(snapshot, plan);
+fn with_planned_pods(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
+    let mut next = with_planned_slices(snapshot, plan);
     for placement in &plan.placements {
         let pod = snapshot.pods.iter().find(|pod| pod.name == placement.pod).expect("a pod of the snapshot");
         let node = next.nodes.iter_mut().find(|node| node.name == placement.node).expect("a node of the snapshot");
@@ -262,7 +262,7 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
 }
 
 /// A pending pod that could run on a node with free slices for it.
-fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
+fn placeable_pending_pod(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
     for waiting in &plan.unplaced {
         let pod = snapshot.pods.iter().find(|pod| pod.name == waiting.pod)?;
         // Check only pods without node constraints and with one kind of slice that is not a share,
@@ -304,31 +304,31 @@ fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
 proptest! {
     #[test]
     fn every_plan_passes_the_check(snapshot in prop_oneof![snapshot(false), snapshot(true)]) {
-        let plan = planned(&snapshot);
+        let plan = plan_of(&snapshot);
         prop_assert_eq!(check(&snapshot, &plan), vec![]);
     }
 
     #[test]
     fn planning_again_changes_nothing(snapshot in snapshot(false)) {
-        let plan = planned(&snapshot);
-        let next = applied(&snapshot, &plan);
-        let again = planned(&next);
+        let plan = plan_of(&snapshot);
+        let next = with_planned_slices(&snapshot, &plan);
+        let again = plan_of(&next);
         prop_assert!(!again.changed, "{:#?}", again);
         prop_assert_eq!(again.placements.len(), plan.placements.len());
-        let next = bound(&snapshot, &plan);
-        let again = planned(&next);
+        let next = with_planned_pods(&snapshot, &plan);
+        let again = plan_of(&next);
         prop_assert!(!again.changed, "{:#?}", again);
         prop_assert_eq!(again.placements, vec![]);
     }
 
     #[test]
     fn no_pod_is_pending_beside_a_free_slice(snapshot in snapshot(false)) {
-        prop_assert_eq!(idle(&snapshot, &planned(&snapshot)), None);
+        prop_assert_eq!(placeable_pending_pod(&snapshot, &plan_of(&snapshot)), None);
     }
 
     #[test]
     fn slices_in_use_survive(snapshot in prop_oneof![snapshot(false), snapshot(true)]) {
-        let plan = planned(&snapshot);
+        let plan = plan_of(&snapshot);
         for node in &snapshot.nodes {
             for gpu in &node.gpus {
                 let held = |slices: &[Slice]| {
@@ -359,11 +359,11 @@ proptest! {
 
     #[test]
     fn an_invalid_node_affects_only_itself(snapshot in snapshot(false), strange in node(true)) {
-        let before = planned(&snapshot);
+        let before = plan_of(&snapshot);
         let mut other = snapshot;
         let gpus = strange.gpus.into_iter().enumerate().map(|(at, gpu)| Gpu { uuid: format!("GPU-odd-{at}"), ..gpu });
         other.nodes.insert(0, Node { name: "a-odd".to_owned(), exclusion: Some("the GPU does not answer".to_owned()), gpus: gpus.collect(), ..strange });
-        let after = planned(&other);
+        let after = plan_of(&other);
         prop_assert_eq!(&before.placements, &after.placements);
         prop_assert!(after.gpus.iter().filter(|gpu| gpu.node == "a-odd").all(|gpu| !gpu.changed));
     }

@@ -13,7 +13,7 @@ const CONDITIONS_TYPE: &str = "list of conditions";
 pub(crate) fn page(crd: &Value) -> Result<String> {
     let text = |pointer: &str| crd.pointer(pointer).and_then(Value::as_str).with_context(|| format!("no {pointer}"));
     let kind = text("/spec/names/kind")?;
-    let schema = crd.pointer("/spec/versions/0/schema/openAPIV3Schema").context("the definition has no schema")?;
+    let schema = crd.pointer("/spec/versions/0/schema/openAPIV3Schema").context("the CRD has no schema")?;
     let mut page = Page { out: String::new(), seen: Vec::new() };
     let _ = write!(page.out, "# {kind}\n\n<!-- Generated from the types by `make docs`. Do not edit. -->\n\n");
     page.paragraph(schema);

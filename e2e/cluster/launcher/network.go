@@ -50,7 +50,7 @@ func (l layout) makeBridge() error {
 	return netlink.LinkSetUp(link)
 }
 
-// checkFree rejects networks to which the machine already has routes.
+// checkFree refuses networks to which the machine already has routes.
 func checkFree() error {
 	routes, err := netlink.RouteList(nil, netlink.FAMILY_V4)
 	if err != nil {

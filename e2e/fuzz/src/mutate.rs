@@ -241,7 +241,7 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
         0 => *value = whole,
         1 => *value = random_scalar(words, rng),
         2 => {
-            // Includes depths that a reader rejects.
+            // Includes depths that a reader refuses.
             let depth = [1, 2, 100, 200][rng.usize(..4)];
             for _ in 0..depth {
                 *value = Value::Array(vec![value.take()]);

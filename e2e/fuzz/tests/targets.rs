@@ -1,4 +1,4 @@
-//! Runs each target on a fixed number of inputs, which are the same in every run.
+//! Tests each target with a fixed number of inputs, which are the same in every run.
 use std::io;
 
 use cleave_fuzz::engine::{Budget, corpus, fuzz};

@@ -1,4 +1,4 @@
-//! Findings in small sources.
+//! Tests the findings in small sources.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 use std::collections::BTreeMap;

@@ -261,7 +261,7 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
 }
 
 /// PID of one of Cleave's programs on a node. Fails unless exactly one such process runs.
-pub fn process(node: &str, program: &str) -> Result<String> {
+pub fn find_pid(node: &str, program: &str) -> Result<String> {
     // Compare only the first argument: other processes, including this search, have the name among
     // their later arguments.
     let find = "for p in $(grep -azl \"^$0\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
@@ -274,7 +274,7 @@ pub fn process(node: &str, program: &str) -> Result<String> {
 
 /// Sends a signal, such as `STOP`, `CONT` or `KILL`, to one of Cleave's programs on a node.
 pub fn signal(node: &str, program: &str, signal: &str) -> Result<()> {
-    on_node(node, &["kill", &format!("-{signal}"), &process(node, program)?]).map(drop)
+    on_node(node, &["kill", &format!("-{signal}"), &find_pid(node, program)?]).map(drop)
 }
 
 /// Injects faults into a node's simulated hardware. Dropping the value clears them.
@@ -366,7 +366,7 @@ impl<'a> Scope<'a> {
                 Ok(pods.is_empty())
             })?;
         }
-        // The kubelet updates its node's status some seconds later. Without this wait the next test
+        // The kubelet updates its node's status up to 10 s later. Without this wait the next test
         // could read the earlier state.
         wait_until("all GPUs are offered as whole GPUs", || {
             for node in self.cluster.nodes()? {
@@ -429,11 +429,11 @@ impl<'a> Scope<'a> {
             let phase = text(&self.cluster.get(&path)?["status"]["phase"]);
             Ok(matches!(phase.as_str(), "Succeeded" | "Failed").then_some(phase))
         })?;
-        Ok((phase, self.log(name)?))
+        Ok((phase, self.pod_log(name)?))
     }
 
     /// Reads a pod's current log.
-    pub fn log(&self, name: &str) -> Result<String> {
+    pub fn pod_log(&self, name: &str) -> Result<String> {
         self.cluster.read(&format!("{}/log?container=main", self.pod_path(name)))
     }
 
@@ -441,7 +441,7 @@ impl<'a> Scope<'a> {
     /// sees.
     pub fn client_report(&self, name: &str) -> Result<Value> {
         wait_for(&format!("{name} has a JSON line in its log"), WAIT_TIMEOUT, || {
-            let log = self.log(name)?;
+            let log = self.pod_log(name)?;
             Ok(log.lines().find_map(|line| serde_json::from_str::<Value>(line).ok()))
         })
     }

@@ -1,4 +1,4 @@
-//! Allocations: which slices of which devices containers use, or will use. Pure.
+//! Tracks allocations: the slices of devices that containers use, or will use. Pure.
 //!
 //! No code here depends on the device plugin. However, [`pending`] assumes that requests name a
 //! size but no pod. [`usage`] assumes that PodResources lists the slices of each allocation among

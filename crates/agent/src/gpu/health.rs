@@ -292,7 +292,8 @@ impl History {
                 Health {
                     healthy: true,
                     reason: reason::RESET_PENDING.into(),
-                    message: "a reset is needed to repair memory rows: drain and reset the GPU when convenient".into(),
+                    message: "the GPU needs a reset to repair memory rows: drain it, then reset it when convenient"
+                        .into(),
                     ..Health::default()
                 }
             }

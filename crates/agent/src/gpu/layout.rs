@@ -1,5 +1,5 @@
-//! Layouts: the slices and MPS daemons that the spec requests for a GPU, checked against the
-//! hardware. Pure.
+//! Computes layouts: the slices and MPS daemons that the spec requests for a GPU, checked against
+//! the hardware. Pure.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::{

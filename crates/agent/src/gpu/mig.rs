@@ -1,4 +1,4 @@
-//! MIG: replaces a GPU's current instances with the desired ones, one change at a time. Pure.
+//! Replaces a GPU's current MIG instances with the desired ones, one change at a time. Pure.
 //!
 //! The remaining changes are computed each time from NVML's report. An agent that was killed
 //! between two changes therefore continues with the next one. When an agent exits, only

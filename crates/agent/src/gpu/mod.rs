@@ -1,4 +1,4 @@
-//! GPUs: their state, their health, and how they are partitioned. Pure.
+//! Models GPUs: their state, their health, and how they are partitioned. Pure.
 pub mod hardware;
 pub mod health;
 pub mod layout;

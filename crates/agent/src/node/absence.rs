@@ -1,6 +1,6 @@
 //! Short absences of MPS daemons, during which their shares remain Healthy. Pure.
 //!
-//! The kubelet permanently refuses a pod that arrives while its shares are Unhealthy. An admitted
+//! The kubelet permanently rejects a pod that arrives while its shares are Unhealthy. An admitted
 //! pod only waits: `PreStartContainer` waits until the daemon is Active, and the pod's programs
 //! wait at their door. So shares that were served remain Healthy while their daemon or the MPS host
 //! restarts. Other failures make them Unhealthy at once: a server in state FAULT, a daemon that

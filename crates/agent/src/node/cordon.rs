@@ -2,7 +2,7 @@
 //!
 //! Slices in use remain listed as Healthy, so that a node never offers fewer slices than are in
 //! use. Slices that are reserved for a pod on this node remain Healthy until the kubelet calls
-//! `Allocate` for the pod. Otherwise the kubelet would refuse the pod permanently.
+//! `Allocate` for the pod. Otherwise the kubelet would reject the pod permanently.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;

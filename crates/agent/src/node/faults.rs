@@ -269,7 +269,7 @@ fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&P
         (Some(_), _) => "another pod, which shares the GPU".to_owned(),
     };
     if killed {
-        format!("the death of a program of {who}, while its kernels ran")
+        format!("the exit of a program of {who}, while its kernels ran")
     } else {
         format!("a fatal GPU error. The MPS server's log names {who}, but it often names a neighbour")
     }
@@ -506,7 +506,7 @@ mod tests {
         assert_eq!(events[1].1, "CausedGpuFault");
         assert!(events[0].2.contains("was killed while its kernels ran"), "{}", events[0].2);
         assert!(events[1].2.contains("was killed while its kernels ran"), "{}", events[1].2);
-        assert!(events[2].2.contains("the death of a program of pod a"), "{}", events[2].2);
+        assert!(events[2].2.contains("the exit of a program of pod a"), "{}", events[2].2);
     }
 
     #[test]

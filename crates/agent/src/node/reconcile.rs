@@ -201,7 +201,7 @@ impl Node {
         now: Instant,
     ) -> Vec<MigOrder> {
         // Without a checkpoint, the existing allocations are known only after the kubelet has
-        // listed its pods for some time.
+        // listed its pods for `grace`.
         let settled = self.has_checkpoint || now.saturating_duration_since(self.kubelet_since) >= self.grace;
         let known = self.pod_resources.is_some() && self.pod_resources_error.is_none() && settled;
         self.mig_progress.retain(|uuid, _| hardware.gpus.contains_key(uuid));

@@ -1,5 +1,5 @@
-//! The API server: reads the node's own `GpuNode`, and writes its status and Events. The kubelet's
-//! requests never wait for the API server.
+//! Reads the node's own `GpuNode` from the API server, and writes its status and Events. The
+//! kubelet's requests never wait for the API server.
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use crate::metrics::Metrics;
 
 /// Maximum age of the main loop's heartbeat before the agent counts as dead. The main loop
-/// reconciles every few seconds.
+/// reconciles at least every 5 s.
 const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 
 /// Heartbeat of the main loop.

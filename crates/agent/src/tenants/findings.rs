@@ -19,10 +19,10 @@ pub const RETENTION: Duration = Duration::from_secs(10);
 const RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;
-/// Time for which a former MPS client is exempt from `OutsideMps`. When an MPS server ends, the
-/// driver may list its broken clients as plain processes. The exemption has to end, since a process
-/// can execute another program.
-const FORMER_CLIENT_EXEMPTION: Duration = Duration::from_secs(10);
+/// Time for which a process that was an MPS client is exempt from `OutsideMps`. When an MPS server
+/// ends, the driver may list its broken clients as plain processes. The exemption has to end, since
+/// a process can execute another program.
+const RECENT_CLIENT_EXEMPTION: Duration = Duration::from_secs(10);
 /// Minimum interval between requests to terminate the same client.
 const MIN_TERMINATION_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -88,7 +88,7 @@ impl Findings {
         self.remember_clients(clients, now);
         let previous = std::mem::take(&mut self.previous);
         let violations: Vec<Violation> =
-            violations.into_iter().filter_map(|violation| self.without_former_clients(violation)).collect();
+            violations.into_iter().filter_map(|violation| self.without_recent_clients(violation)).collect();
         for violation in violations {
             let evict = evicts(&violation.key.device);
             self.previous.insert(violation.key.clone(), violation.processes.clone());
@@ -111,13 +111,13 @@ impl Findings {
     /// Adds the MPS clients of a sample and removes old processes.
     fn remember_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
         self.clients.extend(clients.into_iter().map(|process| (process, now)));
-        self.clients.retain(|_, at| now.saturating_duration_since(*at) < FORMER_CLIENT_EXEMPTION);
+        self.clients.retain(|_, at| now.saturating_duration_since(*at) < RECENT_CLIENT_EXEMPTION);
         self.terminated.retain(|_, at| now.saturating_duration_since(*at) < MIN_TERMINATION_INTERVAL);
     }
 
-    /// Removes former MPS clients from a violation of kind `OutsideMps`. Returns `None` if they are
+    /// Removes recent MPS clients from a violation of kind `OutsideMps`. Returns `None` if they are
     /// its only processes.
-    fn without_former_clients(&self, mut violation: Violation) -> Option<Violation> {
+    fn without_recent_clients(&self, mut violation: Violation) -> Option<Violation> {
         if violation.key.kind == OUTSIDE_MPS {
             violation.processes.retain(|process| !self.clients.contains_key(process));
         }

@@ -1,5 +1,5 @@
-//! A fatal GPU error: the agent reports it to the kubelet, on the pods and on the node. Afterwards
-//! the shares become healthy again.
+//! Tests that the agent reports a fatal GPU error to the kubelet, on the pods and on the node, and
+//! that the shares become healthy again afterwards.
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};

@@ -1,4 +1,4 @@
-//! Faulty, hanging and cordoned GPUs: the agent as a process on simulated GPUs.
+//! Tests the agent with faulty, hanging and cordoned GPUs, as a process on simulated GPUs.
 use cleave_api::GpuNodeStatus;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, Partition, Whole};
 

@@ -1,4 +1,4 @@
-//! A node without a cluster: simulated GPUs, a fake kubelet, and the agent and the MPS host as
+//! Runs a node without a cluster: simulated GPUs, a fake kubelet, and the agent and the MPS host as
 //! processes. Dropping the node stops all processes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
@@ -23,7 +23,7 @@ pub(crate) const WHOLE: &str = "nvidia.com/gpu";
 
 /// Builds the programs of other packages that the tests start, so that they are never outdated.
 /// Returns their directory.
-fn programs() -> &'static Path {
+fn build_programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
         let packages = ["cleave", "sim-nvml", "sim-mps", "simgpu", "cleave-client"];
@@ -57,7 +57,7 @@ impl Machine {
         }
         let kubelet = FakeKubelet::start(&path("plugins")).unwrap();
         let pods = FakePodResources::start(&path("pods.sock")).unwrap();
-        let library = programs().join("libnvidia_ml.so");
+        let library = build_programs().join("libnvidia_ml.so");
         let mut machine =
             Self { directory, uuids: Vec::new(), kubelet, pods, library, agent: None, first_agent: None, host: None };
         let mut arguments = vec!["init"];
@@ -89,7 +89,7 @@ impl Machine {
     }
 
     fn command(&self, program: &str) -> Command {
-        let mut command = Command::new(programs().join(program));
+        let mut command = Command::new(build_programs().join(program));
         command.env("SIMGPU_STATE", self.path("sim")).env("SIM_MPS_SERVER_START_MS", "0").stdin(Stdio::null());
         command
     }
@@ -129,7 +129,7 @@ impl Machine {
     /// Starts the agent as the chart does: under a supervisor that restarts it.
     pub(crate) fn start_supervised_agent(&mut self) {
         let mut command = self.command("cleave-supervise");
-        command.arg(programs().join("cleave"));
+        command.arg(build_programs().join("cleave"));
         self.start_agent_as(command, &[]);
     }
 
@@ -181,7 +181,7 @@ impl Machine {
     /// Starts the MPS host.
     pub(crate) fn start_host(&mut self) {
         let mut command = self.command("cleave");
-        command.args(["mps-host", "--mps-control"]).arg(programs().join("nvidia-cuda-mps-control"));
+        command.args(["mps-host", "--mps-control"]).arg(build_programs().join("nvidia-cuda-mps-control"));
         command.arg("--nvml-library").arg(&self.library).arg("--run-dir").arg(self.path("run"));
         self.host = Some(command.stdout(self.log("host.log")).stderr(self.log("host.log")).spawn().unwrap());
     }

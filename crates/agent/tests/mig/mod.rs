@@ -1,4 +1,4 @@
-//! GPUs that are partitioned by MIG: the agent as a process on simulated GPUs.
+//! Tests the agent with GPUs that are partitioned by MIG, as a process on simulated GPUs.
 use std::fs;
 use std::process::Child;
 

@@ -1,4 +1,4 @@
-//! A model of the kubelet's pod admission against the agent's pending allocations. A pod with a
+//! Tests the agent's pending allocations with a model of the kubelet's pod admission. A pod with a
 //! reservation on one GPU never receives shares of two GPUs.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -259,8 +259,8 @@ enum Step {
     PodEnds(usize),
 }
 
-fn steps(init: bool) -> impl Strategy<Value = Vec<Step>> {
-    let container = (if init { any::<bool>().boxed() } else { Just(false).boxed() }, 1..=6_u32);
+fn steps(with_init_containers: bool) -> impl Strategy<Value = Vec<Step>> {
+    let container = (if with_init_containers { any::<bool>().boxed() } else { Just(false).boxed() }, 1..=6_u32);
     let step = prop_oneof![
         4 => prop::collection::vec(container, 1..4).prop_map(Step::PodArrives),
         4 => (any::<usize>(), any::<bool>()).prop_map(|(pod, lists)| Step::Admit(pod, lists)),
@@ -309,19 +309,21 @@ fn run(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), TestCaseE
 
 /// Runs the same sequences each time. About one random sequence in several thousand misleads the
 /// agent, because the kubelet's requests name no pod.
-fn search(init: bool) {
+fn run_random_sequences(with_init_containers: bool) {
     let config = ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() };
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
     let mut runner = TestRunner::new_with_rng(config, rng);
-    runner.run(&(1_usize..5, steps(init)), |(devices, steps)| run(devices, steps, init)).unwrap();
+    runner
+        .run(&(1_usize..5, steps(with_init_containers)), |(devices, steps)| run(devices, steps, with_init_containers))
+        .unwrap();
 }
 
 #[test]
 fn no_pod_is_split_in_any_order_of_admission() {
-    search(false);
+    run_random_sequences(false);
 }
 
 #[test]
 fn with_init_containers_no_pod_is_split_if_pods_are_admitted_in_order_of_arrival() {
-    search(true);
+    run_random_sequences(true);
 }

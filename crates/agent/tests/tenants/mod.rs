@@ -1,5 +1,5 @@
-//! Tenants that exceed their limits on simulated GPUs. The processes are real, but files replace
-//! their cgroups in `/proc`.
+//! Tests that the agent reports tenants that exceed their limits on simulated GPUs. The processes
+//! are real, but files replace their cgroups in `/proc`.
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -114,7 +114,7 @@ impl Node {
         status.findings.into_iter().find(has).unwrap()
     }
 
-    async fn no_findings(&self) {
+    async fn wait_until_no_findings(&self) {
         self.machine.wait_for_status("no findings", |status| status.findings.is_empty()).await;
     }
 
@@ -174,7 +174,7 @@ async fn a_container_over_its_memory_limit_is_reported_and_its_neighbour_is_not(
     assert_eq!(status.findings.len(), 1, "the neighbour is within its limits: {:?}", status.findings);
     assert!(node.programs[1].try_wait().unwrap().is_none(), "the finding is only reported");
     kill_child(&mut node.programs[1]);
-    node.no_findings().await;
+    node.wait_until_no_findings().await;
 }
 
 #[tokio::test]
@@ -216,7 +216,7 @@ async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_it
     assert_eq!(node.wait_for_finding("MemoryExceeded").await.pod, "p");
     let (name, uid, letter) = PODS[1];
     node.machine.set_pods(&[pod(name, uid, letter)]);
-    node.no_findings().await;
+    node.wait_until_no_findings().await;
 }
 
 #[tokio::test]

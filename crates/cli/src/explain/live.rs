@@ -29,7 +29,7 @@ impl Live {
     /// Lists the objects of a cluster, and the pod `namespace/name` even if the pod has ended.
     ///
     /// # Errors
-    /// The API server rejected a request.
+    /// The API server refused a request.
     pub(super) async fn observe(client: &Client, install: &InstallArgs, pod: &str) -> Result<Self> {
         let mut objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
         if !objects.pods.iter().any(|one| full_name(&one.metadata) == pod)

@@ -1,7 +1,7 @@
 //! Sets and restores a GPU's compute mode in a child process, which keeps NVML out of the MPS
 //! host's memory.
 //!
-//! A file beside the pipe directory records the former mode. If this MPS host cannot restore the
+//! A file beside the pipe directory records the previous mode. If this MPS host cannot restore the
 //! mode, the next one does.
 use std::fmt;
 use std::io;
@@ -110,20 +110,20 @@ impl Record {
     }
 }
 
-/// Sets a device to `EXCLUSIVE_PROCESS` and records the former mode. Afterwards, only the MPS
+/// Sets a device to `EXCLUSIVE_PROCESS` and records the previous mode. Afterwards, only the MPS
 /// server can use the device.
 pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(), ComputeModeError> {
     let record = Record::of(context, device);
     // A record from an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
-        // Record the default mode first: this process may exit before the child reports the former
-        // mode, which is nearly always the default.
+        // Record the default mode first: this process may exit before the child reports the
+        // previous mode, which is nearly always the default.
         record.write(Mode::Default)?;
     }
     match run(context, device, Mode::ExclusiveProcess).await {
         Ok(_) if recorded => Ok(()),
-        Ok(former) => record.write(former),
+        Ok(previous) => record.write(previous),
         Err(error) => {
             if !recorded {
                 let _ = record.remove();
@@ -136,8 +136,8 @@ pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(),
 /// Restores the compute mode that this or an earlier MPS host changed.
 pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), ComputeModeError> {
     let record = Record::of(context, device);
-    let Some(former) = record.read()? else { return Ok(()) };
-    run(context, device, former).await?;
+    let Some(previous) = record.read()? else { return Ok(()) };
+    run(context, device, previous).await?;
     record.remove()
 }
 
@@ -148,7 +148,7 @@ pub(crate) fn recorded(mps: &Path) -> Vec<String> {
     entries.filter_map(|entry| name(entry.ok()?)).collect()
 }
 
-/// Sets a compute mode in the child process. Returns the former mode.
+/// Sets a compute mode in the child process. Returns the previous mode.
 async fn run(context: &Context, device: &str, mode: Mode) -> Result<Mode, ComputeModeError> {
     let mut words = context.options.compute_mode.iter();
     let mut command = Command::new(words.next().cloned().unwrap_or_default());
@@ -166,8 +166,8 @@ async fn run(context: &Context, device: &str, mode: Mode) -> Result<Mode, Comput
     match exited {
         // The output contains log lines as well.
         Ok(Ok(Exit::Status(0))) => {
-            let former = text.lines().find_map(Mode::parse);
-            former.ok_or_else(|| ComputeModeError::UnknownOutput(shorten(text.trim())))
+            let previous = text.lines().find_map(Mode::parse);
+            previous.ok_or_else(|| ComputeModeError::UnknownOutput(shorten(text.trim())))
         }
         Ok(Ok(exit)) => Err(ComputeModeError::Failed { output: shorten(text.trim()), exit }),
         Ok(Err(error)) => Err(ComputeModeError::Output(error)),

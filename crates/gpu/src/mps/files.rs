@@ -1,4 +1,4 @@
-//! The run directory: creates and locks it, replaces files in it, and watches the desired file.
+//! Creates and locks the run directory, replaces files in it, and watches the desired file.
 use std::io::{self, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;

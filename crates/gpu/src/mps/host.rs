@@ -44,10 +44,10 @@ pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostErr
     LocalSet::new().run_until(serve(args.paths, subcommand)).await
 }
 
-/// Sets a compute mode and prints the former one.
+/// Sets a compute mode and prints the previous one.
 fn set_compute_mode(library: Option<&Path>, device: &str, mode: Mode) -> Result<(), HostError> {
-    let former = Mode::from(nvml::set_compute_mode(library, device, mode.into())?);
-    writeln!(io::stdout(), "{former}").map_err(HostError::System)
+    let previous = Mode::from(nvml::set_compute_mode(library, device, mode.into())?);
+    writeln!(io::stdout(), "{previous}").map_err(HostError::System)
 }
 
 async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError> {

@@ -1,4 +1,4 @@
-//! MPS: the daemons and doors of a node, and the protocols they speak.
+//! Runs the MPS daemons and doors of a node, and implements the protocols they speak.
 //!
 //! ```text
 //! desired.json ─▶ reconciler ─▶ daemon, one per device ───────▶ nvidia-cuda-mps-control -f

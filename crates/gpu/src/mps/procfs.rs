@@ -68,7 +68,7 @@ fn serves(pid: u32, uuid: &str) -> bool {
         if !environment.is_empty() {
             return may_serve(&environment, uuid);
         }
-        if state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+        if process_state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             return false;
         }
         std::thread::sleep(EMPTY_READ_INTERVAL);
@@ -121,11 +121,11 @@ pub(crate) async fn clear(pipe: &Path) -> usize {
 
 /// Whether a process is stopped by a signal or a debugger. Such a process does not answer.
 pub(crate) fn is_stopped(pid: u32) -> bool {
-    matches!(state(pid), Some('T' | 't'))
+    matches!(process_state(pid), Some('T' | 't'))
 }
 
 /// A process's state from `/proc/PID/stat`; `None` if the process no longer exists.
-fn state(pid: u32) -> Option<char> {
+fn process_state(pid: u32) -> Option<char> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the name in parentheses, which may contain anything.
     stat.rsplit_once(") ")?.1.chars().next()
@@ -139,7 +139,7 @@ pub(crate) fn owner(pid: u32) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use super::{may_serve, serves, state};
+    use super::{may_serve, process_state, serves};
 
     #[test]
     fn a_daemon_that_names_only_other_gpus_does_not_serve_this_one() {
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn an_exited_daemon_serves_no_gpu() {
         let mut child = std::process::Command::new("true").spawn().unwrap();
-        while state(child.id()) != Some('Z') {
+        while process_state(child.id()) != Some('Z') {
             std::thread::yield_now();
         }
         assert!(!serves(child.id(), "GPU-1"), "its environment is gone");

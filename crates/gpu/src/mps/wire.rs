@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 
 use super::text::shorten;
 
-/// The version of these files. A reader rejects a higher version and reports the rejection.
+/// The version of these files. A reader refuses a higher version and reports the refusal.
 pub const VERSION: u32 = 1;
 
 /// Every daemon and every allocation that should exist on this node.
@@ -34,7 +34,7 @@ pub struct Desired {
     pub allocations: BTreeMap<String, Allocation>,
 }
 
-/// Why a [`Desired`] file is rejected.
+/// Why a [`Desired`] file is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidDesired {
     /// The file is not JSON, or does not have the structure of [`Desired`].
@@ -52,9 +52,9 @@ pub enum InvalidDesired {
     /// The active thread percentage is outside 1 to 100.
     #[error("{owner}: invalid active thread percentage {threads}: expected 1 to 100")]
     Threads {
-        /// The device or allocation with the rejected percentage.
+        /// The device or allocation with the refused percentage.
         owner: String,
-        /// The rejected percentage.
+        /// The refused percentage.
         threads: u8,
     },
     /// The memory limit is 0, which MPS treats as unlimited.
@@ -211,7 +211,7 @@ impl Paths {
 pub struct Daemon {
     /// Whether clients of several users share one server (`-multiuser-server`).
     pub multi_user: bool,
-    /// Whether to set the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restore the former
+    /// Whether to set the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restore the previous
     /// mode afterwards. False does not change the mode. Always false for MIG instances.
     pub exclusive: bool,
     /// `set_default_active_thread_percentage`, 1 to 100: the limit of a client that no door limits.

@@ -60,7 +60,7 @@ pub trait Gpus: Send + Sync {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetComputeMode" })
     }
 
-    /// Sets the compute mode of a GPU and returns the former one.
+    /// Sets the compute mode of a GPU and returns the previous one.
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
 
     /// Turns MIG mode of a GPU on or off. Returns the time at which the change takes effect. The

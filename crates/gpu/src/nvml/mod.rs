@@ -40,7 +40,7 @@ pub use session::Nvml;
 pub use watch::EventWatch;
 pub use worker::Worker;
 
-/// Sets the compute mode of a GPU and returns the former one.
+/// Sets the compute mode of a GPU and returns the previous one.
 ///
 /// For a short-lived process: loads the library for this one call.
 pub fn set_compute_mode(library: Option<&Path>, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {

@@ -1,4 +1,4 @@
-//! Runs the doctor as a process with stand-ins for NVML, MPS and the CUDA program.
+//! Tests the doctor as a process with stand-ins for NVML, MPS and the CUDA program.
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,5 +1,5 @@
-//! Fatal GPU errors. The status reports the culprit and the affected clients. Clients that do not
-//! exit are signalled, and the device always serves again.
+//! Tests fatal GPU errors. The status reports the culprit and the affected clients. Clients that do
+//! not exit are signalled, and the device always serves again.
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus};
 

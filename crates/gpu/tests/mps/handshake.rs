@@ -1,7 +1,7 @@
-//! Misbehaviour of clients during the handshake. The daemon and its server wait for each client
-//! without a deadline. The server waits forever if a client disconnects after it has received the
-//! server's socket and before it has introduced itself. Misbehaviour must not affect the next
-//! client.
+//! Tests that clients that misbehave during the handshake do not affect others. The daemon and its
+//! server wait for each client without a deadline. The server waits forever if a client disconnects
+//! after it has received the server's socket and before it has introduced itself. Misbehaviour must
+//! not affect the next client.
 use std::thread;
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Runs the MPS host as a process on a simulated machine with a stand-in MPS, and clients at its
+//! Tests the MPS host as a process on a simulated machine with a stand-in MPS, and clients at its
 //! doors.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test helpers may panic as tests do")]
 mod doctor;

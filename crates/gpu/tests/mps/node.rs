@@ -1,4 +1,4 @@
-//! A simulated machine with an MPS host and programs. Dropping it removes everything.
+//! Simulates a machine with an MPS host and programs. Dropping it removes everything.
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -43,7 +43,7 @@ impl Node {
         // Link the files here: MPS servers and programs of other users may have no access to the
         // checkout.
         for name in ["cleave-client", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "libnvidia_ml.so"] {
-            let (program, path) = (programs().join(name), dir.path().join(name));
+            let (program, path) = (build_programs().join(name), dir.path().join(name));
             fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
         }
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
@@ -390,12 +390,12 @@ pub(crate) fn as_user(command: &mut Command, uid: u32) {
 
 /// Path of the MPS host's program.
 pub(crate) fn host_program() -> PathBuf {
-    programs().join("examples/mps-host")
+    build_programs().join("examples/mps-host")
 }
 
 /// The directory with the MPS host and the stand-ins for MPS, the CUDA program and NVML. Builds
 /// them first, because `cargo test` builds only what its arguments name.
-pub(crate) fn programs() -> &'static Path {
+pub(crate) fn build_programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
         let test = std::env::current_exe().unwrap();

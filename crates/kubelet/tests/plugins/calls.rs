@@ -1,4 +1,4 @@
-//! Calls of the kubelet, and connections of other clients.
+//! Tests calls of the kubelet, and connections of other clients.
 
 use std::io::ErrorKind;
 use std::path::Path;

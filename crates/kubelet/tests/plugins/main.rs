@@ -1,5 +1,5 @@
-//! The device plugin with a fake kubelet on real unix sockets: registrations, streams and the
-//! directory in `registration`, calls and connections in `calls`.
+//! Tests the device plugin with a fake kubelet on Unix sockets. `registration` tests registrations,
+//! streams and the directory. `calls` tests calls and connections.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 

@@ -1,4 +1,4 @@
-//! Registrations, device streams, restarts of the kubelet, and the directory.
+//! Tests registrations, device streams, restarts of the kubelet, and the directory.
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;

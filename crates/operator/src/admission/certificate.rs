@@ -252,7 +252,7 @@ pub(crate) fn tls(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
 /// The certificate could not be updated.
 #[derive(Debug, thiserror::Error)]
 enum UpdateError {
-    #[error("the API server rejected the request or is unreachable")]
+    #[error("the API server refused the request or is unreachable")]
     Api(#[from] kube::Error),
     #[error("the API server did not answer within {} s", REQUEST_TIMEOUT.as_secs())]
     Timeout,

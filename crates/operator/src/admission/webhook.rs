@@ -245,7 +245,7 @@ async fn answer(change: Change, Reviewer { namespaces, bodies }: Reviewer, body:
 }
 
 fn refuse(status: StatusCode, why: &str) -> Response {
-    tracing::warn!(status = status.as_u16(), why, "rejected an admission review");
+    tracing::warn!(status = status.as_u16(), why, "refused an admission review");
     (status, format!("{why}\n")).into_response()
 }
 

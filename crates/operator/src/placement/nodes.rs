@@ -271,7 +271,8 @@ impl Nodes {
         if why.may_pass() {
             return Verdict::Waits(why.to_string());
         }
-        // Search again among the nodes that the pod may use after temporary obstacles end.
+        // The pod may only have to wait. Search again, also among nodes that only temporary
+        // obstacles exclude.
         let is_possible = |state: &&NodeState| {
             state.may_admit_later(pod)
                 && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.may_pass(), |()| true)

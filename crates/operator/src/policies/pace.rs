@@ -10,8 +10,8 @@ const PLAN_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Durati
 /// Maximum time to wait for further pods if a policy sets `dynamic.idle` and no `dynamic.timeout`.
 const MAX_GATHERING: Duration = Duration::from_secs(60);
 
-/// Increases the interval between plans while changes continue, and plans soon when the cluster is
-/// quiet.
+/// Increases the interval between plans while changes continue, and plans after
+/// [`FIRST_CHANGE_DELAY`] when the cluster is quiet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pace {
     between: Duration,

@@ -409,7 +409,7 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
         return Some((Problem::Unhealthy, format!("{} is unhealthy: {why}", gpu_name(at))));
     }
-    // A restarting daemon usually serves again soon. Otherwise the GPU's health reports the
+    // A restarting daemon usually serves again within 4 s. Otherwise the GPU's health reports the
     // failure.
     let serves =
         |state: &str| matches!(state, daemon_state::ACTIVE | daemon_state::STARTING | daemon_state::RESTARTING | "");

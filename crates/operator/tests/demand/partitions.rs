@@ -1,4 +1,4 @@
-//! Tests that GPUs receive the partitions that pending pods request.
+//! Tests that GPUs are partitioned into the slices that pending pods request.
 use std::collections::BTreeSet;
 
 use cleave_operator::policies::demand::Reason;

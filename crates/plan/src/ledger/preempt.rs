@@ -42,7 +42,7 @@ pub struct Holder {
     /// When the pod started. The operator passes the time at which the pod was created.
     pub started: Moment,
     /// Whether a disruption budget protects the pod. The operator sets this if the API server
-    /// recently refused the pod's eviction. Other victims are preferred.
+    /// refused the pod's eviction in the last 30 s. Other victims are preferred.
     pub protected: bool,
     /// Whether the pod is terminating. Its units become free without preemption.
     pub ending: bool,

@@ -1,5 +1,5 @@
-//! A second implementation of the rules, written from their definitions for one node at a time,
-//! without indexes or counts.
+//! Implements the rules a second time, from their definitions, for one node at a time and without
+//! indexes or counts.
 use std::collections::BTreeSet;
 
 use cleave_plan::constraints::{

@@ -1,4 +1,4 @@
-//! Checks random small clusters with both implementations.
+//! Tests that both implementations agree on random small clusters.
 use cleave_plan::constraints::{
     HostPort, LabelSelector, Labels, NodePolicy, PodAffinityTerm, Rules, SpreadConstraint, WhenUnsatisfiable,
 };

@@ -1,5 +1,5 @@
-//! `cleave-bench trace`: placement policies on a public GPU trace, as in "Beware of Fragmentation"
-//! (USENIX ATC'23).
+//! `cleave-bench trace`: compares placement policies on a public GPU trace, as in "Beware of
+//! Fragmentation" (USENIX ATC'23).
 //!
 //! The workload is all pods of a list, plus pods drawn from the list at random. Drawing ends when
 //! the GPU demand would exceed 130 % of the cluster's capacity. The pods are shuffled and placed

@@ -41,7 +41,7 @@ impl Cuda {
     /// without a deadline.
     ///
     /// # Errors
-    /// A `CUresult`: there is no device, or the MPS server rejects clients.
+    /// A `CUresult`: there is no device, or the MPS server refuses clients.
     pub(crate) fn init(control: &Path, given: &DeviceSelection) -> Result<Self, i32> {
         let machine = Machine::open_default().ok();
         let mps = Mps::attach(control)?;

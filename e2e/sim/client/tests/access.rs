@@ -1,4 +1,4 @@
-//! Access of clients and administrators.
+//! Tests what clients and administrators may do.
 
 mod node;
 

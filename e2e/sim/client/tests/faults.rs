@@ -1,4 +1,4 @@
-//! Effects of deaths, errors and faults on a program and its neighbours.
+//! Tests the effects of exits, errors and faults on a program and its neighbours.
 
 mod node;
 
@@ -57,7 +57,7 @@ fn without_a_gpu_a_daemon_runs_but_no_server() {
     let mut node = Node::without_daemon();
     node.daemon_env("CUDA_VISIBLE_DEVICES", "GPU-00000000-dead");
     node.start(&[]);
-    // After several failed server starts the daemon rejects the client, which then runs as plain
+    // After several failed server starts the daemon refuses the client, which then runs as plain
     // CUDA.
     assert_eq!(node.first_line(&[])["viaMps"], false);
     assert!(node.log().contains("no CUDA-capable device is detected"));

@@ -1,4 +1,5 @@
-//! Thread percentages, memory limits and the maximum number of contexts, as a program sees them.
+//! Tests thread percentages, memory limits and the maximum number of contexts, as a program sees
+//! them.
 
 mod node;
 

@@ -1,28 +1,28 @@
 //! Decides whether a client that is killed with a kernel in flight breaks its neighbours.
 //!
 //! Measured breakages: 0 of 24 with kernels of 0.1 or 0.5 ms, 1 of 12 with 10 ms, 11 of 12 with 100
-//! ms, 12 of 12 with 1 s. Tests need determinism, so equal sequences of deaths have equal outcomes
+//! ms, 12 of 12 with 1 s. Tests need determinism, so equal sequences of exits have equal outcomes
 //! here.
 
 /// The environment variable of the rule: `measured` (the default), `always` or `never`.
 pub const RULE_ENV: &str = "SIM_MPS_BREAK";
-/// The environment variable of the initial count of deaths with kernels of 1 to 100 ms.
+/// The environment variable of the initial count of exits with kernels of 1 to 100 ms.
 pub const SEED_ENV: &str = "SIM_MPS_SEED";
 
-/// One in this many deaths with kernels of 1 to 100 ms breaks the neighbours.
-const DEATHS_PER_BREAKAGE: u64 = 12;
+/// One in this many exits with kernels of 1 to 100 ms breaks the neighbours.
+const EXITS_PER_BREAKAGE: u64 = 12;
 
-/// Which deaths break the neighbours.
+/// Which exits break the neighbours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rule {
-    /// Kernels of 100 ms or more always, kernels below 1 ms never. In between, every twelfth death.
+    /// Kernels of 100 ms or more always, kernels below 1 ms never. In between, every twelfth exit.
     Measured {
-        /// Number of deaths with kernels of 1 to 100 ms, plus the seed.
+        /// Number of exits with kernels of 1 to 100 ms, plus the seed.
         counted: u64,
     },
-    /// Every death with a kernel in flight.
+    /// Every exit with a kernel in flight.
     Always,
-    /// No death.
+    /// No exit.
     Never,
 }
 
@@ -36,7 +36,7 @@ impl Rule {
         }
     }
 
-    /// Whether a death with a kernel of this many milliseconds in flight breaks the neighbours.
+    /// Whether an exit with a kernel of this many milliseconds in flight breaks the neighbours.
     pub fn breaks_neighbours(&mut self, kernel_ms: f64) -> bool {
         match self {
             Self::Always => true,
@@ -45,7 +45,7 @@ impl Rule {
             Self::Measured { .. } if kernel_ms < 1.0 => false,
             Self::Measured { counted } => {
                 *counted = counted.wrapping_add(1);
-                counted.is_multiple_of(DEATHS_PER_BREAKAGE)
+                counted.is_multiple_of(EXITS_PER_BREAKAGE)
             }
         }
     }
@@ -55,14 +55,14 @@ impl Rule {
 mod tests {
     use super::*;
 
-    fn of_twelve(mut rule: Rule, kernel_ms: f64) -> usize {
+    fn breakages_of_twelve(mut rule: Rule, kernel_ms: f64) -> usize {
         (0..12).filter(|_| rule.breaks_neighbours(kernel_ms)).count()
     }
 
     #[test]
     fn the_odds_match_the_measurements() {
         for (kernel_ms, expected) in [(0.1, 0), (0.5, 0), (10.0, 1), (100.0, 12), (1000.0, 12)] {
-            assert_eq!(of_twelve(Rule::from_environment(None, None), kernel_ms), expected, "{kernel_ms} ms");
+            assert_eq!(breakages_of_twelve(Rule::from_environment(None, None), kernel_ms), expected, "{kernel_ms} ms");
         }
     }
 
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn the_environment_selects_the_rule() {
-        assert_eq!(of_twelve(Rule::from_environment(Some("always"), None), 0.1), 12);
-        assert_eq!(of_twelve(Rule::from_environment(Some("never"), None), 1000.0), 0);
+        assert_eq!(breakages_of_twelve(Rule::from_environment(Some("always"), None), 0.1), 12);
+        assert_eq!(breakages_of_twelve(Rule::from_environment(Some("never"), None), 1000.0), 0);
     }
 }

@@ -20,7 +20,7 @@ pub const OUT_OF_MEMORY: i32 = 2;
 pub const NO_DEVICE: i32 = 100;
 /// `CUDA_ERROR_MPS_CONNECTION_FAILED`
 pub const CONNECTION_FAILED: i32 = 805;
-/// `CUDA_ERROR_MPS_RPC_FAILURE`: the server died.
+/// `CUDA_ERROR_MPS_RPC_FAILURE`: the server exited.
 pub const RPC_FAILURE: i32 = 806;
 /// `CUDA_ERROR_MPS_CLIENT_TERMINATED`
 pub const TERMINATED: i32 = 810;
@@ -42,7 +42,7 @@ impl Environment {
     }
 }
 
-/// Number of retries of a client whose server died during the handshake. The daemon starts a new
+/// Number of retries of a client whose server exited during the handshake. The daemon starts a new
 /// server for each retry.
 const MAX_RETRIES: u32 = 20;
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
@@ -136,7 +136,7 @@ impl Drop for Mps {
     }
 }
 
-/// Performs the handshake and sends a first request. Retries if the server dies before it answers.
+/// Performs the handshake and sends a first request. Retries if the server exits before it answers.
 fn enter(
     control: &Path,
     subject: Subject,
@@ -157,8 +157,8 @@ fn enter(
     Err(Closed::ByServer)
 }
 
-/// A context that an MPS server serves. Dropping it closes it cleanly. If the process dies, the
-/// server detects the death.
+/// A context that an MPS server serves. Dropping it closes it cleanly. If the process exits, the
+/// server detects the exit.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,

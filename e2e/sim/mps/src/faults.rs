@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `mps:start` | the daemon exits with the code before it listens | it never listens |
 //! | `mps:handshake` | the daemon greets like another driver's daemon | it sends no greeting |
-//! | `mps:client` | the daemon rejects clients after the handshake | they get no server's socket |
+//! | `mps:client` | the daemon refuses clients after the handshake | they get no server's socket |
 //! | `mps:command:<name>` | the command answers with the code as text | it does not answer |
 //! | `mps:server` | the server exits with the code at its start | it remains INITIALIZING |
 //! | `mps:heal` | the server remains in FAULT after its last broken client | it hangs then |

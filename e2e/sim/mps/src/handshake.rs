@@ -197,12 +197,12 @@ pub struct Entrance {
 /// Why a client could not connect.
 #[derive(Debug)]
 pub enum Closed {
-    /// No daemon exists, or it rejected the client. The CUDA library does not treat either case as
+    /// No daemon exists, or it refused the client. The CUDA library does not treat either case as
     /// an error.
     ByDaemon,
-    /// The server died during the handshake.
+    /// The server exited during the handshake.
     ByServer,
-    /// The server rejected the client with a `CUresult`.
+    /// The server refused the client with a `CUresult`.
     Refused(i32),
 }
 

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The maximum number of client contexts of a server on this driver. The server rejects further
+/// The maximum number of client contexts of a server on this driver. The server refuses further
 /// contexts with error 808.
 pub const MAX_CONTEXTS: usize = 48;
 /// The memory that NVML reports for the server process, in bytes.

@@ -319,7 +319,7 @@ fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Treats a peer that died like one that closed.
+/// Treats a peer that exited like one that closed.
 fn end_or_error(error: io::Error) -> io::Result<Option<Packet>> {
     if error.kind() == io::ErrorKind::ConnectionReset { Ok(None) } else { Err(error) }
 }

@@ -32,7 +32,7 @@ Environment of the daemon:
   SIM_MPS_SERVER_START_MS            start time of a server (150)
   SIM_MPS_BREAK                      whether a client killed with a kernel in flight breaks its neighbours:
                                      measured (by the kernel's length), always, never
-  SIM_MPS_SEED                       which of twelve deaths with kernels of 1 to 100 ms breaks the neighbours
+  SIM_MPS_SEED                       which of twelve exits with kernels of 1 to 100 ms breaks the neighbours
 
 Tests inject faults through the simulated machine: `simgpu fail` and `simgpu hang` with mps:start, mps:handshake,
 mps:client, mps:server or mps:command:<name>.

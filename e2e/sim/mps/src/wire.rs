@@ -20,7 +20,7 @@ pub enum Status {
     Initializing,
     /// The server serves clients.
     Active,
-    /// The server waits until all clients that a fatal error broke have exited, and rejects new
+    /// The server waits until all clients that a fatal error broke have exited, and refuses new
     /// clients.
     Fault,
 }
@@ -100,7 +100,7 @@ pub enum FromServer {
         /// Name of the client's program.
         command: String,
     },
-    /// The connection was closed or rejected.
+    /// The connection was closed or refused.
     Left {
         /// The daemon's number for the connection.
         connection: u64,

@@ -77,7 +77,7 @@ pub(crate) fn find<'v>(view: &'v View, gpu: &str, id: u32) -> Result<(&'v Gpu, &
     Ok((gpu, model, found))
 }
 
-/// Switches MIG mode. An error means that the request was rejected. The return code reports whether
+/// Switches MIG mode. An error means that NVML refused the request. The return code reports whether
 /// the mode is already active.
 pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {

@@ -13,7 +13,7 @@ const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// Returns a pod with these limits, after `change` has modified its spec.
-pub(crate) fn changed(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
+pub(crate) fn pod_with(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
     let mut pod = pod("t", limits, "true");
     change(&mut pod["spec"]);
     pod
@@ -21,7 +21,7 @@ pub(crate) fn changed(limits: &Value, change: impl FnOnce(&mut Value)) -> Value 
 
 /// A pod with these limits and this environment variable.
 pub(crate) fn with_env(limits: &Value, env: &Value) -> Value {
-    changed(limits, |spec| spec["containers"][0]["env"] = json!([env]))
+    pod_with(limits, |spec| spec["containers"][0]["env"] = json!([env]))
 }
 
 /// The environment variable that requests all GPUs from the container runtime.
@@ -30,12 +30,12 @@ pub(crate) fn all_gpus() -> Value {
 }
 
 /// An additional container without limits.
-pub(crate) fn beside(name: &str, env: &Value) -> Value {
+pub(crate) fn extra_container(name: &str, env: &Value) -> Value {
     json!({"name": name, "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never", "env": [env]})
 }
 
 /// Creates a pod in a dry run. Returns the message of the refusal, or `None` if it is admitted.
-fn refusal(scope: &Scope, pod: &Value) -> Result<Option<String>> {
+fn refusal_message(scope: &Scope, pod: &Value) -> Result<Option<String>> {
     refusal_of(scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod))
 }
 
@@ -51,8 +51,8 @@ fn refusal_of(result: Result<Value>) -> Result<Option<String>> {
 }
 
 /// Checks that a pod is refused, with a message that contains all of these texts.
-fn refused(scope: &Scope, pod: &Value, says: &[&str]) -> Result<()> {
-    let message = refusal(scope, pod)?.with_context(|| format!("admitted: {pod}"))?;
+fn check_refused(scope: &Scope, pod: &Value, says: &[&str]) -> Result<()> {
+    let message = refusal_message(scope, pod)?.with_context(|| format!("admitted: {pod}"))?;
     ensure!(
         says.iter().all(|part| message.contains(part)),
         "{pod} is refused with {message:?}, which does not contain {says:?}"
@@ -61,14 +61,14 @@ fn refused(scope: &Scope, pod: &Value, says: &[&str]) -> Result<()> {
 }
 
 /// Checks that a pod is admitted.
-fn admitted(scope: &Scope, pod: &Value) -> Result<()> {
-    let message = refusal(scope, pod)?;
+fn check_admitted(scope: &Scope, pod: &Value) -> Result<()> {
+    let message = refusal_message(scope, pod)?;
     ensure!(message.is_none(), "{pod} is refused: {message:?}");
     Ok(())
 }
 
 /// Sets the exceptions (`cleave.dev/allow`) of the namespace.
-fn label(scope: &Scope, allow: &str) -> Result<()> {
+fn set_exceptions(scope: &Scope, allow: &str) -> Result<()> {
     let change = json!({"metadata": {"labels": {"cleave.dev/allow": allow}}});
     scope.cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &change).map(|_| ())
 }
@@ -106,20 +106,20 @@ fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
         (all_gpus(), "NVIDIA_VISIBLE_DEVICES"),
         (json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}), "NVIDIA_VISIBLE_DEVICES"),
     ] {
-        refused(&scope, &with_env(&shares, &env), &["container \"main\" sets", name, help])?;
+        check_refused(&scope, &with_env(&shares, &env), &["container \"main\" sets", name, help])?;
     }
     for resource in
         ["nvidia.com/gpu-10gb", "nvidia.com/gpu-timeslice", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb"]
     {
-        refused(&scope, &with_env(&json!({resource: 1}), &all_gpus()), &["NVIDIA_VISIBLE_DEVICES", help])?;
+        check_refused(&scope, &with_env(&json!({resource: 1}), &all_gpus()), &["NVIDIA_VISIBLE_DEVICES", help])?;
     }
-    let sidecar = changed(&shares, |spec| spec["initContainers"] = json!([beside("first", &all_gpus())]));
-    refused(&scope, &sidecar, &["container \"first\" sets NVIDIA_VISIBLE_DEVICES"])?;
-    let asking = changed(&json!({}), |spec| {
-        spec["initContainers"] = json!([beside("first", &all_gpus())]);
+    let sidecar = pod_with(&shares, |spec| spec["initContainers"] = json!([extra_container("first", &all_gpus())]));
+    check_refused(&scope, &sidecar, &["container \"first\" sets NVIDIA_VISIBLE_DEVICES"])?;
+    let asking = pod_with(&json!({}), |spec| {
+        spec["initContainers"] = json!([extra_container("first", &all_gpus())]);
         spec["initContainers"][0]["resources"] = json!({"limits": shares});
     });
-    refused(&scope, &asking, &["container \"first\" sets NVIDIA_VISIBLE_DEVICES"])
+    check_refused(&scope, &asking, &["container \"first\" sets NVIDIA_VISIBLE_DEVICES"])
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn an_ephemeral_container_cannot_set_what_cleave_sets() -> Result<()> {
     // No node offers shares, so the pod remains Pending, which is sufficient for this test.
     scope.pod("waits", &json!({SHARES: 1}), "true")?;
     let path = format!("{}/ephemeralcontainers", scope.pod_path("waits"));
-    let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [beside("debug", env)]}});
+    let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [extra_container("debug", env)]}});
     let message =
         refusal_of(cluster.patch(&path, &debug(&all_gpus())))?.context("the ephemeral container was admitted")?;
     ensure!(message.contains("container \"debug\" sets NVIDIA_VISIBLE_DEVICES"), "{message}");
@@ -142,29 +142,29 @@ fn more_shares_than_any_gpu_has_are_refused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "size")?;
     for (resource, most) in [(SHARES, 48), ("nvidia.com/gpu-10gb", 48), ("nvidia.com/gpu-timeslice", 100)] {
-        admitted(&scope, &pod("t", &json!({resource: most}), "true"))?;
+        check_admitted(&scope, &pod("t", &json!({resource: most}), "true"))?;
         let asked = format!("requests {} {resource}", most + 1);
         let at_most = format!("one GPU has at most {most}");
-        refused(&scope, &pod("t", &json!({resource: most + 1}), "true"), &[&asked, &at_most, "Request fewer"])?;
+        check_refused(&scope, &pod("t", &json!({resource: most + 1}), "true"), &[&asked, &at_most, "Request fewer"])?;
     }
     // MIG instances and whole GPUs may span several GPUs.
-    admitted(&scope, &pod("t", &json!({"nvidia.com/mig-1g.10gb": 100, "nvidia.com/gpu": 100}), "true"))
+    check_admitted(&scope, &pod("t", &json!({"nvidia.com/mig-1g.10gb": 100, "nvidia.com/gpu": 100}), "true"))
 }
 
 #[test]
 fn a_pod_with_shares_cannot_name_its_node() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "node-name")?;
-    let on_node = |limits: Value| changed(&limits, |spec| spec["nodeName"] = json!(NODE));
-    refused(
+    let on_node = |limits: Value| pod_with(&limits, |spec| spec["nodeName"] = json!(NODE));
+    check_refused(
         &scope,
         &on_node(json!({SHARES: 1})),
         &["spec.nodeName is set", "kubernetes.io/hostname", "cleave.dev/allow=node-name"],
     )?;
-    admitted(&scope, &on_node(json!({})))?;
-    admitted(
+    check_admitted(&scope, &on_node(json!({})))?;
+    check_admitted(
         &scope,
-        &changed(&json!({SHARES: 1}), |spec| spec["nodeSelector"] = json!({"kubernetes.io/hostname": NODE})),
+        &pod_with(&json!({SHARES: 1}), |spec| spec["nodeSelector"] = json!({"kubernetes.io/hostname": NODE})),
     )
 }
 
@@ -177,13 +177,13 @@ fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
         pod["metadata"]["annotations"] = annotations;
         pod
     };
-    refused(
+    check_refused(
         &scope,
         &annotated(json!({"cleave.dev/slice": "x", "a": "b"})),
         &["(cleave.dev/slice)", "only the Cleave operator"],
     )?;
-    refused(&scope, &annotated(json!({"placement.cleave.dev/slice": "x"})), &["cleave.dev/allow=annotations"])?;
-    admitted(&scope, &annotated(json!({"cleave.dev.example.com/slice": "x", "notcleave.dev/slice": "y"})))?;
+    check_refused(&scope, &annotated(json!({"placement.cleave.dev/slice": "x"})), &["cleave.dev/allow=annotations"])?;
+    check_admitted(&scope, &annotated(json!({"cleave.dev.example.com/slice": "x", "notcleave.dev/slice": "y"})))?;
     scope.pod("t", &json!({SHARES: 1}), "true")?;
     let annotate = |value: &Value| json!({"metadata": {"annotations": {"cleave.dev/slice": value}}});
     let path = scope.pod_path("t");
@@ -210,24 +210,24 @@ fn pods_without_shares_are_not_affected() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "others")?;
     let anything = |limits: Value| {
-        changed(&limits, |spec| {
+        pod_with(&limits, |spec| {
             spec["nodeName"] = json!(NODE);
             spec["containers"][0]["env"] = json!([all_gpus(), {"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"}]);
         })
     };
     for limits in [json!({}), json!({"nvidia.com/gpu": 2}), json!({SHARES: 0}), json!({"example.com/gpu-mps": 60})] {
-        admitted(&scope, &anything(limits))?;
+        check_admitted(&scope, &anything(limits))?;
     }
     // CUDA images request all GPUs by default, so a container without shares may explicitly request
     // none.
     for value in ["", "void", "none"] {
         let env = json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": value});
-        let pod = changed(&json!({SHARES: 1}), |spec| {
+        let pod = pod_with(&json!({SHARES: 1}), |spec| {
             if let Some(containers) = spec["containers"].as_array_mut() {
-                containers.push(beside("log", &env));
+                containers.push(extra_container("log", &env));
             }
         });
-        admitted(&scope, &pod)?;
+        check_admitted(&scope, &pod)?;
     }
     Ok(())
 }
@@ -242,16 +242,16 @@ fn a_label_on_the_namespace_makes_exceptions() -> Result<()> {
     let broken = [
         ("environment", with_env(&shares, &all_gpus())),
         ("size", pod("t", &json!({SHARES: 49}), "true")),
-        ("node-name", changed(&shares, |spec| spec["nodeName"] = json!(NODE))),
+        ("node-name", pod_with(&shares, |spec| spec["nodeName"] = json!(NODE))),
         ("annotations", forged),
     ];
     for allow in ["environment", "size", "node-name", "annotations", "environment.node-name", "all", "anything", ""] {
-        label(&scope, allow)?;
+        set_exceptions(&scope, allow)?;
         for (word, pod) in &broken {
             let excepted = allow == "all" || allow.split('.').any(|allowed| allowed == *word);
             // The API server applies a label with a short delay.
             wait_until(&format!("{word} under {allow:?} is excepted: {excepted}"), || {
-                let message = refusal(&scope, pod)?;
+                let message = refusal_message(&scope, pod)?;
                 ensure!(message.is_none() == excepted, "{message:?}");
                 Ok(true)
             })?;

@@ -1,4 +1,4 @@
-//! Changes chart values while Cleave runs.
+//! Helpers that change chart values while Cleave runs.
 use std::io::Write as _;
 
 use anyhow::Result;

@@ -9,14 +9,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM, Scope, allocation_errors, kubectl, not_deleted, on_node, pod, process, run, text, wait_until,
+    Cluster, SYSTEM, Scope, allocation_errors, find_pid, kubectl, not_deleted, on_node, pod, run, text, wait_until,
 };
 use serde_json::{Value, json};
 
 use crate::gate::is_gated;
-use crate::health::{RepairGuard, cleave, gpu, health};
-use crate::restarts::{component_pod, ready};
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, offers, ten_shares};
+use crate::health::{RepairGuard, cleave_path, gpu_status, wait_for_health};
+use crate::restarts::{component_pod, is_ready};
+use crate::{
+    GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, ten_shares, wait_until_offered,
+};
 
 const LIBRARY: &str = "/usr/lib/libsim_clock.so";
 /// Cleave's workloads.
@@ -54,8 +56,8 @@ impl<'a> Clocks<'a> {
         }
         wait_until("all of Cleave's pods are ready", || {
             let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
-            let is_ready = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && ready(pod);
-            Ok(pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_ready))
+            let is_settled = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod);
+            Ok(pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled))
         })
     }
 
@@ -64,11 +66,11 @@ impl<'a> Clocks<'a> {
         let mut all = Vec::new();
         for node in self.cluster.nodes()? {
             for program in ["cleave-agent", "cleave-mps-host"] {
-                all.push((node.clone(), process(&node, program)?));
+                all.push((node.clone(), find_pid(&node, program)?));
             }
         }
         let node = text(&component_pod(self.cluster, "operator")?["spec"]["nodeName"]);
-        all.push((node.clone(), process(&node, "cleave")?));
+        all.push((node.clone(), find_pid(&node, "cleave")?));
         Ok(all)
     }
 
@@ -94,7 +96,7 @@ impl Drop for Clocks<'_> {
 }
 
 /// Holder and number of transitions of each lease.
-fn leases(cluster: &Cluster) -> Result<Vec<Value>> {
+fn lease_holders(cluster: &Cluster) -> Result<Vec<Value>> {
     let leases = cluster.list(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases"))?;
     let of = |lease: &Value| {
         let spec = &lease["spec"];
@@ -104,7 +106,7 @@ fn leases(cluster: &Cluster) -> Result<Vec<Value>> {
 }
 
 /// UID and restart count of each of Cleave's pods.
-fn restarts(cluster: &Cluster) -> Result<Vec<Value>> {
+fn restart_counts(cluster: &Cluster) -> Result<Vec<Value>> {
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
     Ok(pods
         .iter()
@@ -116,11 +118,11 @@ fn restarts(cluster: &Cluster) -> Result<Vec<Value>> {
 fn invariant_state(clocks: &Clocks, scope: &Scope, pods: &[&str]) -> Result<Value> {
     let cluster = scope.cluster;
     let pods: Vec<_> = pods.iter().map(|name| container_and_restarts(cluster, scope, name)).collect::<Result<_>>()?;
-    Ok(json!([pods, daemon_pids(cluster)?, leases(cluster)?, restarts(cluster)?, clocks.processes()?]))
+    Ok(json!([pods, daemon_pids(cluster)?, lease_holders(cluster)?, restart_counts(cluster)?, clocks.processes()?]))
 }
 
 /// Number of MPS clients that the node reports for a pod.
-fn clients(scope: &Scope, name: &str) -> Result<u64> {
+fn count_clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }
 
@@ -163,11 +165,11 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
         scope.wait_until_running(&leaving)?;
-        wait_until(&format!("{leaving} has a client"), || Ok(clients(&scope, &leaving)? == 1))?;
+        wait_until(&format!("{leaving} has a client"), || Ok(count_clients(&scope, &leaving)? == 1))?;
         let deleted = Instant::now();
         cluster.delete(&scope.pod_path(&leaving), Some(GRACE))?;
         clocks.set(off)?;
-        wait_until("the pod's client is terminated", || Ok(clients(&scope, &leaving)? == 0))?;
+        wait_until("the pod's client is terminated", || Ok(count_clients(&scope, &leaving)? == 0))?;
         let took = deleted.elapsed();
         ensure!(
             took >= Duration::from_secs(6),
@@ -188,7 +190,7 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
     }
     scope.delete_pod("reserved", 0)?;
     scope.wait_until_running("next")?;
-    offers(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)
 }
 
 #[test]
@@ -199,25 +201,25 @@ fn a_fault_after_an_uncordon_lasts_although_the_clock_was_set_back() -> Result<(
     let repair = RepairGuard::new(&cluster);
     clocks.set(HOUR)?;
     repair.faults.simgpu(&["xid", "3", "48"])?;
-    health(&cluster, 3, "NeedsReset")?;
-    let ahead = text(&gpu(&cluster, 3)?["health"]["last"]);
-    run(&cleave(), &["uncordon", NODE, "3"])?;
-    health(&cluster, 3, "")?;
+    wait_for_health(&cluster, 3, "NeedsReset")?;
+    let ahead = text(&gpu_status(&cluster, 3)?["health"]["last"]);
+    run(&cleave_path(), &["uncordon", NODE, "3"])?;
+    wait_for_health(&cluster, 3, "")?;
     clocks.set(0)?;
     repair.faults.simgpu(&["xid", "3", "48"])?;
     repair.faults.simgpu(&["xid", "2", "48"])?;
-    health(&cluster, 3, "NeedsReset")?;
-    health(&cluster, 2, "NeedsReset")?;
-    let now = text(&gpu(&cluster, 2)?["health"]["last"]);
+    wait_for_health(&cluster, 3, "NeedsReset")?;
+    wait_for_health(&cluster, 2, "NeedsReset")?;
+    let now = text(&gpu_status(&cluster, 2)?["health"]["last"]);
     ensure!(now < ahead, "the clock was not set back: it was {ahead} and is {now}");
     // Both uncordon requests are in one object, so uncordoning GPU 2 repeats the request for GPU 3.
-    run(&cleave(), &["uncordon", NODE, "2"])?;
-    health(&cluster, 2, "")?;
-    health(&cluster, 3, "NeedsReset")?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
-    run(&cleave(), &["uncordon", NODE, "3"])?;
-    health(&cluster, 3, "")?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    run(&cleave_path(), &["uncordon", NODE, "2"])?;
+    wait_for_health(&cluster, 2, "")?;
+    wait_for_health(&cluster, 3, "NeedsReset")?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    run(&cleave_path(), &["uncordon", NODE, "3"])?;
+    wait_for_health(&cluster, 3, "")?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     drop(scope);
     Ok(())
 }

@@ -6,8 +6,8 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::restarts::{component_pod, ready};
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares};
+use crate::restarts::{component_pod, is_ready};
+use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, ten_shares, wait_until_offered};
 
 #[test]
 fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<()> {
@@ -22,7 +22,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
     on_node(NODE, &["kill", "-9", &daemon.to_string()])?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
     scope.exec("two", &["sh", "-c", "cleave-client --once >/report 2>&1 & echo started"])?;
     wait_until("the client waits at the door", || {
         ensure!(scope.exec("two", &["cat", "/report"])?.is_empty(), "the client ran without a daemon");
@@ -32,7 +32,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     wait_until("the client runs", || Ok(!scope.exec("two", &["cat", "/report"])?.trim().is_empty()))?;
     let report: serde_json::Value = serde_json::from_str(scope.exec("two", &["cat", "/report"])?.trim())?;
     ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     wait_until("an Event reports it", || {
         let events = cluster.list("/api/v1/events")?;
         Ok(events
@@ -56,7 +56,7 @@ fn host_status() -> Result<Value> {
 }
 
 /// Reads one field of each daemon of [`NODE`], by device.
-fn of_daemons(field: &str) -> Result<Vec<(String, Value)>> {
+fn read_daemon_fields(field: &str) -> Result<Vec<(String, Value)>> {
     let daemons = host_status()?["daemons"].as_object().cloned().unwrap_or_default();
     Ok(daemons.into_iter().map(|(device, daemon)| (device, daemon[field].clone())).collect())
 }
@@ -69,7 +69,7 @@ fn create_pods(scope: &Scope) -> Result<Vec<String>> {
 }
 
 /// Describes a failed pod; `None` if no pod has failed.
-fn failed(scope: &Scope) -> Result<Option<String>> {
+fn describe_failed_pod(scope: &Scope) -> Result<Option<String>> {
     let pods = scope.pods()?;
     let failed = pods.iter().find(|pod| pod["status"]["phase"] == "Failed");
     Ok(failed.map(|pod| format!("{} failed: {}", text(&pod["metadata"]["name"]), pod["status"])))
@@ -92,7 +92,7 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
     for (field, late) in [("pid", "mps:start"), ("serverPid", "mps:server")] {
         // The replacement of an earlier pod's server may still be in progress.
         let before = wait_for(&format!("each daemon has a {field}"), WAIT_TIMEOUT, || {
-            let pids = of_daemons(field)?;
+            let pids = read_daemon_fields(field)?;
             Ok((pids.len() as u64 == GPUS && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))
         })?;
         let faults = Faults::on(NODE);
@@ -105,17 +105,17 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
         wait_without_violation(
             &format!("all daemons serve with another {field}"),
             || {
-                let now = of_daemons(field)?;
+                let now = read_daemon_fields(field)?;
                 let other = |device: usize| now[device].1.is_u64() && now[device] != before[device];
                 let others = now.len() == before.len() && (0..now.len()).all(other);
-                Ok(others && of_daemons("state")?.iter().all(|(_, state)| state == "Active"))
+                Ok(others && read_daemon_fields("state")?.iter().all(|(_, state)| state == "Active"))
             },
             || {
                 let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
                 let slices = gpus.iter().flat_map(|gpu| gpu["slices"].as_array().cloned().unwrap_or_default());
                 let unhealthy: u64 = slices.filter_map(|slice| slice["unhealthy"].as_u64()).sum();
                 let violation = (unhealthy > 0).then(|| format!("{unhealthy} shares were reported as unhealthy"));
-                Ok(violation.or(failed(&scope)?))
+                Ok(violation.or(describe_failed_pod(&scope)?))
             },
         )?;
         check_and_delete(&scope, &names)?;
@@ -134,8 +134,8 @@ fn pods_created_while_the_mps_host_is_replaced_wait_and_are_not_refused() -> Res
     let names = create_pods(&scope)?;
     wait_without_violation(
         "the new MPS host is ready",
-        || Ok(component_pod(&cluster, "mps-host").is_ok_and(|pod| name(&pod) != old && ready(&pod))),
-        || failed(&scope),
+        || Ok(component_pod(&cluster, "mps-host").is_ok_and(|pod| name(&pod) != old && is_ready(&pod))),
+        || describe_failed_pod(&scope),
     )?;
     check_and_delete(&scope, &names)
 }

@@ -33,7 +33,7 @@ fn auto<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<Scope<'
 }
 
 /// Creates a pod on [`NODE`] that keeps its allocation.
-fn request(scope: &Scope, name: &str, resource: &str, count: u32) -> Result<()> {
+fn create_pod(scope: &Scope, name: &str, resource: &str, count: u32) -> Result<()> {
     scope.pod_on(NODE, name, &json!({resource: count}), HOLD).map(drop)
 }
 
@@ -101,7 +101,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
     let scope = dynamic(&cluster, "mixed", &[0, 1], &json!({"mode": "Mig"}))?;
     let wanted = [("a", "1g.5gb"), ("b", "2g.10gb"), ("c", "3g.20gb"), ("d", "1g.5gb"), ("e", "3g.20gb")];
     for (name, profile) in wanted {
-        request(&scope, name, &format!("nvidia.com/mig-{profile}"), 1)?;
+        create_pod(&scope, name, &format!("nvidia.com/mig-{profile}"), 1)?;
     }
     let mut held = Vec::new();
     for (name, profile) in wanted {
@@ -117,7 +117,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
     ensure!(held.iter().collect::<BTreeSet<_>>().len() == wanted.len(), "two pods are on the same instance: {held:?}");
     // The agent creates another instance beside the allocated ones.
     let before = pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?;
-    request(&scope, "f", "nvidia.com/mig-1g.5gb", 1)?;
+    create_pod(&scope, "f", "nvidia.com/mig-1g.5gb", 1)?;
     scope.wait_until_running("f")?;
     ensure!(before == pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?, "a running pod was disturbed");
     Ok(())
@@ -127,16 +127,16 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
 fn an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "modes-by-demand", &[0])?;
-    request(&scope, "mps", SLICE_10GB, 1)?;
+    create_pod(&scope, "mps", SLICE_10GB, 1)?;
     scope.wait_until_running("mps")?;
     let report = scope.client_report("mps")?;
     ensure!(report["viaMps"] == true, "the client reports {report}");
     scope.delete_pod("mps", 0)?;
-    request(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
+    create_pod(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
     scope.wait_until_running("mig")?;
     ensure!(gpu(&cluster, 0)?["mode"] == "Mig", "{}", gpu(&cluster, 0)?);
     scope.delete_pod("mig", 0)?;
-    request(&scope, "whole", WHOLE_GPU, 2)?;
+    create_pod(&scope, "whole", WHOLE_GPU, 2)?;
     scope.wait_until_running("whole")?;
     ensure!(allocated_devices(&cluster, &scope, "whole")?.len() == 2);
     ensure!(gpu(&cluster, 0)?["mode"] == "Whole", "{}", gpu(&cluster, 0)?);
@@ -151,13 +151,13 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
     let tens = total / (10 * 1024);
     let names: Vec<String> = (0..tens).map(|index| format!("ten-{index}")).collect();
     for name in &names {
-        request(&scope, name, SLICE_10GB, 1)?;
+        create_pod(&scope, name, SLICE_10GB, 1)?;
     }
     for name in &names {
         scope.wait_until_running(name)?;
     }
     let before = event_notes(&cluster, "Pod", "twenty", "NoGpu")?;
-    request(&scope, "twenty", SLICE_20GB, 1)?;
+    create_pod(&scope, "twenty", SLICE_20GB, 1)?;
     wait_for_new_event(&cluster, ("Pod", "twenty", "NoGpu"), &before, NODE)?;
     let stay: Vec<&str> = names.iter().skip(2).map(String::as_str).collect();
     let before = pod_states(&cluster, &scope, &stay)?;
@@ -174,7 +174,7 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
     // The reverse: two small slices replace the large one.
     scope.delete_pod("twenty", 0)?;
     for name in ["again-0", "again-1"] {
-        request(&scope, name, SLICE_10GB, 1)?;
+        create_pod(&scope, name, SLICE_10GB, 1)?;
     }
     scope.wait_until_running("again-0")?;
     scope.wait_until_running("again-1")?;
@@ -188,8 +188,8 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
     let sharing = json!({"mode": "Mig", "mig": {"sharing": {"mps": {"units": 4, "threads": "Strict"}}}});
     let scope = dynamic(&cluster, "inside", &[0], &sharing)?;
     let shared = "nvidia.com/mig-3g.20gb.shared";
-    request(&scope, "two", shared, 2)?;
-    request(&scope, "one", shared, 1)?;
+    create_pod(&scope, "two", shared, 2)?;
+    create_pod(&scope, "one", shared, 1)?;
     let models = cluster.gpunode(NODE)?["status"]["models"].as_array().cloned().unwrap_or_default();
     let mut profiles = models.iter().filter_map(|model| model["migProfiles"].as_array()).flatten();
     let profile = profiles.find(|profile| profile["name"] == "3g.20gb").context("the model has no profile 3g.20gb")?;
@@ -215,7 +215,7 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     let before = event_notes(&cluster, "Node", NODE, "GpuExcluded")?;
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "nvmlDeviceCreateGpuInstance*", "--gpu", &uuid, "--code", "INSUFFICIENT_RESOURCES"])?;
-    request(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
+    create_pod(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuExcluded"), &before, &uuid)?;
     wait_until("no instance remains", || {
         let gpu = gpu(&cluster, 0)?;
@@ -257,7 +257,7 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     }
     // Only the stopped node can serve this pod. The operator plans for the node, receives no
     // response, and excludes the node.
-    request(&scope, "there", SLICE_10GB, 1)?;
+    create_pod(&scope, "there", SLICE_10GB, 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeExcluded"), &excluded, "exclude")?;
     drop(stopped);
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeIncluded"), &included, "again")?;
@@ -287,7 +287,7 @@ enum Step {
 /// Kills a component: the operator's pod, or the agent's supervisor and with it the agent. Also
 /// deletes the agent's pod, because the kubelet delays restarts of an often-killed container by
 /// minutes.
-fn kill(cluster: &Cluster, victim: Victim) -> Result<()> {
+fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
     let component = match victim {
         Victim::Agent => {
             signal(NODE, "cleave-supervise", "KILL")?;
@@ -330,7 +330,7 @@ fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
 fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "killed", &[0, 1])?;
-    request(&scope, "holder", SLICE_10GB, 1)?;
+    create_pod(&scope, "holder", SLICE_10GB, 1)?;
     scope.wait_until_running("holder")?;
     let before = pod_states(&cluster, &scope, &["holder"])?;
     // Each repartition has a different target: MIG, MPS, or a whole GPU.
@@ -341,9 +341,9 @@ fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -
             let resource = resources.next().context("no further resource")?;
             println!("killing the {victim:?} when the repartition for {resource} is {step:?}");
             let node = cluster.gpunode(NODE)?;
-            request(&scope, "next", resource, 1)?;
+            create_pod(&scope, "next", resource, 1)?;
             wait_for_step(&cluster, step, &node)?;
-            kill(&cluster, victim)?;
+            kill_component(&cluster, victim)?;
             scope
                 .wait_until_running("next")
                 .with_context(|| format!("{victim:?} killed at {step:?}, for {resource}"))?;
@@ -376,10 +376,10 @@ struct Times {
 }
 
 /// Creates a pod, and measures its times until it runs.
-fn measure(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -> Result<Times> {
+fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -> Result<Times> {
     let before = text(&cluster.gpunode(NODE)?["spec"]["planId"]);
     let started = Instant::now();
-    request(scope, name, resource, 1)?;
+    create_pod(scope, name, resource, 1)?;
     let mut times = Times::default();
     let first = |at: &mut Duration, holds: bool| {
         if holds && at.is_zero() {
@@ -414,7 +414,7 @@ fn time_from_creation_to_running_with_a_repartition() -> Result<()> {
             .enumerate()
     {
         let name = format!("round-{round}");
-        let times = measure(&cluster, &scope, &name, resource)?;
+        let times = measure_start(&cluster, &scope, &name, resource)?;
         ensure!(
             !times.planned.is_zero() && !times.applied.is_zero(),
             "{resource} was served without a repartition: {times:?}"

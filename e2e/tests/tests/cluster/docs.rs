@@ -13,8 +13,8 @@ use cleave_docs_commands::{Block, Test, blocks};
 use cleave_e2e::{Cluster, GPUNODES, Scope, apply, kubectl, wait_until};
 use serde_json::json;
 
-use crate::health::cleave;
-use crate::{GPUS, HOLD, NODE, SHARES, offers};
+use crate::health::cleave_path;
+use crate::{GPUS, HOLD, NODE, SHARES, wait_until_offered};
 
 /// Timeout of one block, in seconds. The longest block waits a minute for a pod.
 const BLOCK_SECONDS: u64 = 90;
@@ -62,9 +62,9 @@ fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
 #[test]
 fn the_api_server_accepts_the_policies_on_the_pages() -> Result<()> {
     let mut checked = 0;
-    for page in pages("how-to")? {
+    for page in list_pages("how-to")? {
         let text = std::fs::read_to_string(&page)?;
-        for policy in policies(&text) {
+        for policy in policies_in(&text) {
             let file = std::env::temp_dir().join(format!("cleave-docs-{}.yaml", std::process::id()));
             std::fs::write(&file, policy)?;
             let accepted = kubectl(&["apply", "--dry-run=server", "-f", &file.to_string_lossy()]);
@@ -81,8 +81,10 @@ fn the_api_server_accepts_the_policies_on_the_pages() -> Result<()> {
 fn each_guide_runs() -> Result<()> {
     let mut expected: Vec<String> = GUIDES.iter().map(|guide| format!("{guide}.md")).collect();
     expected.sort();
-    let mut found: Vec<String> =
-        pages("how-to")?.iter().filter_map(|page| Some(page.file_name()?.to_string_lossy().into_owned())).collect();
+    let mut found: Vec<String> = list_pages("how-to")?
+        .iter()
+        .filter_map(|page| Some(page.file_name()?.to_string_lossy().into_owned()))
+        .collect();
     found.sort();
     ensure!(found == expected, "GUIDES lists {expected:?}, docs/how-to has {found:?}");
     Ok(())
@@ -124,10 +126,10 @@ impl Drop for Cleanup<'_> {
 /// Applies the demo's policy to [`NODE`], and starts the demo's pods.
 fn start_demo(cluster: &Cluster) -> Result<()> {
     delete_demo(cluster)?;
-    let policy = std::fs::read_to_string(root().join("e2e/demo.yaml"))?;
+    let policy = std::fs::read_to_string(repository_root().join("e2e/demo.yaml"))?;
     apply(&format!("{}\n  nodeSelector: {{kubernetes.io/hostname: {NODE}}}\n", policy.trim_end()))?;
-    offers(cluster, SHARES, 10 * GPUS)?;
-    kubectl(&["apply", "-f", &root().join("e2e/demo-pods.yaml").to_string_lossy()])?;
+    wait_until_offered(cluster, SHARES, 10 * GPUS)?;
+    kubectl(&["apply", "-f", &repository_root().join("e2e/demo-pods.yaml").to_string_lossy()])?;
     kubectl(&["-n", DEMO_NAMESPACE, "wait", "--for=condition=Ready", "pod", "--all", "--timeout=90s"]).map(drop)
 }
 
@@ -147,7 +149,7 @@ fn delete_demo(cluster: &Cluster) -> Result<()> {
 
 /// Runs the blocks of a page in order, each in a separate shell.
 fn run_page(page: &str) -> Result<()> {
-    let path = root().join("docs").join(page);
+    let path = repository_root().join("docs").join(page);
     let text = std::fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;
     let (blocks, problems) = blocks(&text);
     ensure!(problems.is_empty(), "docs/{page}: {problems:?}");
@@ -169,12 +171,12 @@ fn run_page(page: &str) -> Result<()> {
 /// Runs a block once. Its exit status must be 0, and its output must match the page.
 fn run_block(block: &Block) -> Result<()> {
     let script = block.script();
-    let program = PathBuf::from(cleave());
+    let program = PathBuf::from(cleave_path());
     let folder = program.parent().context("cleave has no folder")?;
     let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
     let output = Command::new("timeout")
         .args([&BLOCK_SECONDS.to_string(), "bash", "-euc", &script])
-        .current_dir(root())
+        .current_dir(repository_root())
         .env("PATH", path)
         .stdin(Stdio::null())
         .output()
@@ -189,18 +191,18 @@ fn run_block(block: &Block) -> Result<()> {
 }
 
 /// The complete policies in a page's YAML blocks.
-fn policies(page: &str) -> Vec<&str> {
+fn policies_in(page: &str) -> Vec<&str> {
     let blocks = page.split("```yaml\n").skip(1).filter_map(|rest| rest.split_once("```"));
     blocks.map(|(text, _)| text).filter(|text| text.contains("\nkind: SharingPolicy\n")).collect()
 }
 
 /// The pages in a folder of the documentation.
-fn pages(folder: &str) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(root().join("docs").join(folder))?;
+fn list_pages(folder: &str) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(repository_root().join("docs").join(folder))?;
     entries.map(|entry| Ok(entry?.path())).collect()
 }
 
 /// Root of the repository.
-fn root() -> PathBuf {
+fn repository_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }

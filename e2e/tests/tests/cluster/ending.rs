@@ -9,7 +9,7 @@ use cleave_e2e::{Cluster, Refused, Scope, WAIT_TIMEOUT, on_node, pod, signal, te
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::gate_admission::{GATING, REGISTRATIONS, admitted, label};
+use crate::gate_admission::{GATING, REGISTRATIONS, admit_in_dry_run, set_exceptions};
 use crate::{NODE, SHARES, allocations, ten_shares};
 
 /// Number of pods deleted for each combination of grace period and program.
@@ -24,14 +24,14 @@ const NEIGHBOUR: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
 const PRE_STOP_VALUE: &str = "admission.preStopSeconds";
 
 /// A pod with these limits and the default grace period.
-fn requesting(limits: &Value) -> Value {
+fn pod_requesting(limits: &Value) -> Value {
     let mut pod = pod("t", limits, "true");
     pod["spec"]["terminationGracePeriodSeconds"] = json!(30);
     pod
 }
 
 /// Sleep of each `preStop` hook in seconds, first of the containers, then of the init containers.
-fn sleeps(pod: &Value) -> Vec<Option<i64>> {
+fn sleep_seconds(pod: &Value) -> Vec<Option<i64>> {
     let all = ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
     all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
 }
@@ -40,7 +40,7 @@ fn sleeps(pod: &Value) -> Vec<Option<i64>> {
 /// webhooks and labels with a short delay.
 fn wait_for_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
     wait_until(&format!("{expected:?} on {pod}"), || {
-        let found = sleeps(&admitted(scope, pod)?);
+        let found = sleep_seconds(&admit_in_dry_run(scope, pod)?);
         ensure!(found == expected, "the sleeps are {found:?}");
         Ok(true)
     })
@@ -48,17 +48,17 @@ fn wait_for_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Resu
 
 /// Checks that a pod is admitted with these sleeps.
 fn check_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
-    let found = sleeps(&admitted(scope, pod)?);
+    let found = sleep_seconds(&admit_in_dry_run(scope, pod)?);
     ensure!(found == expected, "the sleeps of {pod} are {found:?}, not {expected:?}");
     Ok(())
 }
 
 /// Checks which containers get a hook. The rules are the same for the policy and the webhook.
 fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
-    wait_for_sleeps(scope, &requesting(&json!({SHARES: 2})), &[Some(1)])?;
+    wait_for_sleeps(scope, &pod_requesting(&json!({SHARES: 2})), &[Some(1)])?;
     for limits in [json!({SHARES: "1"}), json!({"nvidia.com/gpu-10gb": 1}), json!({"nvidia.com/mig-1g.10gb.shared": 1})]
     {
-        check_sleeps(scope, &requesting(&limits), &[Some(1)])?;
+        check_sleeps(scope, &pod_requesting(&limits), &[Some(1)])?;
     }
     for limits in [
         json!({}),
@@ -68,10 +68,10 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
         json!({"nvidia.com/gpu-timeslice": 1}),
         json!({"nvidia.com/mig-1g.10gb": 1}),
     ] {
-        check_sleeps(scope, &requesting(&limits), &[None])?;
+        check_sleeps(scope, &pod_requesting(&limits), &[None])?;
     }
     // Several containers with and without hooks, and init containers.
-    let mut pod = requesting(&json!({SHARES: 1}));
+    let mut pod = pod_requesting(&json!({SHARES: 1}));
     let main = pod["spec"]["containers"][0].clone();
     let container = |name: &str, change: Value| {
         let mut container = main.clone();
@@ -93,11 +93,11 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
     ]);
     pod["spec"]["initContainers"] =
         json!([container("first", json!({})), container("sidecar", json!({"restartPolicy": "Always"}))]);
-    let made = admitted(scope, &pod)?;
+    let made = admit_in_dry_run(scope, &pod)?;
     ensure!(
-        sleeps(&made) == [Some(1), None, None, Some(7), Some(1), Some(1), None, Some(1)],
+        sleep_seconds(&made) == [Some(1), None, None, Some(7), Some(1), Some(1), None, Some(1)],
         "{:?} of {}",
-        sleeps(&made),
+        sleep_seconds(&made),
         made["spec"]
     );
     let containers = &made["spec"]["containers"];
@@ -106,31 +106,33 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
     ensure!(containers[5]["env"].as_array().is_some_and(|env| env.len() == 2), "{}", containers[5]);
     // No hook is injected if its sleep would use up the grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
-        let mut pod = requesting(&json!({SHARES: 1}));
+        let mut pod = pod_requesting(&json!({SHARES: 1}));
         pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
         check_sleeps(scope, &pod, &[expected])?;
     }
-    let mut opted_out = requesting(&json!({SHARES: 1}));
+    let mut opted_out = pod_requesting(&json!({SHARES: 1}));
     opted_out["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "none"});
     check_sleeps(scope, &opted_out, &[None])?;
     opted_out["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "please"});
     check_sleeps(scope, &opted_out, &[Some(1)])?;
-    let mut forged = requesting(&json!({SHARES: 1}));
+    let mut forged = pod_requesting(&json!({SHARES: 1}));
     forged["metadata"]["annotations"] = json!({"cleave.dev/pre-stopped": "none"});
     let refused =
-        admitted(scope, &forged).err().context("an unknown annotation was accepted")?.downcast::<Refused>()?;
+        admit_in_dry_run(scope, &forged).err().context("an unknown annotation was accepted")?.downcast::<Refused>()?;
     ensure!(refused.message.contains("cleave.dev/pre-stopped"), "{refused}");
     // Validation, not the policy, refuses an invalid pod.
-    let mut empty = requesting(&json!({SHARES: 1}));
+    let mut empty = pod_requesting(&json!({SHARES: 1}));
     empty["spec"]["containers"] = Value::Null;
-    let refused =
-        admitted(scope, &empty).err().context("a pod without containers was admitted")?.downcast::<Refused>()?;
+    let refused = admit_in_dry_run(scope, &empty)
+        .err()
+        .context("a pod without containers was admitted")?
+        .downcast::<Refused>()?;
     ensure!(refused.message.contains("spec.containers: Required value"), "{refused}");
     for (allow, expected) in
         [("pre-stop", None), ("size.pre-stop", None), ("placement", Some(1)), ("all", None), ("", Some(1))]
     {
-        label(scope, allow)?;
-        wait_for_sleeps(scope, &requesting(&json!({SHARES: 1})), &[expected])?;
+        set_exceptions(scope, allow)?;
+        wait_for_sleeps(scope, &pod_requesting(&json!({SHARES: 1})), &[expected])?;
     }
     Ok(())
 }
@@ -146,13 +148,13 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
     drop(gating);
     // The hook does not depend on the gate.
     let gating = Setting::of(GATING, "none")?;
-    wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[Some(1)])?;
+    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[Some(1)])?;
     drop(gating);
     let seconds = Setting::of(PRE_STOP_VALUE, 3)?;
-    wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[Some(3)])?;
+    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[Some(3)])?;
     drop(seconds);
     let off = Setting::of(PRE_STOP_VALUE, 0)?;
-    wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[None])?;
+    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[None])?;
     drop(off);
     Ok(())
 }
@@ -184,7 +186,7 @@ struct Count {
 }
 
 /// Creates the neighbour unless a working one exists. Returns whether the existing one was broken.
-fn neighbour(scope: &Scope) -> Result<bool> {
+fn ensure_neighbour(scope: &Scope) -> Result<bool> {
     let broken = neighbour_error(scope)?.is_some();
     if broken || scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
         scope.delete_pod("neighbour", 0)?;
@@ -198,7 +200,7 @@ fn neighbour(scope: &Scope) -> Result<bool> {
 fn wait_until_busy(scope: &Scope, name: &str) -> Result<()> {
     scope.wait_until_running(name)?;
     wait_until(&format!("{name} has launched a kernel"), || {
-        let log = scope.log(name)?;
+        let log = scope.pod_log(name)?;
         if log.contains("\"error\"") {
             bail!("the program failed: {log}");
         }
@@ -211,15 +213,15 @@ fn neighbour_error(scope: &Scope) -> Result<Option<String>> {
     if scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
         return Ok(None);
     }
-    let log = scope.log("neighbour")?;
+    let log = scope.pod_log("neighbour")?;
     Ok(log.lines().find(|line| line.contains("\"error\"")).map(str::to_owned))
 }
 
 /// Creates and deletes busy pods beside the neighbour, one after the other.
-fn delete(scope: &Scope, deletion: Deletion) -> Result<Count> {
+fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<Count> {
     let Deletion { grace, script, without_hook } = deletion;
     let mut count = Count::default();
-    neighbour(scope)?;
+    ensure_neighbour(scope)?;
     for round in 0..ROUNDS {
         let name = format!("busy-{round}");
         let mut object = pod(&name, &json!({SHARES: 2}), script);
@@ -252,7 +254,7 @@ fn delete(scope: &Scope, deletion: Deletion) -> Result<Count> {
         // error within milliseconds of the client's death, and the command takes longer. Ignore
         // errors: the command fails if the neighbour has exited.
         let _ = scope.exec("neighbour", &["true"]);
-        count.broken += usize::from(neighbour(scope)?);
+        count.broken += usize::from(ensure_neighbour(scope)?);
     }
     Ok(count)
 }
@@ -266,14 +268,14 @@ fn deleting_busy_pods_does_not_break_their_neighbour() -> Result<()> {
     let mut graceful = 0;
     for grace in [30, 5, 0] {
         for (what, script) in [("without a handler", BUSY), ("that handles SIGTERM", BUSY_UNTIL_SIGTERM)] {
-            let count = delete(&scope, Deletion { grace, script, without_hook: false })?;
+            let count = delete_busy_pods(&scope, Deletion { grace, script, without_hook: false })?;
             writeln!(out, "  grace {grace:>2} s, {what}: {} of {}", count.broken, count.deletions)?;
             if grace > 0 {
                 graceful += count.broken;
             }
         }
     }
-    let opted_out = delete(&scope, Deletion { grace: 30, script: BUSY, without_hook: true })?;
+    let opted_out = delete_busy_pods(&scope, Deletion { grace: 30, script: BUSY, without_hook: true })?;
     writeln!(out, "  grace 30 s, without a handler or a hook: {} of {}", opted_out.broken, opted_out.deletions)?;
     ensure!(graceful == 0, "{graceful} neighbours were broken by deletions with a grace period");
     Ok(())
@@ -303,7 +305,7 @@ fn without_the_agent_deleting_a_busy_pod_breaks_its_neighbours() -> Result<()> {
     let scope = ten_shares(&cluster, "ending-none")?;
     let mut broken = 0;
     for round in 0..2 {
-        let _ = neighbour(&scope)?;
+        let _ = ensure_neighbour(&scope)?;
         let name = format!("busy-{round}");
         // A process with PID 1 and no handler ignores SIGTERM, so the kubelet kills it after the
         // grace period.
@@ -347,7 +349,7 @@ impl Drop for ShutdownPeriods {
 }
 
 /// Number of MPS clients that the node reports for a pod.
-fn clients(scope: &Scope, name: &str) -> Result<u64> {
+fn count_clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }
 
@@ -376,21 +378,24 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
     let write = "printf '{\"startTime\":\"%s\",\"endTime\":\"0001-01-01T00:00:00Z\"}' \
         \"$(date -u +%Y-%m-%dT%H:%M:%SZ)\" >$0.new && mv $0.new $0";
     on_node(NODE, &["sh", "-c", write, SHUTDOWN_STATE])?;
-    wait_until("the program without a SIGTERM handler is terminated", || Ok(clients(&scope, "first")? == 0))?;
+    wait_until("the program without a SIGTERM handler is terminated", || Ok(count_clients(&scope, "first")? == 0))?;
     let took = begun.elapsed();
     ensure!(took < Duration::from_secs(5), "the program was terminated after {took:?}");
-    ensure!(clients(&scope, "polite")? == 1 && clients(&scope, "later")? == 1, "other programs were terminated too");
+    ensure!(
+        count_clients(&scope, "polite")? == 1 && count_clients(&scope, "later")? == 1,
+        "other programs were terminated too"
+    );
     for name in ["polite", "later"] {
-        let log = scope.log(name)?;
+        let log = scope.pod_log(name)?;
         ensure!(!log.contains("\"error\""), "{name} was broken: {log}");
     }
     wait_until("the program with a SIGTERM handler is terminated at the end of its period", || {
-        Ok(clients(&scope, "polite")? == 0)
+        Ok(count_clients(&scope, "polite")? == 0)
     })?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(7), "the program was terminated after {took:?} of 12 s");
     // The next group starts when the period ends, or when no pod of the first group remains.
-    wait_until("the pod of the next group is terminated", || Ok(clients(&scope, "later")? == 0))?;
+    wait_until("the pod of the next group is terminated", || Ok(count_clients(&scope, "later")? == 0))?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(9), "the program was terminated after {took:?}");
     cluster.delete(&class, None)

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::{HOLD, NODE, SHARES, offers};
+use crate::{HOLD, NODE, SHARES, wait_until_offered};
 
 /// A program that ignores SIGTERM and CUDA errors.
 const IGNORE_SIGTERM_AND_ERRORS: &str = "trap '' TERM; exec cleave-client --hold forever --linger forever";
@@ -29,7 +29,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
         "one-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
     )?;
-    offers(&cluster, SHARES, 10)?;
+    wait_until_offered(&cluster, SHARES, 10)?;
     scope.pod("near", &json!({SHARES: 2}), HOLD)?;
     other.pod("far", &json!({SHARES: 3}), IGNORE_SIGTERM_AND_ERRORS)?;
     scope.client_report("near")?;
@@ -43,7 +43,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
     let exit = far["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"].as_u64();
     ensure!(exit == Some(137), "the container was not killed: {}", far["status"]);
     // All shares are healthy, and the next pod has the limits of its share.
-    offers(&cluster, SHARES, 10)?;
+    wait_until_offered(&cluster, SHARES, 10)?;
     scope.pod("next", &json!({SHARES: 5}), HOLD)?;
     ensure!(scope.client_report("next")?["sms"] == 66);
 

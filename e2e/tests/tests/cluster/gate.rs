@@ -25,7 +25,7 @@ pub(crate) fn is_gated(pod: &Value) -> bool {
 }
 
 /// Events of a pod, as `REASON: NOTE`.
-fn events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
+fn pod_events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
     let events = scope.cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{}/events", scope.namespace))?;
     let of_pod = events.iter().filter(|event| event["regarding"]["name"] == pod);
     Ok(of_pod.map(|event| format!("{}: {}", text(&event["reason"]), text(&event["note"]))).collect())
@@ -34,7 +34,7 @@ fn events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
 /// Waits until an Event of a pod contains this text.
 pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()> {
     wait_until(&format!("an Event of {pod} contains {words:?}"), || {
-        let events = events(scope, pod)?;
+        let events = pod_events(scope, pod)?;
         ensure!(events.iter().any(|event| event.contains(words)), "{events:?}");
         Ok(true)
     })
@@ -102,7 +102,7 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
 }
 
 /// A pod template with one container.
-fn template(app: &str, shares: u32) -> Value {
+fn pod_template(app: &str, shares: u32) -> Value {
     let spec = pod(app, &json!({SHARES: shares}), SLEEP_FOREVER)["spec"].take();
     json!({"metadata": {"labels": {"app": app}}, "spec": spec})
 }
@@ -112,7 +112,7 @@ fn template(app: &str, shares: u32) -> Value {
 fn create_controllers(scope: &Scope) -> Result<()> {
     let (cluster, ns) = (scope.cluster, &scope.namespace);
     let always = |app: &str, shares: u32| {
-        let mut template = template(app, shares);
+        let mut template = pod_template(app, shares);
         template["spec"]["restartPolicy"] = json!("Always");
         template
     };
@@ -134,7 +134,7 @@ fn create_controllers(scope: &Scope) -> Result<()> {
     )?;
     cluster.create(
         &format!("/apis/batch/v1/namespaces/{ns}/jobs"),
-        &json!({"metadata": {"name": "job"}, "spec": {"template": template("job", 2)}}),
+        &json!({"metadata": {"name": "job"}, "spec": {"template": pod_template("job", 2)}}),
     )?;
     Ok(())
 }
@@ -309,7 +309,7 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
     wait_until("all shares are in use", || Ok(in_use(&cluster)? == 10 * GPUS))?;
     scope.delete_pod(&names[0], 0)?;
     wait_until("a GPU is free", || Ok(in_use(&cluster)? == 10 * (GPUS - 1)))?;
-    // The kubelet dies while the pod is in transit to it.
+    // The kubelet exits while the pod is in transit to it.
     let kubelet = format!("kubelet@{NODE}");
     signal_component(&kubelet, "STOP")?;
     scope.pod("next", &json!({SHARES: 10}), SLEEP_FOREVER)?;
@@ -325,8 +325,8 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
 struct Observed {
     created: u64,
     ran: BTreeSet<String>,
-    /// Pods that the kubelet permanently refused, with the reason.
-    refused: BTreeMap<String, String>,
+    /// Pods that the kubelet permanently rejected, with the reason.
+    rejected: BTreeMap<String, String>,
     /// Pods with shares of two GPUs, and GPUs with too many shares allocated.
     errors: BTreeSet<String>,
 }
@@ -339,10 +339,10 @@ fn observe(scope: &Scope, observed: &mut Observed) -> Result<Vec<Value>> {
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(observed.ran.insert(name)),
             // A deleted pod with a killed container is also `Failed` briefly, but has no reason. A
-            // pod that the kubelet refused has a reason.
+            // pod that the kubelet rejected has a reason.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
-                observed.refused.insert(name, why);
+                observed.rejected.insert(name, why);
             }
             _ => {}
         }
@@ -356,7 +356,12 @@ const KILL_EVERY: u64 = 12;
 
 /// Creates and deletes pods of 1 to 10 shares in bursts. Calls `kill` after every [`KILL_EVERY`]
 /// pods, with the number of earlier calls. At the end waits until each remaining pod has run.
-fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u64) -> Result<()>) -> Result<Observed> {
+fn run_storm(
+    scope: &Scope,
+    count: u64,
+    random: &mut Random,
+    mut kill: impl FnMut(u64) -> Result<()>,
+) -> Result<Observed> {
     let mut observed = Observed::default();
     let mut kills = 0;
     let delete =
@@ -400,7 +405,7 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
 
 /// Kills the agent while no pod is in transit, and stops the scheduler until the agent serves
 /// again. While the agent restarts, the kubelet has no devices for a tenth of a second, and would
-/// permanently refuse an arriving pod.
+/// permanently reject an arriving pod.
 fn kill_agent(scope: &Scope) -> Result<()> {
     let mut quiet_checks = 0;
     signal_component("scheduler", "STOP")?;
@@ -418,13 +423,13 @@ fn kill_agent(scope: &Scope) -> Result<()> {
 /// The environment variable `STORM` sets the number of pods. A run with 1,000 pods finds more
 /// errors, but is too slow for every run of the tests.
 #[test]
-fn no_pod_of_a_storm_is_refused_or_split_when_components_are_killed() -> Result<()> {
+fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result<()> {
     let count = std::env::var("STORM").map_or(Ok(120), |count| count.parse().context("STORM"))?;
     let seed = std::env::var("SEED").map_or(Ok(42), |seed| seed.parse().context("SEED"))?;
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "storm")?;
     let mut killed: BTreeMap<&str, u32> = BTreeMap::new();
-    let gated = storm(&scope, count, &mut Random::seeded(seed), |kills| {
+    let gated = run_storm(&scope, count, &mut Random::seeded(seed), |kills| {
         let what = ["agent", "operator", "kubelet"][usize::try_from(kills % 3)?];
         *killed.entry(what).or_default() += 1;
         match what {
@@ -451,19 +456,19 @@ fn no_pod_of_a_storm_is_refused_or_split_when_components_are_killed() -> Result<
         &format!("/api/v1/namespaces/{}", scope.namespace),
         &json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}}),
     )?;
-    let plain = storm(&scope, count.min(120), &mut Random::seeded(seed), |_| Ok(()))?;
+    let plain = run_storm(&scope, count.min(120), &mut Random::seeded(seed), |_| Ok(()))?;
     let _ = writeln!(
         std::io::stderr(),
-        "storm, seed {seed}: with the gate {} pods, {} ran, {} refused, {} split or over-committed, killed {killed:?}; without it {} pods, {} ran, {} refused",
+        "storm, seed {seed}: with the gate {} pods, {} ran, {} rejected, {} split or over-committed, killed {killed:?}; without it {} pods, {} ran, {} rejected",
         gated.created,
         gated.ran.len(),
-        gated.refused.len(),
+        gated.rejected.len(),
         gated.errors.len(),
         plain.created,
         plain.ran.len(),
-        plain.refused.len()
+        plain.rejected.len()
     );
-    ensure!(gated.refused.is_empty() && gated.errors.is_empty(), "{gated:?}");
-    ensure!(!plain.refused.is_empty(), "no pod was refused without the gate, so the storm proves nothing: {plain:?}");
+    ensure!(gated.rejected.is_empty() && gated.errors.is_empty(), "{gated:?}");
+    ensure!(!plain.rejected.is_empty(), "no pod was rejected without the gate, so the storm proves nothing: {plain:?}");
     Ok(())
 }

@@ -24,12 +24,12 @@ const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-op
 pub(crate) const GATING: &str = "admission.gate";
 
 /// Returns a pod as the API server admits it in a dry run.
-pub(crate) fn admitted(scope: &Scope, pod: &Value) -> Result<Value> {
+pub(crate) fn admit_in_dry_run(scope: &Scope, pod: &Value) -> Result<Value> {
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod)
 }
 
 /// Names of a pod's scheduling gates.
-fn gates(pod: &Value) -> Vec<String> {
+fn gate_names(pod: &Value) -> Vec<String> {
     pod["spec"]["schedulingGates"].as_array().into_iter().flatten().map(|gate| text(&gate["name"])).collect()
 }
 
@@ -39,13 +39,13 @@ fn set_gates(pod: &mut Value, gates: &[&str]) {
 }
 
 /// A pod with one container that has these limits.
-fn requesting(limits: &Value) -> Value {
+fn pod_requesting(limits: &Value) -> Value {
     pod("t", limits, "true")
 }
 
 /// A pod whose init container or sidecar has these limits, and whose main container has none.
 fn requesting_in_init(limits: &Value, sidecar: bool) -> Value {
-    let mut pod = requesting(&json!({}));
+    let mut pod = pod_requesting(&json!({}));
     let mut first = pod["spec"]["containers"][0].clone();
     first["name"] = json!("first");
     first["resources"] = json!({"limits": limits});
@@ -57,7 +57,7 @@ fn requesting_in_init(limits: &Value, sidecar: bool) -> Value {
 }
 
 /// Sets the exceptions (`cleave.dev/allow`) of the namespace.
-pub(crate) fn label(scope: &Scope, allow: &str) -> Result<()> {
+pub(crate) fn set_exceptions(scope: &Scope, allow: &str) -> Result<()> {
     let change = json!({"metadata": {"labels": {"cleave.dev/allow": allow}}});
     scope.cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &change).map(drop)
 }
@@ -66,7 +66,7 @@ pub(crate) fn label(scope: &Scope, allow: &str) -> Result<()> {
 /// webhooks and labels with a short delay.
 fn wait_for_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     wait_until(&format!("{expected:?} on {pod}"), || {
-        let gates = gates(&admitted(scope, pod)?);
+        let gates = gate_names(&admit_in_dry_run(scope, pod)?);
         ensure!(gates == expected, "the pod has {gates:?}");
         Ok(true)
     })
@@ -74,7 +74,7 @@ fn wait_for_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
 
 /// Checks that a pod is admitted with these gates.
 fn check_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
-    let gates = gates(&admitted(scope, pod)?);
+    let gates = gate_names(&admit_in_dry_run(scope, pod)?);
     ensure!(gates == expected, "{pod} has {gates:?}, not {expected:?}");
     Ok(())
 }
@@ -82,7 +82,7 @@ fn check_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
 /// Checks which pods are gated. The rules are the same for both mechanisms.
 fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let two = json!({SHARES: 2});
-    wait_for_gates(scope, &requesting(&two), &[GATE])?;
+    wait_for_gates(scope, &pod_requesting(&two), &[GATE])?;
     for limits in [
         json!({SHARES: "1"}),
         json!({"nvidia.com/gpu-10gb": 1}),
@@ -91,9 +91,9 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
         json!({"nvidia.com/mig-1g.10gb": 1}),
         json!({SHARES: 1, "nvidia.com/mig-1g.10gb": 1, "nvidia.com/gpu": 1}),
     ] {
-        check_gates(scope, &requesting(&limits), &[GATE])?;
+        check_gates(scope, &pod_requesting(&limits), &[GATE])?;
     }
-    let mut both = requesting(&two);
+    let mut both = pod_requesting(&two);
     both["spec"]["containers"][0]["resources"]["requests"] = two.clone();
     check_gates(scope, &both, &[GATE])?;
     check_gates(scope, &requesting_in_init(&two, false), &[GATE])?;
@@ -101,7 +101,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     // The gate is added once, and other gates are kept.
     for (given, expected) in [(&[GATE][..], &[GATE][..]), (&[OTHER], &[OTHER, GATE]), (&[GATE, OTHER], &[GATE, OTHER])]
     {
-        let mut pod = requesting(&two);
+        let mut pod = pod_requesting(&two);
         set_gates(&mut pod, given);
         check_gates(scope, &pod, expected)?;
     }
@@ -112,17 +112,19 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
         json!({SHARES: 0}),
         json!({"example.com/gpu-mps": 1}),
     ] {
-        check_gates(scope, &requesting(&limits), &[])?;
+        check_gates(scope, &pod_requesting(&limits), &[])?;
         check_gates(scope, &requesting_in_init(&limits, true), &[])?;
     }
-    let mut pinned = requesting(&json!({}));
+    let mut pinned = pod_requesting(&json!({}));
     pinned["spec"]["nodeName"] = json!(NODE);
     check_gates(scope, &pinned, &[])?;
     // Validation, not the policy, refuses an invalid pod.
-    let mut empty = requesting(&two);
+    let mut empty = pod_requesting(&two);
     empty["spec"]["containers"] = Value::Null;
-    let refused =
-        admitted(scope, &empty).err().context("a pod without containers was admitted")?.downcast::<Refused>()?;
+    let refused = admit_in_dry_run(scope, &empty)
+        .err()
+        .context("a pod without containers was admitted")?
+        .downcast::<Refused>()?;
     ensure!(refused.message.contains("spec.containers: Required value"), "{refused}");
     check_exceptions(scope)
 }
@@ -139,16 +141,16 @@ fn check_exceptions(scope: &Scope) -> Result<()> {
         ("all", &[]),
         ("", &[GATE]),
     ] {
-        label(scope, allow)?;
-        wait_for_gates(scope, &requesting(&two), expected)?;
+        set_exceptions(scope, allow)?;
+        wait_for_gates(scope, &pod_requesting(&two), expected)?;
     }
     // A pod with an explicit node is not scheduled, so it is not gated.
-    let mut pinned = requesting(&two);
+    let mut pinned = pod_requesting(&two);
     pinned["spec"]["nodeName"] = json!(NODE);
-    label(scope, "node-name")?;
-    wait_until("a pod may name its node", || Ok(gates(&admitted(scope, &pinned)?).is_empty()))?;
-    label(scope, "")?;
-    wait_for_gates(scope, &requesting(&two), &[GATE])
+    set_exceptions(scope, "node-name")?;
+    wait_until("a pod may name its node", || Ok(gate_names(&admit_in_dry_run(scope, &pinned)?).is_empty()))?;
+    set_exceptions(scope, "")?;
+    wait_for_gates(scope, &pod_requesting(&two), &[GATE])
 }
 
 /// Checks that only the operator removes the gate, unless the namespace has an exception.
@@ -180,16 +182,16 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
     let change = keep(&[OTHER]).to_string();
     let args = ["-n", &scope.namespace, "patch", "pod", "waits", "--type=merge", "-p", &change];
     kubectl(&[&OPERATOR[..], &args].concat())?;
-    ensure!(gates(&scope.cluster.get(&path)?) == [OTHER], "the operator failed to remove the gate");
+    ensure!(gate_names(&scope.cluster.get(&path)?) == [OTHER], "the operator failed to remove the gate");
     // Any user may remove the gate from a pod without shares.
     create("plain", &json!({}))?;
     scope.cluster.patch(&scope.pod_path("plain"), &keep(&[OTHER]))?;
     create("allowed", &json!({SHARES: 1}))?;
-    label(scope, "placement")?;
+    set_exceptions(scope, "placement")?;
     wait_until("the API server applies the namespace's label", || {
         scope.cluster.patch(&scope.pod_path("allowed"), &keep(&[OTHER])).map(|_| true)
     })?;
-    label(scope, "")?;
+    set_exceptions(scope, "")?;
     for name in ["waits", "plain", "allowed"] {
         scope.delete_pod(name, 0)?;
     }
@@ -230,9 +232,9 @@ fn with_gating_off_no_pod_is_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-none")?;
     let _gating = Setting::of(GATING, "none")?;
-    wait_for_gates(&scope, &requesting(&json!({SHARES: 2})), &[])?;
+    wait_for_gates(&scope, &pod_requesting(&json!({SHARES: 2})), &[])?;
     // A user may remove a gate that the user has set.
-    let mut pod = requesting(&json!({SHARES: 2}));
+    let mut pod = pod_requesting(&json!({SHARES: 2}));
     set_gates(&mut pod, &[OTHER, GATE]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)?;
     let change = json!({"spec": {"schedulingGates": [{"name": OTHER}]}});
@@ -266,7 +268,7 @@ fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-certificate")?;
     let _gating = Setting::of(GATING, "webhook")?;
-    let pod = requesting(&json!({SHARES: 2}));
+    let pod = pod_requesting(&json!({SHARES: 2}));
     wait_for_gates(&scope, &pod, &[GATE])?;
     let secret = format!("/api/v1/namespaces/{SYSTEM}/secrets/cleave-webhook");
     let certificate = || Ok::<_, anyhow::Error>(text(&cluster.get(&secret)?["data"]["tls.crt"]));
@@ -280,8 +282,10 @@ fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
             let now = certificate()?;
             Ok(now != before && now != "bm9uZQ==")
         },
-        || match admitted(&scope, &pod) {
-            Ok(admitted) => Ok((gates(&admitted) != [GATE]).then(|| format!("gates: {:?}", gates(&admitted)))),
+        || match admit_in_dry_run(&scope, &pod) {
+            Ok(admitted) => {
+                Ok((gate_names(&admitted) != [GATE]).then(|| format!("gates: {:?}", gate_names(&admitted))))
+            }
             Err(error) => Ok(Some(format!("refused: {error:#}"))),
         },
     )?;

@@ -4,21 +4,21 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Faults, GPUNODES, Scope, kubectl, output, process, run, signal, text, wait_until, wait_without_violation,
+    Cluster, Faults, GPUNODES, Scope, find_pid, kubectl, output, run, signal, text, wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
 use crate::{
-    GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, gpus_without_ten_shares, offers,
-    ten_shares,
+    GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, gpus_without_ten_shares, ten_shares,
+    wait_until_offered,
 };
 
 /// Quiet time of a suspect GPU: `agent.suspectQuietSeconds` in e2e/values.yaml.
 const QUIET_TIME: Duration = Duration::from_secs(20);
 
 /// Path of the `cleave` program, which an administrator uses.
-pub(crate) fn cleave() -> String {
+pub(crate) fn cleave_path() -> String {
     // The profile is chosen as in e2e/lib.sh.
     let profile = match std::env::var("CLEAVE_PROFILE").as_deref() {
         Ok("dev") => "debug".to_owned(),
@@ -52,22 +52,22 @@ impl Drop for RepairGuard<'_> {
             let _ = self.faults.simgpu(&["restore", &gpu]);
         }
         for gpu in 0..GPUS {
-            let _ = run(&cleave(), &["uncordon", NODE, &gpu.to_string()]);
+            let _ = run(&cleave_path(), &["uncordon", NODE, &gpu.to_string()]);
         }
     }
 }
 
 /// Status of a GPU of [`NODE`].
-pub(crate) fn gpu(cluster: &Cluster, index: u64) -> Result<Value> {
+pub(crate) fn gpu_status(cluster: &Cluster, index: u64) -> Result<Value> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     gpus.into_iter().find(|gpu| gpu["index"] == index).with_context(|| format!("{NODE} reports no GPU {index}"))
 }
 
 /// Waits until a GPU has this health class; an empty class means healthy.
-pub(crate) fn health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
+pub(crate) fn wait_for_health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
     wait_until(&format!("GPU {index} has health class {class:?}"), || {
-        let health = gpu(cluster, index)?["health"].clone();
+        let health = gpu_status(cluster, index)?["health"].clone();
         ensure!(text(&health["class"]) == class, "{health}");
         Ok(true)
     })
@@ -77,7 +77,7 @@ pub(crate) fn health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
 fn check_runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, unhealthy: u64) -> Result<()> {
     scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
     scope.wait_until_running(name)?;
-    let unhealthy = text(&gpu(cluster, unhealthy)?["uuid"]);
+    let unhealthy = text(&gpu_status(cluster, unhealthy)?["uuid"]);
     let report = scope.client_report(name)?;
     ensure!(text(&report["uuid"]) != unhealthy, "{name} is on the unhealthy GPU");
     scope.delete_pod(name, 0)
@@ -96,11 +96,11 @@ fn each_class_of_xid_has_its_effect_and_its_recovery() -> Result<()> {
     // so the effect of the second one shows that it has handled the first.
     repair.faults.simgpu(&["xid", "0", "31"])?;
     repair.faults.simgpu(&["xid", "1", "999"])?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
-    health(&cluster, 1, "Suspect")?;
-    let message = text(&gpu(&cluster, 1)?["health"]["message"]);
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_for_health(&cluster, 1, "Suspect")?;
+    let message = text(&gpu_status(&cluster, 1)?["health"]["message"]);
     ensure!(message.contains(&format!("after {} s without another", QUIET_TIME.as_secs())), "{message}");
-    health(&cluster, 0, "")?;
+    wait_for_health(&cluster, 0, "")?;
     // Each further XID restarts the quiet time.
     repair.faults.simgpu(&["xid", "1", "999"])?;
     check_runs_elsewhere(&cluster, &scope, "beside-suspect", 1)?;
@@ -108,15 +108,15 @@ fn each_class_of_xid_has_its_effect_and_its_recovery() -> Result<()> {
     let quiet = Instant::now();
     repair.faults.simgpu(&["xid", "1", "999"])?;
     repair.faults.simgpu(&["xid", "2", "48"])?;
-    offers(&cluster, SHARES, 10 * (GPUS - 2))?;
-    health(&cluster, 2, "NeedsReset")?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 2))?;
+    wait_for_health(&cluster, 2, "NeedsReset")?;
     check_runs_elsewhere(&cluster, &scope, "beside-unhealthy", 2)?;
 
     // GPU 1 recovers after the quiet time, when NVML answers.
-    health(&cluster, 1, "")?;
+    wait_for_health(&cluster, 1, "")?;
     ensure!(quiet.elapsed() >= QUIET_TIME, "GPU 1 was healthy again after {:?}", quiet.elapsed());
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
-    health(&cluster, 2, "NeedsReset")?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_for_health(&cluster, 2, "NeedsReset")?;
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
 }
@@ -127,21 +127,21 @@ fn a_restart_of_the_agent_clears_no_fault_and_uncordon_does() -> Result<()> {
     let scope = ten_shares(&cluster, "heals")?;
     let repair = RepairGuard::new(&cluster);
     repair.faults.simgpu(&["xid", "3", "119"])?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
-    health(&cluster, 3, "NeedsReset")?;
-    let old = process(NODE, "cleave-agent")?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_for_health(&cluster, 3, "NeedsReset")?;
+    let old = find_pid(NODE, "cleave-agent")?;
     signal(NODE, "cleave-agent", "KILL")?;
-    wait_until("another agent runs", || Ok(process(NODE, "cleave-agent").is_ok_and(|pid| pid != old)))?;
+    wait_until("another agent runs", || Ok(find_pid(NODE, "cleave-agent").is_ok_and(|pid| pid != old)))?;
     // Only the new agent can report this XID.
     repair.faults.simgpu(&["xid", "1", "48"])?;
-    health(&cluster, 1, "NeedsReset")?;
-    health(&cluster, 3, "NeedsReset")?;
-    offers(&cluster, SHARES, 10 * (GPUS - 2))?;
-    run(&cleave(), &["uncordon", NODE, "3"])?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
-    health(&cluster, 1, "NeedsReset")?;
-    run(&cleave(), &["uncordon", NODE, "1"])?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_for_health(&cluster, 1, "NeedsReset")?;
+    wait_for_health(&cluster, 3, "NeedsReset")?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 2))?;
+    run(&cleave_path(), &["uncordon", NODE, "3"])?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_for_health(&cluster, 1, "NeedsReset")?;
+    run(&cleave_path(), &["uncordon", NODE, "1"])?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     drop(scope);
     Ok(())
 }
@@ -159,10 +159,10 @@ fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<(
         // Fails at once if the pod fails.
         scope.wait_until_running(&name)?;
     }
-    health(&cluster, 1, "Lost")?;
+    wait_for_health(&cluster, 1, "Lost")?;
     repair.faults.simgpu(&["restore", "1"])?;
-    health(&cluster, 1, "")?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_for_health(&cluster, 1, "")?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     Ok(())
 }
 
@@ -178,7 +178,7 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     scope.pod_on(NODE, "stays", &json!({SHARES: 2}), HOLD)?;
     scope.wait_until_running("stays")?;
     let before = container_and_restarts(&cluster, &scope, "stays")?;
-    let uuid = text(&gpu(&cluster, 3)?["uuid"]);
+    let uuid = text(&gpu_status(&cluster, 3)?["uuid"]);
 
     repair.faults.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"])?;
     let begun = Instant::now();
@@ -192,13 +192,13 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
         Ok((!others.is_empty()).then(|| format!("other GPUs: {others:?}")))
     };
     let unreachable = || {
-        let health = gpu(&cluster, 3)?["health"].clone();
+        let health = gpu_status(&cluster, 3)?["health"].clone();
         Ok(text(&health["reason"]) == "GpuUnreachable" && text(&health["class"]) == "Lost")
     };
     wait_without_violation("GPU 3 is unreachable", unreachable, violation)?;
-    let message = text(&gpu(&cluster, 3)?["health"]["message"]);
+    let message = text(&gpu_status(&cluster, 3)?["health"]["message"]);
     ensure!(message.contains("NVML did not answer for"), "{message}");
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
 
     scope.pod_on(NODE, "new", &json!({SHARES: 5}), HOLD)?;
     // Fails at once if the pod fails.
@@ -211,13 +211,13 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     )?;
     // XIDs of other GPUs still arrive.
     repair.faults.simgpu(&["xid", "2", "48"])?;
-    health(&cluster, 2, "NeedsReset")?;
-    run(&cleave(), &["uncordon", NODE, "2"])?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_for_health(&cluster, 2, "NeedsReset")?;
+    run(&cleave_path(), &["uncordon", NODE, "2"])?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
 
     repair.faults.simgpu(&["clear"])?;
-    health(&cluster, 3, "")?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_for_health(&cluster, 3, "")?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
 }
@@ -234,18 +234,18 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     let before = container_and_restarts(&cluster, &scope, "holder")?;
     let daemons = daemon_pids(&cluster)?;
 
-    let printed = run(&cleave(), &["cordon", NODE, &device, "--reason", "new fan"])?;
+    let printed = run(&cleave_path(), &["cordon", NODE, &device, "--reason", "new fan"])?;
     ensure!(printed.contains("is cordoned"), "{printed}");
-    ensure!(run(&cleave(), &["cordon", NODE, &device])?.contains("already"));
+    ensure!(run(&cleave_path(), &["cordon", NODE, &device])?.contains("already"));
     // Shares in use on the cordoned GPU still count as allocatable.
-    offers(&cluster, SHARES, 10 * (GPUS - 1) + 3)?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1) + 3)?;
     let index = gpu_index(&cluster, &device)?;
     for name in ["one", "two"] {
         check_runs_elsewhere(&cluster, &scope, name, index)?;
     }
     ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "a running pod was disturbed");
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
-    let status = run(&cleave(), &["status"])?;
+    let status = run(&cleave_path(), &["status"])?;
     ensure!(status.contains("Healthy,Cordoned") && status.contains("is cordoned: new fan"), "{status}");
     // The pods request more shares than the other GPUs have: one pod waits, and `explain` reports
     // the reason.
@@ -254,21 +254,21 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
         scope.wait_until_running(name)?;
     }
     scope.pod_on(NODE, "d", &json!({SHARES: 5}), HOLD)?;
-    let explained = run(&cleave(), &["explain", "pod", &format!("{}/d", scope.namespace)])?;
+    let explained = run(&cleave_path(), &["explain", "pod", &format!("{}/d", scope.namespace)])?;
     ensure!(explained.contains("cordoned: new fan"), "{explained}");
 
-    let refused = output(&cleave(), &["drain", NODE, &device])?;
+    let refused = output(&cleave_path(), &["drain", NODE, &device])?;
     ensure!(!refused.status.success(), "a pod without a controller was evicted");
-    let drained = run(&cleave(), &["drain", NODE, &device, "--force", "--grace", "1", "--timeout", "80"])?;
+    let drained = run(&cleave_path(), &["drain", NODE, &device, "--force", "--grace", "1", "--timeout", "80"])?;
     ensure!(drained.contains("is free"), "{drained}");
-    ensure!(gpu(&cluster, index)?["allocations"] == json!([]), "the drained GPU has allocations");
+    ensure!(gpu_status(&cluster, index)?["allocations"] == json!([]), "the drained GPU has allocations");
     wait_until("the evicted pod is gone", || {
         let pod = cluster.find(&scope.pod_path("holder"))?;
         Ok(pod.is_none_or(|pod| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded")))
     })?;
-    run(&cleave(), &["uncordon", NODE, &device])?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
-    let unknown = output(&cleave(), &["cordon", NODE, "77"])?;
+    run(&cleave_path(), &["uncordon", NODE, &device])?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    let unknown = output(&cleave_path(), &["cordon", NODE, "77"])?;
     let stderr = String::from_utf8_lossy(&unknown.stderr).into_owned();
     ensure!(!unknown.status.success() && stderr.contains("has no GPU \"77\""), "{stderr}");
     Ok(())
@@ -298,7 +298,7 @@ impl Drop for Tainting {
     }
 }
 
-fn taints(cluster: &Cluster) -> Result<Vec<String>> {
+fn read_taints(cluster: &Cluster) -> Result<Vec<String>> {
     let node = cluster.get(&format!("/api/v1/nodes/{NODE}"))?;
     let taints = node["spec"]["taints"].as_array().cloned().unwrap_or_default();
     Ok(taints.iter().map(|taint| format!("{}:{}", text(&taint["key"]), text(&taint["effect"]))).collect())
@@ -313,18 +313,18 @@ fn a_node_without_a_healthy_gpu_is_tainted_if_enabled_and_other_taints_stay() ->
     let repair = RepairGuard::new(&cluster);
     kubectl(&other)?;
     for index in 0..GPUS {
-        ensure!(taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule"], "{:?}", taints(&cluster)?);
+        ensure!(read_taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule"], "{:?}", read_taints(&cluster)?);
         repair.faults.simgpu(&["xid", &index.to_string(), "48"])?;
-        health(&cluster, index, "NeedsReset")?;
+        wait_for_health(&cluster, index, "NeedsReset")?;
     }
     wait_until("the node is tainted", || {
-        Ok(taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule", "cleave.dev/unhealthy:NoSchedule"])
+        Ok(read_taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule", "cleave.dev/unhealthy:NoSchedule"])
     })?;
-    run(&cleave(), &["uncordon", NODE, "0"])?;
-    health(&cluster, 0, "")?;
-    wait_until("the node is not tainted", || Ok(taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule"]))?;
+    run(&cleave_path(), &["uncordon", NODE, "0"])?;
+    wait_for_health(&cluster, 0, "")?;
+    wait_until("the node is not tainted", || Ok(read_taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule"]))?;
     kubectl(&["taint", "node", NODE, "e2e.cleave.dev/other-"])?;
     drop(repair);
     drop(tainting);
-    offers(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)
 }

@@ -1,4 +1,4 @@
-//! Attempts by hostile tenants, by hostile programs in their pods and by a compromised agent.
+//! Tests attempts by hostile tenants, by hostile programs in their pods and by a compromised agent.
 //! `docs/explanation/attempts.md` has the same list.
 //!
 //! An attempt with the expected outcome `NoEffect` must describe what it did not change. No attempt
@@ -11,7 +11,7 @@ mod requests;
 use std::io::Write as _;
 
 use anyhow::{Result, bail, ensure};
-use cleave_e2e::{Cluster, Refused, Scope, process, wait_until};
+use cleave_e2e::{Cluster, Refused, Scope, find_pid, wait_until};
 use serde_json::{Value, json};
 
 use crate::policies::cleave_pods;
@@ -101,17 +101,17 @@ impl<'a> TestBed<'a> {
         let rules = json!([{"apiGroups": [""], "resources": pods, "verbs": ["*"]}]);
         let roles = format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles", scope.namespace);
         scope.cluster.create(&roles, &json!({"metadata": {"name": "owner"}, "rules": rules}))?;
-        let token = owner(&scope, TENANT)?;
+        let token = create_owner(&scope, TENANT)?;
         Ok(Self { tenant: Cluster::by_token(&token, None)?, token, scope })
     }
 
     /// API path of the pods.
-    fn pods(&self) -> String {
+    fn pods_path(&self) -> String {
         format!("/api/v1/namespaces/{}/pods", self.scope.namespace)
     }
 
     /// Reads the state that attempts must not change.
-    fn state(&self) -> Result<State> {
+    fn read_state(&self) -> Result<State> {
         let cluster = self.scope.cluster;
         let neighbour = cluster.find(&self.scope.pod_path(programs::NEIGHBOUR))?;
         Ok(State {
@@ -127,13 +127,13 @@ impl<'a> TestBed<'a> {
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
         // The state does not show a restart of the agent by its supervisor, so compare PIDs too.
-        let programs = || ["cleave-agent", "cleave-mps-host"].map(|program| process(NODE, program));
+        let programs = || ["cleave-agent", "cleave-mps-host"].map(|program| find_pid(NODE, program));
         let own = programs().into_iter().collect::<Result<Vec<_>>>()?;
-        let mut before = self.state()?;
+        let mut before = self.read_state()?;
         let mut failed = Vec::new();
         for attempt in attempts {
             let mut result = attempt.result(self);
-            let after = self.state()?;
+            let after = self.read_state()?;
             if after != before {
                 result = Err(anyhow::anyhow!("the attempt changed the state from {before:?} to {after:?}"));
                 before = after;
@@ -163,7 +163,7 @@ struct State {
 }
 
 /// Creates a service account with the rights of an owner, and returns its token.
-fn owner(scope: &Scope, account: &str) -> Result<String> {
+fn create_owner(scope: &Scope, account: &str) -> Result<String> {
     let (cluster, ns) = (scope.cluster, &scope.namespace);
     cluster.create(&format!("/api/v1/namespaces/{ns}/serviceaccounts"), &json!({"metadata": {"name": account}}))?;
     for (kind, role) in [("ClusterRole", "admin"), ("Role", "owner")] {
@@ -205,7 +205,7 @@ fn refusals(answers: impl IntoIterator<Item = Result<Value>>) -> Result<Outcome>
 }
 
 /// JSON objects in the output of programs, one per line.
-fn lines(said: &str) -> Vec<Value> {
+fn parse_json_lines(said: &str) -> Vec<Value> {
     said.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect()
 }
 
@@ -227,7 +227,7 @@ fn hostile_programs_and_floods_of_pods_harm_no_other_pod() -> Result<()> {
     let bed = programs::test_bed(&cluster)?;
     let programs = bed.run(programs::ATTEMPTS);
     let floods = bed.run(floods::ATTEMPTS);
-    let log = bed.scope.log(programs::NEIGHBOUR)?;
+    let log = bed.scope.pod_log(programs::NEIGHBOUR)?;
     ensure!(!log.contains("\"error\""), "the neighbour's program failed: {log}");
     programs.and(floods)
 }

@@ -46,7 +46,7 @@ fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
         "ten-shares",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
     )?;
-    offers(cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(cluster, SHARES, 10 * GPUS)?;
     // The agent updates the kubelet first, and the `GpuNode`'s status up to 0.2 s later.
     wait_until("the node reports ten shares of each GPU", || {
         Ok(gpus_without_ten_shares(cluster, |_| true)?.is_empty())
@@ -65,7 +65,7 @@ fn gpus_without_ten_shares(cluster: &Cluster, selects: impl Fn(&Value) -> bool) 
 }
 
 /// Waits until [`NODE`]'s allocatable count of a resource has this value.
-fn offers(cluster: &Cluster, resource: &str, count: u64) -> Result<()> {
+fn wait_until_offered(cluster: &Cluster, resource: &str, count: u64) -> Result<()> {
     wait_until(&format!("{NODE} offers {count} {resource}"), || {
         let offered = cluster.allocatable(NODE, resource)?;
         anyhow::ensure!(offered == count, "the node offers {offered}");

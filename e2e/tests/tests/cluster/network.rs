@@ -1,26 +1,26 @@
 //! Tests the chart's network policies on a network that enforces them: who can read metrics, and
 //! which addresses Cleave can connect to. Cleave must work with the policies.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, process, text, wait_until};
+use cleave_e2e::{Cluster, SYSTEM, Scope, find_pid, on_node, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::restarts::{component_pod, ready};
-use crate::{GPUS, HOLD, NODE, SHARES, offers, ten_shares};
+use crate::restarts::{component_pod, is_ready};
+use crate::{GPUS, HOLD, NODE, SHARES, ten_shares, wait_until_offered};
 
 /// Port of `/metrics`.
 const METRICS_PORT: &str = "8080";
 /// Script of a server on port 8081 that accepts every connection and closes it.
 const LISTEN_ON_8081: &str = "exec busybox nc -ll -p 8081 -e true";
 
-fn address(pod: &Value) -> Result<String> {
+fn pod_address(pod: &Value) -> Result<String> {
     let address = text(&pod["status"]["podIP"]);
     ensure!(!address.is_empty(), "it has no address: {}", pod["status"]);
     Ok(address)
 }
 
 /// A shell command that prints `yes` if it can connect to an address, else `no`.
-fn connects(address: &str, port: &str) -> String {
+fn connect_command(address: &str, port: &str) -> String {
     // Send a request, so that a server of any protocol answers and closes the connection.
     format!(
         "printf 'GET / HTTP/1.0\\r\\n\\r\\n' | busybox nc -w 2 {address} {port} >/dev/null 2>&1 && echo yes || echo no"
@@ -28,15 +28,15 @@ fn connects(address: &str, port: &str) -> String {
 }
 
 /// Whether a pod of the scope can connect to an address.
-fn reaches(scope: &Scope, pod: &str, address: &str, port: &str) -> Result<bool> {
-    Ok(scope.exec(pod, &["sh", "-c", &connects(address, port)])?.trim() == "yes")
+fn can_connect(scope: &Scope, pod: &str, address: &str, port: &str) -> Result<bool> {
+    Ok(scope.exec(pod, &["sh", "-c", &connect_command(address, port)])?.trim() == "yes")
 }
 
 /// Whether a program of Cleave on [`NODE`] can connect to an address, from the network of its pod.
 fn cleave_reaches(program: &str, address: &str, port: &str) -> Result<bool> {
-    let pid = process(NODE, program)?;
+    let pid = find_pid(NODE, program)?;
     let printed =
-        on_node(NODE, &["nsenter", &format!("--net=/proc/{pid}/ns/net"), "sh", "-c", &connects(address, port)])?;
+        on_node(NODE, &["nsenter", &format!("--net=/proc/{pid}/ns/net"), "sh", "-c", &connect_command(address, port)])?;
     Ok(printed.trim() == "yes")
 }
 
@@ -57,7 +57,7 @@ fn caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<
 fn wait_all_ready(cluster: &Cluster) -> Result<()> {
     wait_until("all of Cleave's pods are ready", || {
         let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
-        Ok(pods.iter().all(ready))
+        Ok(pods.iter().all(is_ready))
     })
 }
 
@@ -68,16 +68,16 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let reader = caller(&cluster, "network-reader", true)?;
     // A server that no policy protects.
     stranger.pod_on("node2", "listener", &json!({}), LISTEN_ON_8081)?;
-    let listener = address(&stranger.wait_until_running("listener")?)?;
-    wait_until("the listener accepts connections", || reaches(&reader, "caller", &listener, "8081"))?;
+    let listener = pod_address(&stranger.wait_until_running("listener")?)?;
+    wait_until("the listener accepts connections", || can_connect(&reader, "caller", &listener, "8081"))?;
 
     for component in ["agent", "operator"] {
-        let metrics = address(&component_pod(&cluster, component)?)?;
+        let metrics = pod_address(&component_pod(&cluster, component)?)?;
         wait_until(&format!("the {component}'s metrics can be read"), || {
-            reaches(&reader, "caller", &metrics, METRICS_PORT)
+            can_connect(&reader, "caller", &metrics, METRICS_PORT)
         })?;
         wait_until(&format!("other namespaces cannot reach the {component}"), || {
-            Ok(!reaches(&stranger, "caller", &metrics, METRICS_PORT)?)
+            Ok(!can_connect(&stranger, "caller", &metrics, METRICS_PORT)?)
         })?;
     }
     let service = cluster.get("/api/v1/namespaces/default/services/kubernetes")?;
@@ -88,7 +88,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     for program in ["cleave-agent", "cleave-mps-host"] {
         ensure!(!cleave_reaches(program, &listener, "8081")?, "{program} can reach a pod");
     }
-    let host = process(NODE, "cleave-mps-host")?;
+    let host = find_pid(NODE, "cleave-mps-host")?;
     let listens = on_node(NODE, &["cat", &format!("/proc/{host}/net/tcp"), &format!("/proc/{host}/net/tcp6")])?;
     // State 0A is LISTEN.
     let open: Vec<&str> = listens.lines().filter(|line| line.split_whitespace().nth(3) == Some("0A")).collect();
@@ -99,7 +99,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let scope = ten_shares(&cluster, "network")?;
     scope.pod("two", &json!({SHARES: 2}), HOLD)?;
     ensure!(scope.client_report("two")?["sms"] == 26, "the client reports {}", scope.client_report("two")?);
-    offers(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)
 }
 
 /// Shows that the policies cause the refusals of the other test: without them all connections
@@ -109,13 +109,15 @@ fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_any
     let cluster = Cluster::connect()?;
     let stranger = caller(&cluster, "network-open", false)?;
     stranger.pod_on("node2", "listener", &json!({}), LISTEN_ON_8081)?;
-    let listener = address(&stranger.wait_until_running("listener")?)?;
+    let listener = pod_address(&stranger.wait_until_running("listener")?)?;
     let without = Setting::of("networkPolicy.enabled", false)?;
-    let metrics = address(&component_pod(&cluster, "agent").context("no agent")?)?;
+    let metrics = pod_address(&component_pod(&cluster, "agent").context("no agent")?)?;
     wait_until("every namespace can read the agent's metrics", || {
-        reaches(&stranger, "caller", &metrics, METRICS_PORT)
+        can_connect(&stranger, "caller", &metrics, METRICS_PORT)
     })?;
     wait_until("the agent can reach every pod", || cleave_reaches("cleave-agent", &listener, "8081"))?;
     drop(without);
-    wait_until("other namespaces cannot reach the agent", || Ok(!reaches(&stranger, "caller", &metrics, METRICS_PORT)?))
+    wait_until("other namespaces cannot reach the agent", || {
+        Ok(!can_connect(&stranger, "caller", &metrics, METRICS_PORT)?)
+    })
 }

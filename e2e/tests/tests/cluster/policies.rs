@@ -5,7 +5,8 @@ use cleave_e2e::{Cluster, POLICIES, Refused, Scope, text, wait_until, wait_witho
 use serde_json::{Value, json};
 
 use crate::{
-    GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, gpus_without_ten_shares, offers, ten_shares,
+    GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, gpus_without_ten_shares, ten_shares,
+    wait_until_offered,
 };
 
 /// Status, reason and message of a condition of a policy.
@@ -24,7 +25,7 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     let pods = cleave_pods(&cluster)?;
     ensure!(before.len() == 4, "daemons: {before:?}");
     cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
-    offers(&cluster, SHARES, 5 * GPUS)?;
+    wait_until_offered(&cluster, SHARES, 5 * GPUS)?;
     ensure!(pods == cleave_pods(&cluster)?, "a pod of Cleave was restarted");
     scope.pod("one", &json!({SHARES: 1}), HOLD)?;
     let report = scope.client_report("one")?;
@@ -54,7 +55,7 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Res
     let before = container_and_restarts(&cluster, &scope, "holder")?;
     cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
     // The three idle GPUs change. The GPU in use keeps its ten shares.
-    offers(&cluster, SHARES, 5 * (GPUS - 1) + 10)?;
+    wait_until_offered(&cluster, SHARES, 5 * (GPUS - 1) + 10)?;
     wait_until("the policy names the pod that it waits for", || {
         let Some((status, reason, message)) = condition(&cluster, "ten-shares", "Ready")? else { return Ok(false) };
         ensure!(message.contains(&format!("{}/holder", scope.namespace)), "{status} {reason}: {message}");
@@ -62,7 +63,7 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Res
     })?;
     ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "the running pod was disturbed");
     scope.delete_pod("holder", 0)?;
-    offers(&cluster, SHARES, 5 * GPUS)?;
+    wait_until_offered(&cluster, SHARES, 5 * GPUS)?;
     wait_until("the policy is Ready", || {
         Ok(condition(&cluster, "ten-shares", "Ready")?.is_some_and(|(status, ..)| status == "True"))
     })
@@ -79,9 +80,9 @@ fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
     };
     scope.policy("shares", &on(json!([0, 1]), json!({"mode": "Mps", "mps": {"units": 4, "threads": "Strict"}})))?;
     scope.policy("turns", &on(json!([2]), json!({"mode": "TimeSlicing", "timeSlicing": {"replicas": 6}})))?;
-    offers(&cluster, SHARES, 8)?;
-    offers(&cluster, "nvidia.com/gpu-timeslice", 6)?;
-    offers(&cluster, "nvidia.com/gpu", 1)?;
+    wait_until_offered(&cluster, SHARES, 8)?;
+    wait_until_offered(&cluster, "nvidia.com/gpu-timeslice", 6)?;
+    wait_until_offered(&cluster, "nvidia.com/gpu", 1)?;
     let pods = [("mps", SHARES), ("turn", "nvidia.com/gpu-timeslice"), ("whole", "nvidia.com/gpu")];
     for (name, resource) in pods {
         scope.pod_on(NODE, name, &json!({resource: 1}), HOLD)?;
@@ -131,7 +132,7 @@ fn a_policy_that_selects_no_gpu_is_not_accepted_and_changes_nothing() -> Result<
         Ok(condition(&cluster, "unknown", "Accepted")?
             .is_some_and(|(status, _, message)| status == "False" && message.contains("RTX 9999")))
     })?;
-    offers(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)
 }
 
 #[test]
@@ -142,14 +143,14 @@ fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_reports_a_confl
         "first-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "TimeSlicing", "timeSlicing": {"replicas": 3}}),
     )?;
-    offers(&cluster, "nvidia.com/gpu-timeslice", 3)?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, "nvidia.com/gpu-timeslice", 3)?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
     wait_until("the wider policy names the one that overrides it", || {
         Ok(condition(&cluster, "ten-shares", "Conflict")?
             .is_some_and(|(status, _, message)| status == "True" && message.contains("first-gpu")))
     })?;
     cluster.delete(&format!("{POLICIES}/first-gpu"), None)?;
-    offers(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)
 }
 
 #[test]
@@ -157,8 +158,8 @@ fn without_a_policy_gpus_are_offered_whole() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "whole")?;
     cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
-    offers(&cluster, SHARES, 0)?;
-    offers(&cluster, "nvidia.com/gpu", GPUS)?;
+    wait_until_offered(&cluster, SHARES, 0)?;
+    wait_until_offered(&cluster, "nvidia.com/gpu", GPUS)?;
     scope.pod_on(NODE, "whole", &json!({"nvidia.com/gpu": 2}), HOLD)?;
     scope.wait_until_running("whole")?;
     let report = scope.client_report("whole")?;

@@ -18,8 +18,8 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::health::{RepairGuard, health};
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, offers, ten_shares};
+use crate::health::{RepairGuard, wait_for_health};
+use crate::{GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, ten_shares, wait_until_offered};
 
 /// The node that does not reboot.
 const OTHER_NODE: &str = "node2";
@@ -107,7 +107,7 @@ fn is_deployed(pod: &Value) -> bool {
 }
 
 /// Whether a pod runs in a container that is not one of `before`.
-fn runs(pod: &Value, before: &BTreeSet<String>) -> bool {
+fn runs_in_new_container(pod: &Value, before: &BTreeSet<String>) -> bool {
     let container = &pod["status"]["containerStatuses"][0];
     text(&pod["status"]["phase"]) == "Running"
         && pod["metadata"]["deletionTimestamp"].is_null()
@@ -122,7 +122,7 @@ fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<S
         let pods = scope.pods()?;
         let names: Vec<String> = pods
             .iter()
-            .filter(|pod| is_deployed(pod) && runs(pod, before))
+            .filter(|pod| is_deployed(pod) && runs_in_new_container(pod, before))
             .map(|pod| text(&pod["metadata"]["name"]))
             .collect();
         ensure!(names.len() == REPLICAS, "{} of {REPLICAS} run", names.len());
@@ -131,7 +131,7 @@ fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<S
 }
 
 /// IDs of the containers of the namespace's pods.
-fn containers(scope: &Scope) -> Result<BTreeSet<String>> {
+fn container_ids(scope: &Scope) -> Result<BTreeSet<String>> {
     Ok(scope.pods()?.iter().map(|pod| text(&pod["status"]["containerStatuses"][0]["containerID"])).collect())
 }
 
@@ -140,26 +140,26 @@ fn containers(scope: &Scope) -> Result<BTreeSet<String>> {
 enum Outcome {
     /// The kubelet started a new container for it.
     Restarted,
-    /// The kubelet permanently refused it.
-    Refused,
+    /// The kubelet permanently rejected it.
+    Rejected,
 }
 
-/// Waits until the kubelet has restarted or refused a pod.
+/// Waits until the kubelet has restarted or rejected a pod.
 fn wait_for_outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<Outcome> {
-    wait_for(&format!("{name} is restarted or refused"), 2 * WAIT_TIMEOUT, || {
+    wait_for(&format!("{name} is restarted or rejected"), 2 * WAIT_TIMEOUT, || {
         let pod = scope.cluster.get(&scope.pod_path(name))?;
         let (phase, reason) = (text(&pod["status"]["phase"]), text(&pod["status"]["reason"]));
         match phase.as_str() {
-            "Failed" if is_refusal(&reason) => Ok(Some(Outcome::Refused)),
+            "Failed" if is_rejection(&reason) => Ok(Some(Outcome::Rejected)),
             "Failed" => bail!("the pod failed for another reason: {}", pod["status"]),
-            _ => Ok(runs(&pod, before).then_some(Outcome::Restarted)),
+            _ => Ok(runs_in_new_container(&pod, before).then_some(Outcome::Restarted)),
         }
     })
 }
 
 /// Whether a pod's reason means that the kubelet did not admit it: because of its device manager,
 /// or for lack of a resource.
-fn is_refusal(reason: &str) -> bool {
+fn is_rejection(reason: &str) -> bool {
     reason == "UnexpectedAdmissionError" || reason.starts_with("OutOf")
 }
 
@@ -184,7 +184,7 @@ fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
 fn wait_consistent(scope: &Scope) -> Result<()> {
     wait_until("kubelet, agent and MPS host agree about allocations", || {
         let mut running = scope.pods()?;
-        running.retain(|pod| text(&pod["spec"]["nodeName"]) == NODE && runs(pod, &BTreeSet::new()));
+        running.retain(|pod| text(&pod["spec"]["nodeName"]) == NODE && runs_in_new_container(pod, &BTreeSet::new()));
         let node = scope.cluster.gpunode(NODE)?;
         let errors = allocation_errors(&node, &not_deleted(&running), Some(10));
         ensure!(errors.is_empty(), "{errors:#?}");
@@ -218,7 +218,7 @@ fn wait_consistent(scope: &Scope) -> Result<()> {
 }
 
 /// SMs for this many of a GPU's ten shares.
-fn sms(shares: u64) -> u64 {
+fn sms_of_shares(shares: u64) -> u64 {
     // Limits are whole TPCs, of two SMs each.
     match shares {
         2 => 26,
@@ -238,15 +238,15 @@ fn break_gpus(cluster: &Cluster, repair: &RepairGuard) -> Result<()> {
     // After an XID the agent reads all of NVML's health information, so it also finds the fault of
     // GPU 2.
     repair.faults.simgpu(&["xid", "3", "48"])?;
-    offers(cluster, SHARES, 10 * (GPUS - 2))?;
-    health(cluster, 3, "NeedsReset")?;
-    health(cluster, 2, "NeedsReset")
+    wait_until_offered(cluster, SHARES, 10 * (GPUS - 2))?;
+    wait_for_health(cluster, 3, "NeedsReset")?;
+    wait_for_health(cluster, 2, "NeedsReset")
 }
 
 /// Checks that a pod's program has the limits of its shares.
 fn check_limits(scope: &Scope, name: &str, shares: u64) -> Result<()> {
     let report = scope.client_report(name)?;
-    ensure!(report["sms"] == sms(shares), "{name} has other limits: {report}");
+    ensure!(report["sms"] == sms_of_shares(shares), "{name} has other limits: {report}");
     Ok(())
 }
 
@@ -270,7 +270,7 @@ fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
 }
 
 /// Waits until each pod of [`BARE_PODS`] is restarted with the shares and limits that it had, or is
-/// refused. Returns how many were restarted.
+/// rejected. Returns how many were restarted.
 fn check_bare_pods(
     scope: &Scope,
     containers: &BTreeSet<String>,
@@ -290,27 +290,27 @@ fn check_bare_pods(
 }
 
 /// Waits until the Deployment's pods run again, restarted or replaced, with their limits. Prints
-/// the number of each, and fails if the kubelet refused too many.
+/// the number of each, and fails if the kubelet rejected too many.
 fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<String>, bare: usize) -> Result<()> {
     let now = wait_until_deployed(scope, containers)?;
     for name in &now {
         check_limits(scope, name, SHARES_PER_REPLICA)?;
     }
     let restarted = now.iter().filter(|name| first.contains(*name)).count();
-    let refused =
-        scope.pods()?.iter().filter(|pod| is_deployed(pod) && is_refusal(&text(&pod["status"]["reason"]))).count();
+    let rejected =
+        scope.pods()?.iter().filter(|pod| is_deployed(pod) && is_rejection(&text(&pod["status"]["reason"]))).count();
     writeln!(
         std::io::stderr(),
-        "of {} pods with shares on a rebooted node, {} were restarted, {} were refused by the kubelet and replaced \
-         ({refused} refusals), {} were refused and have no controller to replace them",
+        "of {} pods with shares on a rebooted node, {} were restarted, {} were rejected by the kubelet and replaced \
+         ({rejected} rejections), {} were rejected and have no controller to replace them",
         BARE_PODS.len() + REPLICAS,
         bare + restarted,
         REPLICAS - restarted,
         BARE_PODS.len() - bare,
     )?;
-    // The gate keeps replacement pods off the node until the node's agent serves, so refusals are
+    // The gate keeps replacement pods off the node until the node's agent serves, so rejections are
     // few.
-    ensure!(refused <= 3 * REPLICAS, "the kubelet refused {refused} pods for {REPLICAS} replicas");
+    ensure!(rejected <= 3 * REPLICAS, "the kubelet rejected {rejected} pods for {REPLICAS} replicas");
     Ok(())
 }
 
@@ -336,7 +336,7 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     let beside = container_and_restarts(&cluster, &scope, "beside")?;
     let shares_before: BTreeMap<&str, Vec<Value>> =
         BARE_PODS.iter().map(|(name, _)| Ok((*name, share_ids(&scope, name)?))).collect::<Result<_>>()?;
-    let before = containers(&scope)?;
+    let before = container_ids(&scope)?;
 
     let power_cut = PowerCut::new()?;
     launcher(&["start", NODE_COMPONENT])?;
@@ -345,9 +345,9 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     let bare = check_bare_pods(&scope, &before, &shares_before)?;
     check_deployment(&scope, &first, &before, bare)?;
     wait_consistent(&scope)?;
-    health(&cluster, 3, "")?;
-    health(&cluster, 2, "NeedsReset")?;
-    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_for_health(&cluster, 3, "")?;
+    wait_for_health(&cluster, 2, "NeedsReset")?;
+    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
     ensure!(beside == container_and_restarts(&cluster, &scope, "beside")?, "a pod of another node was disturbed");
     scope.pod_on(NODE, "new", &json!({SHARES: 5}), HOLD)?;
     scope.wait_until_running("new")?;
@@ -361,7 +361,7 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let scope = ten_shares(&cluster, "reboot-alone")?;
     deploy(&scope)?;
     wait_until_deployed(&scope, &BTreeSet::new())?;
-    let before = containers(&scope)?;
+    let before = container_ids(&scope)?;
     let socket = node_file("/var/lib/kubelet/device-plugins/kubelet.sock")?;
     let identity = |path: &Path| fs::metadata(path).map(|found| (found.ino(), found.ctime(), found.ctime_nsec())).ok();
     let power_cut = PowerCut::new()?;
@@ -376,7 +376,7 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     starting.wait()?;
     started?;
     // The kubelet reads its pods, including the agent's, from the API server. Without the API
-    // server no plugin registers and no pod is refused.
+    // server no plugin registers and no pod is rejected.
     let tasks = on_node(NODE, &["ctr", "tasks", "list", "--quiet"])?;
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(api_server_down);
@@ -386,14 +386,14 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     for name in wait_until_deployed(&scope, &before)? {
         check_limits(&scope, &name, SHARES_PER_REPLICA)?;
     }
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     wait_consistent(&scope)?;
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
-    let refused: Vec<String> = pods
+    let rejected: Vec<String> = pods
         .iter()
-        .filter(|pod| is_refusal(&text(&pod["status"]["reason"])))
+        .filter(|pod| is_rejection(&text(&pod["status"]["reason"])))
         .map(|pod| text(&pod["metadata"]["name"]))
         .collect();
-    ensure!(refused.is_empty(), "the kubelet refused pods of Cleave: {refused:?}");
+    ensure!(rejected.is_empty(), "the kubelet rejected pods of Cleave: {rejected:?}");
     Ok(())
 }

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM, Scope, kubectl, launcher, on_node, process, run, signal, text, wait_until, wait_without_violation,
+    Cluster, SYSTEM, Scope, find_pid, kubectl, launcher, on_node, run, signal, text, wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
-use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, offers, ten_shares};
+use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, ten_shares, wait_until_offered};
 
 /// State that must not change: two pods with seven shares in total, and the MPS daemons.
 struct RunningState {
@@ -27,11 +27,11 @@ fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
     }
     PODS.iter().try_for_each(|name| scope.wait_until_running(name).map(drop))?;
     PODS.iter().try_for_each(|name| scope.client_report(name).map(drop))?;
-    Ok(RunningState { pods: pods(cluster, scope)?, daemons: daemon_pids(cluster)? })
+    Ok(RunningState { pods: container_restarts(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
 /// Container ID and restarts of each pod.
-fn pods(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
+fn container_restarts(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
     PODS.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }
 
@@ -39,14 +39,14 @@ impl RunningState {
     /// Checks that the containers and daemons are the same, that the daemons still run, and that a
     /// new pod starts.
     fn check_unchanged(&self, cluster: &Cluster, scope: &Scope) -> Result<()> {
-        ensure!(self.pods == pods(cluster, scope)?, "a running pod was disturbed");
+        ensure!(self.pods == container_restarts(cluster, scope)?, "a running pod was disturbed");
         wait_until("the node reports its daemons", || Ok(!daemon_pids(cluster)?.is_empty()))?;
         ensure!(self.daemons == daemon_pids(cluster)?, "an MPS daemon was restarted");
         for (device, pid) in &self.daemons {
             on_node(NODE, &["test", "-d", &format!("/proc/{pid}")])
                 .with_context(|| format!("the daemon of {device} has exited"))?;
         }
-        offers(cluster, SHARES, 10 * GPUS)?;
+        wait_until_offered(cluster, SHARES, 10 * GPUS)?;
         scope.pod("new", &json!({SHARES: 3}), HOLD)?;
         scope.wait_until_running("new")?;
         ensure!(scope.client_report("new")?["sms"] == 38, "the new pod has other limits");
@@ -81,12 +81,12 @@ pub(crate) fn query_agent(cluster: &Cluster, path: &str) -> Result<String> {
 }
 
 /// Restart count of a pod's container.
-fn restarts(pod: &Value) -> u64 {
+fn restart_count(pod: &Value) -> u64 {
     pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(0)
 }
 
 /// Whether a pod's container is ready.
-pub(crate) fn ready(pod: &Value) -> bool {
+pub(crate) fn is_ready(pod: &Value) -> bool {
     pod["status"]["containerStatuses"][0]["ready"] == true
 }
 
@@ -124,24 +124,24 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "agent")?;
     let running = start_pods(&cluster, &scope)?;
-    let before = restarts(&component_pod(&cluster, "agent")?);
-    let supervisor = process(NODE, "cleave-supervise")?;
+    let before = restart_count(&component_pod(&cluster, "agent")?);
+    let supervisor = find_pid(NODE, "cleave-supervise")?;
     for _ in 0..3 {
-        let old = process(NODE, "cleave-agent")?;
+        let old = find_pid(NODE, "cleave-agent")?;
         signal(NODE, "cleave-agent", "KILL")?;
         wait_without_violation(
             "the agent is ready",
             || {
-                let another = process(NODE, "cleave-agent").is_ok_and(|pid| pid != old);
+                let another = find_pid(NODE, "cleave-agent").is_ok_and(|pid| pid != old);
                 let all = cluster.allocatable(NODE, SHARES)? == 10 * GPUS;
-                Ok(all && another && component_pod(&cluster, "agent").is_ok_and(|pod| ready(&pod)))
+                Ok(all && another && component_pod(&cluster, "agent").is_ok_and(|pod| is_ready(&pod)))
             },
             partial_or_long_outage(&cluster),
         )?;
     }
     running.check_unchanged(&cluster, &scope)?;
-    ensure!(process(NODE, "cleave-supervise")? == supervisor, "the supervisor was restarted");
-    ensure!(restarts(&component_pod(&cluster, "agent")?) == before, "the container was restarted");
+    ensure!(find_pid(NODE, "cleave-supervise")? == supervisor, "the supervisor was restarted");
+    ensure!(restart_count(&component_pod(&cluster, "agent")?) == before, "the container was restarted");
     Ok(())
 }
 
@@ -164,7 +164,7 @@ impl<'a> SecondAgent<'a> {
     }
 
     fn is_ready(&self) -> Result<bool> {
-        Ok(ready(&self.cluster.get(&self.path)?))
+        Ok(is_ready(&self.cluster.get(&self.path)?))
     }
 
     fn has_logged(&self, words: &str) -> bool {
@@ -198,13 +198,13 @@ fn a_second_agent_on_a_node_waits_until_the_first_exits() -> Result<()> {
     ensure!(!second.is_ready()?, "two agents are ready");
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&first["metadata"]["name"])), None)?;
     wait_without_violation("the second agent has taken over", || second.is_ready(), partial_or_long_outage(&cluster))?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     drop(second);
     wait_until("the DaemonSet's new agent has taken over", || {
-        Ok(component_pod(&cluster, "agent").is_ok_and(|pod| ready(&pod)))
+        Ok(component_pod(&cluster, "agent").is_ok_and(|pod| is_ready(&pod)))
     })?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
-    ensure!(running.pods == pods(&cluster, &scope)?, "a running pod was disturbed");
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    ensure!(running.pods == container_restarts(&cluster, &scope)?, "a running pod was disturbed");
     scope.pod("last", &json!({SHARES: 1}), HOLD)?;
     scope.wait_until_running("last").map(drop)
 }
@@ -219,14 +219,14 @@ fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     let old = component_pod(&cluster, "agent")?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&old["metadata"]["name"])), None)?;
     wait_until("another agent", || {
-        Ok(component_pod(&cluster, "agent").is_ok_and(|pod| uid(&pod) != uid(&old) && ready(&pod)))
+        Ok(component_pod(&cluster, "agent").is_ok_and(|pod| uid(&pod) != uid(&old) && is_ready(&pod)))
     })?;
     let running = start_pods(&cluster, &scope)?;
-    let before = restarts(&component_pod(&cluster, "agent")?);
+    let before = restart_count(&component_pod(&cluster, "agent")?);
     signal(NODE, "cleave-supervise", "KILL")?;
     wait_without_violation(
         "the agent is ready",
-        || component_pod(&cluster, "agent").map(|pod| restarts(&pod) > before && ready(&pod)),
+        || component_pod(&cluster, "agent").map(|pod| restart_count(&pod) > before && is_ready(&pod)),
         partial_outage(&cluster),
     )?;
     running.check_unchanged(&cluster, &scope)
@@ -253,7 +253,10 @@ fn a_killed_operator_disturbs_no_pod() -> Result<()> {
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), Some(0))?;
     wait_without_violation(
         "the operator is ready",
-        || Ok(component_pod(&cluster, "operator").is_ok_and(|pod| text(&pod["metadata"]["name"]) != old && ready(&pod))),
+        || {
+            Ok(component_pod(&cluster, "operator")
+                .is_ok_and(|pod| text(&pod["metadata"]["name"]) != old && is_ready(&pod)))
+        },
         fewer_than_in_use(&cluster),
     )?;
     running.check_unchanged(&cluster, &scope)

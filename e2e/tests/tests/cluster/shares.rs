@@ -14,7 +14,7 @@ use crate::{HOLD, NODE, SHARES, SMS, allocations, ten_shares};
 const MAX_CONTEXT_MIB: u64 = 600;
 
 /// Limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
-pub(crate) fn limits(shares: u32, total: u64) -> (Sms, Mebibytes) {
+pub(crate) fn limits_of_shares(shares: u32, total: u64) -> (Sms, Mebibytes) {
     let threads = mps::threads(shares, 10, Threads::Strict);
     (mps::sms(threads, Sms(SMS)), mps::memory(shares, 10, Mebibytes(total)))
 }
@@ -32,7 +32,7 @@ fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
         let name = format!("p{shares}");
         scope.wait_until_running(&name)?;
         let report = scope.client_report(&name)?;
-        let (sms, memory) = limits(shares, total);
+        let (sms, memory) = limits_of_shares(shares, total);
         ensure!(report["viaMps"] == true && report["sms"] == sms.0, "{name} reports {report}, expected {sms}");
         let free = report["freeMiB"].as_u64().context("no freeMiB")?;
         ensure!(
@@ -73,7 +73,7 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
         let refused = shell(&format!("cleave-client --admin '{command}'"));
         ensure!(refused.is_err(), "{command} was answered: {refused:?}");
     }
-    let (sms, memory) = limits(3, 1 << 40);
+    let (sms, memory) = limits_of_shares(3, 1 << 40);
     let raised =
         shell("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1000G cleave-client --once")?;
     let raised: serde_json::Value = serde_json::from_str(raised.trim())?;
@@ -84,7 +84,7 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
     );
     let lowered: serde_json::Value =
         serde_json::from_str(shell("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=10 cleave-client --once")?.trim())?;
-    ensure!(lowered["sms"] == limits(1, 1).0.0, "with lowered limits the client reports {lowered}");
+    ensure!(lowered["sms"] == limits_of_shares(1, 1).0.0, "with lowered limits the client reports {lowered}");
     // The daemons still serve after these attempts.
     let after: serde_json::Value = serde_json::from_str(shell("cleave-client --once")?.trim())?;
     ensure!(after["sms"] == sms.0 && after["viaMps"] == true, "afterwards the client reports {after}");
@@ -99,9 +99,12 @@ fn users_other_than_root_share_too() -> Result<()> {
     plain["spec"]["securityContext"] = json!({"runAsUser": 1000, "runAsGroup": 1000});
     scope.pod("root", &json!({SHARES: 1}), HOLD)?;
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &plain)?;
-    ensure!(scope.client_report("root")?["sms"] == limits(1, 1).0.0);
+    ensure!(scope.client_report("root")?["sms"] == limits_of_shares(1, 1).0.0);
     let report = scope.client_report("plain")?;
-    ensure!(report["sms"] == limits(2, 1).0.0 && report["viaMps"] == true, "as uid 1000 the client reports {report}");
+    ensure!(
+        report["sms"] == limits_of_shares(2, 1).0.0 && report["viaMps"] == true,
+        "as uid 1000 the client reports {report}"
+    );
     Ok(())
 }
 
@@ -119,7 +122,7 @@ fn all_shares_of_a_node_can_be_used_and_reused() -> Result<()> {
     wait_for_event(&scope, "late", "no device has 5 nvidia.com/gpu-mps free")?;
     scope.delete_pod("five-3", 0)?;
     scope.wait_until_running("late")?;
-    ensure!(scope.client_report("late")?["sms"] == limits(5, 1).0.0);
+    ensure!(scope.client_report("late")?["sms"] == limits_of_shares(5, 1).0.0);
     for name in scope.pods()?.iter().map(|pod| text(&pod["metadata"]["name"])) {
         wait_until(&format!("the node reports the allocation of {name}"), || {
             Ok(!allocations(&cluster, &scope, &name)?.is_empty())

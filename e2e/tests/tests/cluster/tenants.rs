@@ -6,7 +6,7 @@ use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::restarts::query_agent;
-use crate::{GPUS, HOLD, NODE, SHARES, offers};
+use crate::{GPUS, HOLD, NODE, SHARES, wait_until_offered};
 
 /// Sets a memory limit that MPS cannot parse, so that the program can use all of the memory.
 const ESCAPE_MEMORY_LIMIT: &str =
@@ -23,12 +23,12 @@ fn watched<'a>(cluster: &'a Cluster, name: &str, enforcement: &str) -> Result<Sc
         "mps": {"units": 10, "threads": "Strict", "computeMode": "Default"},
     });
     scope.policy("watched", &spec)?;
-    offers(cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(cluster, SHARES, 10 * GPUS)?;
     Ok(scope)
 }
 
 /// Status and reason of the pod's condition `cleave.dev/WithinShare`.
-fn within(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Option<(String, String)>> {
+fn within_share_condition(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Option<(String, String)>> {
     let Some(pod) = cluster.find(&scope.pod_path(pod))? else { return Ok(None) };
     let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
     let ours = conditions.iter().find(|condition| condition["type"] == "cleave.dev/WithinShare");
@@ -36,7 +36,7 @@ fn within(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Option<(String,
 }
 
 /// Events of a pod with this reason.
-fn events(cluster: &Cluster, scope: &Scope, pod: &str, reason: &str) -> Result<Vec<Value>> {
+fn events_with_reason(cluster: &Cluster, scope: &Scope, pod: &str, reason: &str) -> Result<Vec<Value>> {
     let all = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{}/events", scope.namespace))?;
     let of_pod = |event: &&Value| {
         let regarding = &event["regarding"];
@@ -46,7 +46,7 @@ fn events(cluster: &Cluster, scope: &Scope, pod: &str, reason: &str) -> Result<V
 }
 
 /// Value of a metric for a pod's container, in bytes.
-fn series(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f64> {
+fn metric_value(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f64> {
     let labels = format!("namespace=\"{}\",pod=\"{pod}\",container=\"main\"", scope.namespace);
     let line = text.lines().find(|line| line.starts_with(&format!("{metric}{{")) && line.contains(&labels))?;
     line.rsplit_once(' ')?.1.parse().ok()
@@ -55,11 +55,11 @@ fn series(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f64> {
 /// Waits until a pod has the condition and an Event for this finding.
 pub(crate) fn wait_for_condition_and_event(cluster: &Cluster, scope: &Scope, pod: &str, kind: &str) -> Result<()> {
     wait_until(&format!("{pod} has the condition {kind}"), || {
-        let condition = within(cluster, scope, pod)?;
+        let condition = within_share_condition(cluster, scope, pod)?;
         ensure!(condition == Some(("False".to_owned(), kind.to_owned())), "its condition is {condition:?}");
         Ok(true)
     })?;
-    wait_until(&format!("{pod} has an Event {kind}"), || Ok(!events(cluster, scope, pod, kind)?.is_empty()))
+    wait_until(&format!("{pod} has an Event {kind}"), || Ok(!events_with_reason(cluster, scope, pod, kind)?.is_empty()))
 }
 
 #[test]
@@ -70,21 +70,24 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
     scope.wait_until_running("neighbour")?;
     scope.pod("escape", &json!({SHARES: 1}), ESCAPE_MEMORY_LIMIT)?;
     wait_for_condition_and_event(&cluster, &scope, "escape", "MemoryExceeded")?;
-    let reported = events(&cluster, &scope, "escape", "MemoryExceeded")?;
+    let reported = events_with_reason(&cluster, &scope, "escape", "MemoryExceeded")?;
     let note = text(&reported[0]["note"]);
     ensure!(note.contains("MiB") && note.contains("request more shares"), "the Event says {note:?}");
     let figures = wait_for("the metrics have both pods", WAIT_TIMEOUT, || {
         let text = query_agent(&cluster, "metrics")?;
         let of = |pod| {
-            let memory = series(&text, "cleave_tenant_memory_bytes", &scope, pod)?;
-            Some((memory, series(&text, "cleave_tenant_memory_limit_bytes", &scope, pod)?))
+            let memory = metric_value(&text, "cleave_tenant_memory_bytes", &scope, pod)?;
+            Some((memory, metric_value(&text, "cleave_tenant_memory_limit_bytes", &scope, pod)?))
         };
         Ok(of("escape").zip(of("neighbour")))
     })?;
     let ((escaped, limit), (kept, other)) = figures;
     ensure!(escaped > limit && kept < other, "escape {escaped} of {limit}, neighbour {kept} of {other}");
-    ensure!(within(&cluster, &scope, "neighbour")?.is_none(), "the neighbour has a finding");
-    ensure!(events(&cluster, &scope, "neighbour", "MemoryExceeded")?.is_empty(), "the neighbour has a finding");
+    ensure!(within_share_condition(&cluster, &scope, "neighbour")?.is_none(), "the neighbour has a finding");
+    ensure!(
+        events_with_reason(&cluster, &scope, "neighbour", "MemoryExceeded")?.is_empty(),
+        "the neighbour has a finding"
+    );
     ensure!(cluster.find(&scope.pod_path("escape"))?.is_some(), "the pod was evicted although the policy only reports");
 
     // The finding is cleared: the program exits, the pod's next program stays within its share, and
@@ -95,12 +98,12 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
     wait_for_condition_and_event(&cluster, &scope, "outside", "OutsideMps")?;
     scope.exec("outside", &["sh", "-c", "kill $(cat /pid)"])?;
     wait_until("the condition says that the pod is within its share", || {
-        let condition = within(&cluster, &scope, "outside")?;
+        let condition = within_share_condition(&cluster, &scope, "outside")?;
         ensure!(condition == Some(("True".to_owned(), "WithinShare".to_owned())), "its condition is {condition:?}");
         Ok(true)
     })?;
     wait_until("the metrics of the deleted pod are gone", || {
-        Ok(series(&query_agent(&cluster, "metrics")?, "cleave_tenant_memory_bytes", &scope, "escape").is_none())
+        Ok(metric_value(&query_agent(&cluster, "metrics")?, "cleave_tenant_memory_bytes", &scope, "escape").is_none())
     })
 }
 
@@ -114,11 +117,11 @@ fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_says_so() -> Result<()>
         scope.pod(pod, &json!({SHARES: 1}), script)?;
         wait_until(&format!("{pod} is evicted"), || Ok(cluster.find(&scope.pod_path(pod))?.is_none()))?;
         wait_until(&format!("an Event says why {pod} was evicted"), || {
-            Ok(!events(&cluster, &scope, pod, "EvictedOutsideShare")?.is_empty())
+            Ok(!events_with_reason(&cluster, &scope, pod, "EvictedOutsideShare")?.is_empty())
         })?;
     }
     scope.wait_until_running("neighbour")?;
-    ensure!(within(&cluster, &scope, "neighbour")?.is_none(), "the neighbour has a finding");
+    ensure!(within_share_condition(&cluster, &scope, "neighbour")?.is_none(), "the neighbour has a finding");
     wait_until("the status has no finding", || {
         let node = cluster.gpunode(NODE)?;
         Ok(node["status"]["findings"].as_array().is_none_or(Vec::is_empty))

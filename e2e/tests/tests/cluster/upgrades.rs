@@ -7,9 +7,9 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM, run, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
-use crate::health::cleave;
-use crate::restarts::{component_pod, ready};
-use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, offers, ten_shares};
+use crate::health::cleave_path;
+use crate::restarts::{component_pod, is_ready};
+use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, ten_shares, wait_until_offered};
 
 /// Annotation of the template. The tests change it to simulate an upgrade of the chart.
 const RELEASE_ANNOTATION: &str = "e2e/release";
@@ -79,7 +79,7 @@ impl Drop for Template<'_> {
 }
 
 /// MPS host pods by node, without terminating ones.
-fn hosts(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
+fn host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     let selector = "labelSelector=app.kubernetes.io/component=mps-host";
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods?{selector}"))?;
     let remaining = pods.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
@@ -87,15 +87,15 @@ fn hosts(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
 }
 
 /// UIDs of the MPS host pods, by node.
-fn uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
-    Ok(hosts(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
+fn host_uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
+    Ok(host_pods(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
 }
 
 /// Returns a check that reports a violation if more than one node has no ready MPS host.
 fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result<Option<String>> + '_ {
     move || {
-        let hosts = hosts(cluster)?;
-        let up = hosts.values().filter(|pod| ready(pod)).count();
+        let hosts = host_pods(cluster)?;
+        let up = hosts.values().filter(|pod| is_ready(pod)).count();
         Ok((up + 1 < nodes).then(|| format!("only {up} of {nodes} MPS hosts are ready")))
     }
 }
@@ -109,21 +109,22 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
     scope.wait_until_running("holder")?;
     scope.client_report("holder")?;
     let (before, daemons, old) =
-        (container_and_restarts(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, uids(&cluster)?);
+        (container_and_restarts(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, host_uids(&cluster)?);
     let name = text(&component_pod(&cluster, "mps-host")?["metadata"]["name"]);
     template.annotate(&json!("next"))?;
     // No pod uses MPS on the other nodes.
     wait_without_violation(
         "the hosts of all other nodes are replaced",
         || {
-            let hosts = hosts(&cluster)?;
+            let hosts = host_pods(&cluster)?;
             let is_new = |(node, uid): (&String, &String)| {
-                node == NODE || hosts.get(node).is_some_and(|pod| text(&pod["metadata"]["uid"]) != *uid && ready(pod))
+                node == NODE
+                    || hosts.get(node).is_some_and(|pod| text(&pod["metadata"]["uid"]) != *uid && is_ready(pod))
             };
             Ok(old.iter().all(is_new))
         },
         || {
-            let uid = uids(&cluster)?.remove(NODE);
+            let uid = host_uids(&cluster)?.remove(NODE);
             Ok((uid.as_ref() != old.get(NODE))
                 .then(|| format!("the host of {NODE} was replaced while it had a client")))
         },
@@ -136,7 +137,9 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
 
     scope.delete_pod("holder", 0)?;
-    wait_until("the host is replaced", || Ok(uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE))))?;
+    wait_until("the host is replaced", || {
+        Ok(host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
+    })?;
     // The new pod waits at the gate or for its MPS daemon, but does not fail.
     scope.pod_on(NODE, "next", &json!({SHARES: 2}), HOLD)?;
     scope.wait_until_running("next")?;
@@ -146,7 +149,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
         scope.client_report("next")?
     );
     template.wait_rolled_out()?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     wait_until("the DaemonSet has an Event of the replacement", || {
         let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM}/events"))?;
         let names = |event: &Value| text(&event["note"]).starts_with(&format!("replacing {SYSTEM}/{name} by"));
@@ -163,22 +166,23 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
     let scope = ten_shares(&cluster, "drained-upgrade")?;
     scope.pod_on(NODE, "holder", &json!({SHARES: 2}), HOLD)?;
     scope.wait_until_running("holder")?;
-    let old = uids(&cluster)?;
+    let old = host_uids(&cluster)?;
     template.annotate(&json!("drained"))?;
-    let uncordon = || (0..GPUS).try_for_each(|gpu| run(&cleave(), &["uncordon", NODE, &gpu.to_string()]).map(drop));
+    let uncordon =
+        || (0..GPUS).try_for_each(|gpu| run(&cleave_path(), &["uncordon", NODE, &gpu.to_string()]).map(drop));
     let drained = || -> Result<()> {
         for gpu in 0..GPUS {
-            run(&cleave(), &["drain", NODE, &gpu.to_string(), "--force", "--grace", "1", "--timeout", "80"])?;
+            run(&cleave_path(), &["drain", NODE, &gpu.to_string(), "--force", "--grace", "1", "--timeout", "80"])?;
         }
         wait_until("the host is replaced", || {
-            Ok(uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
+            Ok(host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
         })?;
         template.wait_rolled_out()
     };
     let outcome = drained();
     uncordon()?;
     outcome?;
-    offers(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     scope.pod_on(NODE, "next", &json!({SHARES: 2}), HOLD)?;
     scope.wait_until_running("next")?;
     scope.delete_pod("next", 0)
@@ -188,7 +192,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
 fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Result<()> {
     let cluster = Cluster::connect()?;
     let template = Template::of(&cluster)?;
-    let old = uids(&cluster)?;
+    let old = host_uids(&cluster)?;
     template.image("localhost/cleave:none")?;
     let cannot_start = |pod: &Value| {
         let waiting = &pod["status"]["containerStatuses"][0]["state"]["waiting"];
@@ -196,20 +200,20 @@ fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Re
     };
     wait_without_violation(
         "one host cannot start",
-        || Ok(hosts(&cluster)?.values().any(cannot_start)),
+        || Ok(host_pods(&cluster)?.values().any(cannot_start)),
         more_than_one_down(&cluster, old.len()),
     )?;
     // With the old image the unaffected hosts are up to date, and the affected one is replaced
     // again.
     let affected: Vec<String> =
-        hosts(&cluster)?.into_iter().filter(|(_, pod)| cannot_start(pod)).map(|(node, _)| node).collect();
+        host_pods(&cluster)?.into_iter().filter(|(_, pod)| cannot_start(pod)).map(|(node, _)| node).collect();
     template.image(&template.image)?;
     wait_without_violation(
         "all hosts are ready",
         || template.is_rolled_out().or(Ok(false)),
         more_than_one_down(&cluster, old.len()),
     )?;
-    let now = uids(&cluster)?;
+    let now = host_uids(&cluster)?;
     for (node, uid) in &old {
         let now = now.get(node).with_context(|| format!("{node} has no MPS host"))?;
         ensure!((now == uid) != affected.contains(node), "the host of {node} was replaced without need, or not at all");

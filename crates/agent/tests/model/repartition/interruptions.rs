@@ -1,5 +1,5 @@
-//! Interrupted changes: the kubelet does not answer, a daemon has not ended, the driver hangs, or
-//! the agent is killed.
+//! Tests interrupted changes: the kubelet does not answer, a daemon has not ended, the driver
+//! hangs, or the agent is killed.
 use std::time::Duration;
 
 use cleave_agent::gpu::mig::{Change, ChangeOutcome, MigOrder, OrderResult};

@@ -1,4 +1,4 @@
-//! Random sequences of events.
+//! Tests repartitioning with random sequences of events.
 use std::time::Duration;
 
 use cleave_agent::gpu::mig::{Change, MigOrder};

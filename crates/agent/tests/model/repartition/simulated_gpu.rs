@@ -1,4 +1,4 @@
-//! One GPU in memory. It refuses the same calls as NVML, and can fail any call.
+//! Simulates one GPU in memory. It refuses the same calls as NVML, and can fail any call.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 

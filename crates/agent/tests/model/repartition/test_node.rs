@@ -1,4 +1,4 @@
-//! A node with one simulated GPU, a model of the kubelet and a model of the MPS host.
+//! Simulates a node with one GPU, a kubelet and an MPS host.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 

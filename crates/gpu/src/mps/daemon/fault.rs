@@ -25,14 +25,14 @@ const LATE_LOG_WINDOW: Duration = Duration::from_secs(1);
 
 /// A client that exited with an open context.
 #[derive(Debug)]
-struct Lost {
+struct ExitedClient {
     client: Client,
     at: Instant,
 }
 
 /// A fault in progress.
 #[derive(Debug)]
-struct Current {
+struct CurrentFault {
     began: Instant,
     escalation: Escalation,
     /// Whether the server itself reported FAULT, not only its log.
@@ -45,9 +45,9 @@ struct Current {
 #[derive(Debug, Default)]
 pub(super) struct FaultTracker {
     last: Option<Fault>,
-    current: Option<Current>,
+    current: Option<CurrentFault>,
     ended_at: Option<Instant>,
-    lost: Vec<Lost>,
+    exited: Vec<ExitedClient>,
     /// Whether a client exited with an open context. If so, the server may break a later client.
     unclean: bool,
 }
@@ -84,10 +84,10 @@ impl FaultTracker {
             return false;
         }
         let causes: Vec<Client> = self
-            .lost
+            .exited
             .drain(..)
-            .filter(|lost| now.saturating_duration_since(lost.at) < CAUSE_WINDOW)
-            .map(|lost| lost.client)
+            .filter(|exited| now.saturating_duration_since(exited.at) < CAUSE_WINDOW)
+            .map(|exited| exited.client)
             .collect();
         let number = self.last.as_ref().map_or(0, |fault| fault.number) + 1;
         let mut affected = clients;
@@ -101,7 +101,7 @@ impl FaultTracker {
         let killed = culprit.is_some();
         self.last = Some(Fault { number, culprit, killed, affected, ..Fault::default() });
         let escalation = Escalation::default();
-        self.current = Some(Current { began: now, escalation, confirmed: false, named: Vec::new() });
+        self.current = Some(CurrentFault { began: now, escalation, confirmed: false, named: Vec::new() });
         true
     }
 
@@ -140,7 +140,7 @@ impl FaultTracker {
     /// Whether an ACTIVE server with this number of clients has recovered. Returns false if the log
     /// has just reported a fault that the server has not confirmed yet.
     pub(super) fn has_recovered(&self, clients: usize, now: Instant) -> bool {
-        let is_pending = |current: &Current| {
+        let is_pending = |current: &CurrentFault| {
             !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < CONFIRMATION_WINDOW
         };
         !self.current.as_ref().is_some_and(is_pending)
@@ -160,10 +160,12 @@ impl FaultTracker {
 
     /// Records a client that exited with an open context. Do not call it during a fault, in which
     /// all clients exit with open contexts.
-    pub(super) fn client_lost(&mut self, client: Client, now: Instant) {
+    pub(super) fn record_exit(&mut self, client: Client, now: Instant) {
         self.unclean = true;
-        self.lost.retain(|lost| lost.client.pid != client.pid && now.saturating_duration_since(lost.at) < CAUSE_WINDOW);
-        self.lost.push(Lost { client, at: now });
+        self.exited.retain(|exited| {
+            exited.client.pid != client.pid && now.saturating_duration_since(exited.at) < CAUSE_WINDOW
+        });
+        self.exited.push(ExitedClient { client, at: now });
     }
 
     /// Returns the step to perform now against the current fault, and the time since the fault
@@ -193,8 +195,8 @@ mod tests {
         Client { pid, allocation: Some(format!("{pid:02x}")) }
     }
 
-    fn lost(pid: u32, at: Instant) -> Lost {
-        Lost { client: client(pid), at }
+    fn exited(pid: u32, at: Instant) -> ExitedClient {
+        ExitedClient { client: client(pid), at }
     }
 
     fn culprit(faults: &FaultTracker) -> Option<u32> {
@@ -230,7 +232,7 @@ mod tests {
         assert_eq!(culprit(&faults), Some(1));
         faults.name(2, None);
         assert_eq!(culprit(&faults), None);
-        let mut faults = FaultTracker { lost: vec![lost(1, now), lost(2, now)], ..FaultTracker::default() };
+        let mut faults = FaultTracker { exited: vec![exited(1, now), exited(2, now)], ..FaultTracker::default() };
         faults.begin(vec![client(3)], now);
         assert_eq!(culprit(&faults), None);
         assert_eq!(faults.last.unwrap().affected.len(), 3);
@@ -239,7 +241,7 @@ mod tests {
     #[test]
     fn a_client_killed_just_before_is_the_cause_even_if_the_log_names_another() {
         let now = Instant::now();
-        let mut faults = FaultTracker { lost: vec![lost(1, now)], ..FaultTracker::default() };
+        let mut faults = FaultTracker { exited: vec![exited(1, now)], ..FaultTracker::default() };
         faults.begin(vec![client(2)], now + CAUSE_WINDOW / 2);
         assert_eq!((culprit(&faults), faults.last.as_ref().unwrap().killed), (Some(1), true));
         faults.name(2, None);
@@ -248,7 +250,7 @@ mod tests {
             (Some(1), true),
             "the log names a survivor"
         );
-        let mut faults = FaultTracker { lost: vec![lost(1, now)], ..FaultTracker::default() };
+        let mut faults = FaultTracker { exited: vec![exited(1, now)], ..FaultTracker::default() };
         faults.begin(vec![client(2)], now + CAUSE_WINDOW);
         assert_eq!(culprit(&faults), None, "too long ago");
     }

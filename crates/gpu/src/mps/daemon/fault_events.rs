@@ -74,13 +74,13 @@ impl Device {
     }
 
     /// Handles a client that exited with an open context.
-    pub(super) fn client_lost(&self, pid: u32) {
+    pub(super) fn record_exit(&self, pid: u32) {
         // In a fault, all clients exit with open contexts.
         if self.faults.borrow().is_current() {
             return;
         }
         let client = self.clients.borrow().client(pid);
         tracing::info!(device = self.name, pid, allocation = client.allocation, "client exited with an open context");
-        self.faults.borrow_mut().client_lost(client, Instant::now());
+        self.faults.borrow_mut().record_exit(client, Instant::now());
     }
 }

@@ -114,7 +114,7 @@ impl Device {
 
     async fn quit(&self, child: &Child) {
         if let Err(error) = self.send_command_within(&QUIT, QUIT_DEADLINE).await {
-            tracing::warn!(device = self.name, %error, "MPS daemon rejected the command to quit");
+            tracing::warn!(device = self.name, %error, "MPS daemon refused the command to quit");
         }
         if let Ok(exit) = timeout(ANSWER_DEADLINE, child.exited()).await {
             tracing::info!(device = self.name, %exit, "MPS daemon quit");
@@ -170,7 +170,7 @@ impl Device {
         if !procfs::of_pipe(&self.pipe).await.is_empty() {
             tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
             if let Err(error) = control::send_command(&self.pipe, &QUIT, QUIT_DEADLINE).await {
-                tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host rejected the command to quit");
+                tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host refused the command to quit");
             }
             procfs::clear(&self.pipe).await;
         }

@@ -56,7 +56,7 @@ impl Device {
                 tracing::debug!(device, source, pid, "{text}");
                 let is_terminated = self.clients.borrow().is_terminated(client);
                 if !is_terminated {
-                    self.client_lost(client);
+                    self.record_exit(client);
                 }
                 self.probe_soon();
             }

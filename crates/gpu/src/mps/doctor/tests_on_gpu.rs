@@ -115,7 +115,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
     seen.escape = tests.run(tests.escape()).await;
     seen.users = tests.run(tests.users()).await;
     seen.link = tests.run(tests.link()).await;
-    seen.no_control = tests.run(tests.no_control()).await;
+    seen.no_control = tests.run(tests.view_without_control()).await;
     seen.terminated = tests.run(tests.terminate()).await;
     seen.defaults = tests.run(tests.defaults()).await;
     // Read the log last: its lines arrive after the clients' actions.
@@ -371,7 +371,7 @@ impl Tests<'_> {
         Ok(self.under_usual_limits(view))
     }
 
-    async fn no_control(&self) -> Result<Result<GpuView, i64>, NoResult> {
+    async fn view_without_control(&self) -> Result<Result<GpuView, i64>, NoResult> {
         let start = Start { pipe: self.directory.join("empty"), ..Start::default() };
         match self.program()?.view(&start).await {
             Ok(view) => Ok(Ok(view)),

@@ -1,4 +1,4 @@
-//! A simulated machine with one H200, its MPS daemon and its programs. Dropping the [`Node`] kills
+//! Simulates a machine with one H200, its MPS daemon and its programs. Dropping the [`Node`] kills
 //! the daemon and removes the machine.
 #![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]

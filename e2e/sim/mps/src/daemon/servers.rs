@@ -14,7 +14,7 @@ use crate::handshake;
 use crate::seqpacket::Connection;
 use crate::wire::{self, FromServer, Status, ToServer};
 
-/// Number of failed server starts after which a waiting client is rejected.
+/// Number of failed server starts after which a waiting client is refused.
 const START_RETRIES: u32 = 5;
 
 impl Daemon {

@@ -100,7 +100,7 @@ impl State {
         let Some((pid, server)) = self.servers.iter().next() else { return Choice::Start };
         match server.status {
             _ if server.leaving => Choice::Wait,
-            // A server in FAULT receives clients too, and rejects them itself with 807 (not ready).
+            // A server in FAULT receives clients too, and refuses them itself with 807 (not ready).
             Status::Active | Status::Fault if multi_user || server.uid == uid => Choice::Enter(*pid),
             Status::Active if server.clients.is_empty() => Choice::Replace(*pid),
             Status::Initializing | Status::Fault | Status::Active => Choice::Wait,

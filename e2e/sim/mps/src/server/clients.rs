@@ -1,7 +1,7 @@
 //! A server's model of its clients. It performs no I/O.
 //!
-//! The rules are measured. An illegal access breaks every client, and the server rejects clients in
-//! FAULT until the last broken client has exited. A client that dies with a kernel in flight may
+//! The rules are measured. An illegal access breaks every client, and the server refuses clients in
+//! FAULT until the last broken client has exited. A client that exits with a kernel in flight may
 //! break the others. A client that `terminate_client` ends breaks no other client.
 //!
 //! A process has one connection for itself and one for each context.
@@ -78,8 +78,8 @@ pub struct Clients {
     terminations: Vec<Termination>,
     status: Status,
     rule: Rule,
-    /// Whether a busy client died without neighbours. The server remains ACTIVE and breaks the next
-    /// client that runs a kernel.
+    /// Whether a busy client exited without neighbours. The server remains ACTIVE and breaks the
+    /// next client that runs a kernel.
     poisoned: bool,
 }
 
@@ -90,13 +90,13 @@ impl Clients {
         Self { connected, terminations: Vec::new(), status: Status::Active, rule, poisoned: false }
     }
 
-    /// Adds a process, or returns the `CUresult` that rejects it.
+    /// Adds a process, or returns the `CUresult` that refuses it.
     pub fn add_process(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
         self.add(connection, pid, Stage::Process)
     }
 
     /// Reserves a context for a process. Returns the context's number within the process, from 1,
-    /// or the `CUresult` that rejects it.
+    /// or the `CUresult` that refuses it.
     pub fn reserve(&mut self, connection: u64, pid: u32) -> Result<u32, i32> {
         if self.contexts().count() >= MAX_CONTEXTS {
             return Err(MAX_CLIENTS_REACHED);

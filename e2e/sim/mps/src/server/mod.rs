@@ -245,7 +245,7 @@ impl Server {
         }
     }
 
-    /// Registers a process or a context, or returns the `CUresult` that rejects it.
+    /// Registers a process or a context, or returns the `CUresult` that refuses it.
     fn enter(
         &self,
         connection: u64,
@@ -401,8 +401,8 @@ impl Server {
         }
         let mut effects = inner.clients.remove_connection(connection, orderly);
         if effects.contains(&Effect::Status(Status::Fault)) {
-            // The log names a living client and never the one that died. Measured in 47 of 47 such
-            // faults.
+            // The log names a living client and never the one that exited. Measured in 47 of 47
+            // such faults.
             let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
             let named = inner.connections.keys().copied().filter(alive).min();
             if let Some((pid, id)) =

@@ -235,7 +235,7 @@ exports! {
         });
     nvmlDeviceGetFieldValues(device: Handle, count: c_int, values: Out<sys::nvmlFieldValue_t>) |own|
         on_gpu(own, device, |_, gpu, _| {
-            // Reject an invalid count: NVML has fewer than 512 fields.
+            // Refuse an invalid count: NVML has fewer than 512 fields.
             let count = usize::try_from(count).ok().filter(|count| (1..=512).contains(count));
             (0..count.ok_or(Code::INVALID_ARGUMENT)?).try_for_each(|at| {
                 let mut value = values.get_at(at)?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use cleave_e2e::{Cluster, Random, SYSTEM, launcher, on_node, process, signal, signal_component, text, wait_until};
+use cleave_e2e::{Cluster, Random, SYSTEM, find_pid, launcher, on_node, signal, signal_component, text, wait_until};
 
 use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
 
@@ -87,9 +87,9 @@ fn simgpu(node: &str, args: &[&str]) -> Result<String> {
 fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) -> Result<()> {
     match what {
         "agent" => {
-            let old = process(node, "cleave-agent")?;
+            let old = find_pid(node, "cleave-agent")?;
             signal(node, "cleave-agent", "KILL")?;
-            wait_until("the agent was restarted", || Ok(process(node, "cleave-agent")? != old))?;
+            wait_until("the agent was restarted", || Ok(find_pid(node, "cleave-agent")? != old))?;
             wait_ready(cluster, node, "agent")
         }
         "agent's container" => {
@@ -115,7 +115,7 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
             launcher(&["kill", component])?;
             launcher(&["start", component]).map(drop)
         }
-        "MPS daemon" | "MPS server" => mps(cluster, random, what, node),
+        "MPS daemon" | "MPS server" => kill_mps(cluster, random, what, node),
         // Requests have no response, a late response, or a 5xx status.
         "API server stopped" => stop_briefly("apiserver", random),
         "etcd stopped" => stop_briefly("etcd", random),
@@ -135,7 +135,7 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
     }
 }
 
-/// Pauses a component of the cluster for some seconds.
+/// Pauses a component of the cluster for 1 to 8 s.
 fn stop_briefly(component: &str, random: &mut Random) -> Result<()> {
     signal_component(component, "STOP")?;
     std::thread::sleep(Duration::from_secs(1 + random.below(8)));
@@ -143,7 +143,7 @@ fn stop_briefly(component: &str, random: &mut Random) -> Result<()> {
 }
 
 /// Kills one MPS daemon or server of a node, if one runs, and waits until all daemons serve.
-fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result<()> {
+fn kill_mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result<()> {
     let program = if what == "MPS daemon" { "nvidia-cuda-mps-control" } else { "nvidia-cuda-mps-server" };
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();

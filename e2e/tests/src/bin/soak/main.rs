@@ -33,33 +33,33 @@ const SLEEP_FOREVER: &str = "exec sleep 1000000";
 const HOLD_CLIENT: &str = "exec cleave-client --hold forever";
 
 /// Reads a number from an environment variable.
-fn number(name: &str, default: u64) -> Result<u64> {
+fn read_number(name: &str, default: u64) -> Result<u64> {
     std::env::var(name).map_or(Ok(default), |text| text.parse().with_context(|| format!("{name}={text}")))
 }
 
 fn main() -> Result<()> {
-    let minutes = number("MINUTES", 5)?;
-    let seed = number("SEED", 1)?;
+    let minutes = read_number("MINUTES", 5)?;
+    let seed = read_number("SEED", 1)?;
     ensure!(seed > 0, "SEED must not be 0");
     let mut random = Random::seeded(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "soak")?;
-    policies(&scope)?;
+    create_policies(&scope)?;
     wait_settled(&scope)?;
     let before = ObjectCounts::of_nodes()?;
     println!("soak: {minutes} minutes, seed {seed}");
 
     let mut tracker = Tracker::default();
     let (mut chaos, mut disruptions) = (Chaos::default(), Vec::new());
-    let mut memory = vec![resources::memory()?];
+    let mut memory = vec![resources::measure_memory()?];
     let end = Instant::now() + Duration::from_secs(60 * minutes);
     let mut reported = Instant::now();
     while Instant::now() < end {
         churn(&scope, &mut random, &mut tracker)?;
         tracker.observe(&Observation::read(&scope)?);
         if random.below(6) == 0 {
-            // Wait first: a kubelet permanently refuses pods that arrive during a disruption. The
-            // cluster tests measure these refusals, and docs/explanation/placement.md describes
+            // Wait first: a kubelet permanently rejects pods that arrive during a disruption. The
+            // cluster tests measure these rejections, and docs/explanation/placement.md describes
             // them.
             if wait_idle(&scope, &mut tracker)? {
                 let since = Timestamp::now();
@@ -70,13 +70,13 @@ fn main() -> Result<()> {
                     disruption.what,
                     disruption.node
                 ));
-                tracker.disrupted(&disruption, since);
+                tracker.record_disruption(&disruption, since);
                 tracker.observe(&Observation::read(&scope)?);
             }
         }
         if reported.elapsed() > Duration::from_secs(60) {
             reported = Instant::now();
-            memory.push(resources::memory()?);
+            memory.push(resources::measure_memory()?);
             println!("{}; {}", tracker.summary(), chaos.summary());
         }
         if !tracker.violations.is_empty() {
@@ -101,9 +101,9 @@ fn main() -> Result<()> {
         left = resources::remaining_objects(&before, &ObjectCounts::of_nodes()?);
         Ok(left.is_empty().then_some(()))
     });
-    memory.push(resources::memory()?);
+    memory.push(resources::measure_memory()?);
     println!("{}; {}", tracker.summary(), chaos.summary());
-    println!("resident KiB at the start, in the middle, at the end: {}", resources::memory_course(&memory));
+    println!("resident KiB at the start, in the middle, at the end: {}", resources::format_memory_over_time(&memory));
     let grown = resources::grown_programs(&memory);
     println!(
         "soak: {minutes} minutes, seed {seed}: {} promises broken, {} things left behind, {} programs grown",
@@ -130,7 +130,7 @@ fn agent_logs(cluster: &Cluster) -> Result<String> {
 }
 
 /// Creates a policy for each node.
-fn policies(scope: &Scope) -> Result<()> {
+fn create_policies(scope: &Scope) -> Result<()> {
     scope.policy(
         "soak-shares",
         &json!({"nodeSelector": {"kubernetes.io/hostname": SHARES_NODE}, "mode": "Mps", "mps": {"units": UNITS, "threads": "Strict"}}),
@@ -195,7 +195,7 @@ fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()
     Ok(())
 }
 
-/// Waits at most a few seconds until no pod is in transit to a node. Returns false on timeout.
+/// Waits up to 5 s until no pod is in transit to a node. Returns false on timeout.
 fn wait_idle(scope: &Scope, tracker: &mut Tracker) -> Result<bool> {
     let until = Instant::now() + Duration::from_secs(5);
     loop {

@@ -52,7 +52,7 @@ const AFTERMATH_DURATION: Duration = Duration::from_secs(40);
 /// Time from the start of a disruption until the component has recovered.
 type Period = std::ops::Range<Timestamp>;
 
-/// Whether a disruption or its aftermath explains a kubelet's refusal at this time. The kubelet
+/// Whether a disruption or its aftermath explains a kubelet's rejection at this time. The kubelet
 /// reports whole seconds, so the time may be up to a second before the disruption.
 fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
     disruptions.iter().any(|period| {
@@ -108,7 +108,7 @@ impl Tracker {
     }
 
     /// Records a disruption that lasted from `since` until now.
-    pub(crate) fn disrupted(&mut self, disruption: &Disruption, since: Timestamp) {
+    pub(crate) fn record_disruption(&mut self, disruption: &Disruption, since: Timestamp) {
         self.disruptions.entry(disruption.node).or_default().push(since..Timestamp::now());
         if disruption.breaks_clients {
             let on_node = self.pods.values_mut().filter(|pod| pod.node == disruption.node);
@@ -154,14 +154,14 @@ impl Tracker {
                 // observations are rare.
                 let failed = text(&pod["status"]["startTime"]).parse().unwrap_or_else(|_| Timestamp::now());
                 let is_recent = self.disruptions.get(tracked.node).is_some_and(|periods| is_aftermath(periods, failed));
-                let refused = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
+                let rejected = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
                 let why = format!("{} {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 if tracked.client && tracked.mps_killed {
                     *self.outcomes.entry("failed as their MPS was killed").or_default() += 1;
-                } else if is_recent && refused {
-                    *self.outcomes.entry("refused after a disruption").or_default() += 1;
-                } else if !tracked.gated && refused {
-                    *self.outcomes.entry("refused, not gated").or_default() += 1;
+                } else if is_recent && rejected {
+                    *self.outcomes.entry("rejected after a disruption").or_default() += 1;
+                } else if !tracked.gated && rejected {
+                    *self.outcomes.entry("rejected, not gated").or_default() += 1;
                 } else {
                     self.violations.insert(format!("{name} on {} failed: {why} {}", tracked.node, status["state"]));
                 }
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_is_accepted_during_a_disruption_and_its_aftermath() {
+    fn a_rejection_is_accepted_during_a_disruption_and_its_aftermath() {
         let at = |seconds: i64| Timestamp::UNIX_EPOCH + SignedDuration::from_secs(seconds);
         let disruptions = [at(100)..at(110), at(300)..at(300)];
         for (failed, expected) in

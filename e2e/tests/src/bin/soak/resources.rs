@@ -58,7 +58,7 @@ done
 "#;
 
 /// Measures the memory of Cleave's programs on all nodes.
-pub(crate) fn memory() -> Result<Memory> {
+pub(crate) fn measure_memory() -> Result<Memory> {
     let mut all = Memory::new();
     for node in [SHARES_NODE, DYNAMIC_NODE] {
         for line in on_node(node, &["sh", "-c", RESIDENT_SCRIPT])?.lines() {
@@ -71,7 +71,7 @@ pub(crate) fn memory() -> Result<Memory> {
 }
 
 /// Formats each program's memory at the start, in the middle and at the end.
-pub(crate) fn memory_course(memory: &[Memory]) -> String {
+pub(crate) fn format_memory_over_time(memory: &[Memory]) -> String {
     let at = [0, memory.len() / 2, memory.len().saturating_sub(1)];
     let Some(last) = memory.last() else { return String::new() };
     let figures = |of: &(&'static str, String)| {

@@ -6,11 +6,11 @@ use anyhow::{Result, ensure};
 use cleave_e2e::{pod, text, wait_until};
 use serde_json::{Value, json};
 
-use super::programs::{NEIGHBOUR, check_limits, shell};
+use super::programs::{NEIGHBOUR, check_limits, run_script};
 use super::requests::FORGED;
 use super::{Attempt, Expected, Outcome, TestBed};
-use crate::gate_admission::label;
-use crate::restarts::{component_pod, ready};
+use crate::gate_admission::set_exceptions;
+use crate::restarts::{component_pod, is_ready};
 use crate::{NODE, SHARES};
 
 /// The pod that opens connections to the agent's port.
@@ -30,13 +30,13 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "two hundred connections to the agent's metrics, and silence",
         expected: Expected::NoEffect,
-        run: connections,
+        run: open_silent_connections,
     },
     Attempt {
         name: "a resource with Cleave's prefix that no node serves",
         expected: Expected::NoEffect,
         run: |bed| {
-            bed.tenant.create(&bed.pods(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE))?;
+            bed.tenant.create(&bed.pods_path(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE))?;
             crate::gate::wait_for_event(&bed.scope, "nobody", "NoGpuFits")?;
             let placed = bed.scope.cluster.get(&bed.scope.pod_path("nobody"))?;
             ensure!(placed["spec"]["nodeName"].is_null(), "{placed}");
@@ -53,10 +53,26 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: Expected::NoEffect,
         run: |bed| forged_placement(bed, "note-letters", &"{".repeat(200_000)),
     },
-    Attempt { name: "a pod with a thousand node selector terms", expected: Expected::NoEffect, run: terms },
-    Attempt { name: "a pod with the longest possible name", expected: Expected::NoEffect, run: longest },
-    Attempt { name: "three hundred Events with Cleave's reasons", expected: Expected::NoEffect, run: events },
-    Attempt { name: "sixty pods at once, each with all shares of a GPU", expected: Expected::NoEffect, run: pods },
+    Attempt {
+        name: "a pod with a thousand node selector terms",
+        expected: Expected::NoEffect,
+        run: create_pod_with_many_terms,
+    },
+    Attempt {
+        name: "a pod with the longest possible name",
+        expected: Expected::NoEffect,
+        run: create_pod_with_longest_name,
+    },
+    Attempt {
+        name: "three hundred Events with Cleave's reasons",
+        expected: Expected::NoEffect,
+        run: create_forged_events,
+    },
+    Attempt {
+        name: "sixty pods at once, each with all shares of a GPU",
+        expected: Expected::NoEffect,
+        run: create_too_many_pods,
+    },
 ];
 
 /// Checks that another pod of one share starts and has its limits. `besides` precedes the
@@ -78,7 +94,7 @@ fn check_runs(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
 
 /// Opens connections that send nothing. They stay open until the writer of their standard input
 /// exits.
-fn connections(bed: &TestBed<'_>) -> Result<Outcome> {
+fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     let agent = component_pod(bed.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);
     let request = format!("{{ printf 'GET /readyz HTTP/1.0\\r\\n\\r\\n'; sleep 1; }} | timeout 20 nc {address} 8080");
@@ -86,7 +102,7 @@ fn connections(bed: &TestBed<'_>) -> Result<Outcome> {
     let label = json!({"metadata": {"labels": {"metrics": "enabled"}}});
     bed.scope.cluster.patch(&format!("/api/v1/namespaces/{}", bed.scope.namespace), &label)?;
     wait_until("the agent's port can be reached", || {
-        let answer = shell(bed, FLOODING_POD, &request)?;
+        let answer = run_script(bed, FLOODING_POD, &request)?;
         ensure!(answer.contains("200 OK"), "{answer}");
         Ok(true)
     })?;
@@ -94,18 +110,18 @@ fn connections(bed: &TestBed<'_>) -> Result<Outcome> {
         "mkfifo /tmp/silence; sleep 20 >/tmp/silence 2>&1 </dev/null &
         for i in $(seq {FLOOD_CONNECTIONS}); do nc {address} 8080 </tmp/silence >/dev/null 2>&1 & done"
     );
-    shell(bed, FLOODING_POD, &flood)?;
+    run_script(bed, FLOODING_POD, &flood)?;
     let established = format!("netstat -tn | grep -c '{address}:8080 .*ESTABLISHED'");
     wait_until("all connections are open", || {
-        let open = shell(bed, FLOODING_POD, &established)?;
+        let open = run_script(bed, FLOODING_POD, &established)?;
         let count: usize = open.lines().next().unwrap_or_default().trim().parse().unwrap_or(0);
         ensure!(count >= FLOOD_CONNECTIONS, "{count} are open");
         Ok(true)
     })?;
-    let answer = shell(bed, FLOODING_POD, &request)?;
+    let answer = run_script(bed, FLOODING_POD, &request)?;
     ensure!(answer.contains("200 OK"), "the agent does not answer another request: {answer}");
     let outcome = check_new_pod(bed, "after-connections", "the agent answers")?;
-    ensure!(ready(&component_pod(bed.scope.cluster, "agent")?), "the agent is not ready");
+    ensure!(is_ready(&component_pod(bed.scope.cluster, "agent")?), "the agent is not ready");
     Ok(outcome)
 }
 
@@ -114,18 +130,18 @@ fn connections(bed: &TestBed<'_>) -> Result<Outcome> {
 fn forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcome> {
     let mut object = pod(name, &json!({SHARES: 1}), RUN_ONCE);
     object["metadata"]["annotations"] = json!({ANNOTATION: value});
-    label(&bed.scope, "annotations")?;
+    set_exceptions(&bed.scope, "annotations")?;
     // The API server applies the label with a short delay.
-    wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods(), &object).map(|_| true))?;
+    wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods_path(), &object).map(|_| true))?;
     let outcome = check_runs(bed, name, "the operator wrote the pod's annotation")?;
     let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][ANNOTATION]);
     ensure!(now != value && now.contains("\"device\":\"GPU-"), "the pod's annotation is {now:.200}");
-    label(&bed.scope, "")?;
+    set_exceptions(&bed.scope, "")?;
     Ok(outcome)
 }
 
 /// Creates a pod with a thousand node selector terms.
-fn terms(bed: &TestBed<'_>) -> Result<Outcome> {
+fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
     // Each term names two nodes, so that the operator must change every term.
     let term = |index| {
         let values = json!([NODE, format!("elsewhere-{index}")]);
@@ -135,15 +151,15 @@ fn terms(bed: &TestBed<'_>) -> Result<Outcome> {
     let mut object = pod("terms", &json!({SHARES: 1}), RUN_ONCE);
     object["spec"]["affinity"] =
         json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}});
-    bed.tenant.create(&bed.pods(), &object)?;
+    bed.tenant.create(&bed.pods_path(), &object)?;
     check_runs(bed, "terms", "it is released")
 }
 
 /// Creates a pod with the longest name, and waits until it is bound. The kubelet may fail to run
 /// the pod, because the name of its log folder would be too long.
-fn longest(bed: &TestBed<'_>) -> Result<Outcome> {
+fn create_pod_with_longest_name(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = "x".repeat(MAX_NAME_LENGTH);
-    bed.tenant.create(&bed.pods(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
+    bed.tenant.create(&bed.pods_path(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
     let path = bed.scope.pod_path(&name);
     wait_until("the pod is released and bound", || {
         Ok(text(&bed.scope.cluster.get(&path)?["spec"]["nodeName"]) == NODE)
@@ -154,7 +170,7 @@ fn longest(bed: &TestBed<'_>) -> Result<Outcome> {
 }
 
 /// Creates Events that look like Cleave's.
-fn events(bed: &TestBed<'_>) -> Result<Outcome> {
+fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
     let ns = &bed.scope.namespace;
     let event = json!({
         "apiVersion": "v1", "kind": "Event", "metadata": {"generateName": "flood-"}, "type": "Warning",
@@ -169,16 +185,16 @@ fn events(bed: &TestBed<'_>) -> Result<Outcome> {
 }
 
 /// Creates more pods than the GPUs can serve, and then a pod that fits.
-fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
+fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = |index: usize| format!("flood-{index}");
     for index in 0..FLOOD_PODS {
-        bed.tenant.create(&bed.pods(), &pod(&name(index), &json!({SHARES: 10}), "exec sleep infinity"))?;
+        bed.tenant.create(&bed.pods_path(), &pod(&name(index), &json!({SHARES: 10}), "exec sleep infinity"))?;
     }
-    let outcome = check_new_pod(bed, "after-pods", "no pod was refused")?;
+    let outcome = check_new_pod(bed, "after-pods", "the kubelet rejected no pod")?;
     let flood: BTreeSet<String> = (0..FLOOD_PODS).map(name).collect();
     let (mut there, mut bound) = (0, 0);
     for pod in bed.scope.pods()?.iter().filter(|pod| flood.contains(&text(&pod["metadata"]["name"]))) {
-        ensure!(text(&pod["status"]["phase"]) != "Failed", "a pod was rejected: {}", pod["status"]);
+        ensure!(text(&pod["status"]["phase"]) != "Failed", "the kubelet rejected a pod: {}", pod["status"]);
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }

@@ -1,15 +1,16 @@
-//! Hostile programs in pods with shares. They change their environment, connect to sockets, violate
-//! the protocol of the door, and use too much memory or too many processes.
+//! Lists attempts by hostile programs in pods with shares. The programs change their environment,
+//! connect to sockets, violate the protocol of the door, and use too much memory or too many
+//! processes.
 use std::fmt::Write as _;
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, on_node, output, pod, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use super::{Attempt, Expected, Outcome, TestBed, lines};
-use crate::shares::limits;
+use super::{Attempt, Expected, Outcome, TestBed, parse_json_lines};
+use crate::shares::limits_of_shares;
 use crate::tenants::wait_for_condition_and_event;
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, offers};
+use crate::{GPUS, HOLD, NODE, SHARES, allocations, wait_until_offered};
 
 /// The pod in which most attempts run, and its shares.
 const HOSTILE: &str = "hostile";
@@ -63,7 +64,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
         "mps": {"units": 10, "threads": "Strict", "clients": {"max": MAX_CLIENTS}},
     });
     scope.policy("hostile", &spec)?;
-    offers(cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(cluster, SHARES, 10 * GPUS)?;
     let bed = TestBed::new(scope)?;
     let scope = &bed.scope;
     // Create these two first, so that they are on one GPU.
@@ -71,7 +72,10 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     scope.wait_until_running(HOSTILE)?;
     scope.pod(NEIGHBOUR, &json!({SHARES: NEIGHBOUR_SHARES}), HOLD)?;
     scope.client_report(NEIGHBOUR)?;
-    ensure!(device(&bed, HOSTILE)? == device(&bed, NEIGHBOUR)?, "the hostile pod and its neighbour are on two GPUs");
+    ensure!(
+        gpu_of_pod(&bed, HOSTILE)? == gpu_of_pod(&bed, NEIGHBOUR)?,
+        "the hostile pod and its neighbour are on two GPUs"
+    );
     for (name, data) in [
         ("more", json!({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1000G"})),
         ("away", json!({"CUDA_MPS_PIPE_DIRECTORY": "/nowhere", "NVIDIA_VISIBLE_DEVICES": "all"})),
@@ -80,7 +84,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
         bed.tenant.create(&format!("/api/v1/namespaces/{}/configmaps", scope.namespace), &settings)?;
     }
     for pod in other_pods() {
-        bed.tenant.create(&bed.pods(), &pod)?;
+        bed.tenant.create(&bed.pods_path(), &pod)?;
     }
     for pod in other_pods() {
         scope.wait_until_running(&text(&pod["metadata"]["name"]))?;
@@ -133,7 +137,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let values =
                 "for p in 100 1000 abc 0 -1; do CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$p cleave-client --once; done";
-            check_limits(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, values)?, 5)
+            check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE, values)?, 5)
         },
     },
     Attempt {
@@ -142,7 +146,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let values =
                 "for m in 0=1000G 0=99999999M; do CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=$m cleave-client --once; done";
-            check_limits(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, values)?, 2)
+            check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE, values)?, 2)
         },
     },
     Attempt {
@@ -151,7 +155,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let script =
                 "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; cleave-client --once";
-            let said = shell(bed, "more", script)?;
+            let said = run_script(bed, "more", script)?;
             ensure!(said.starts_with("100 0=1000G"), "the container does not have the ConfigMap's values: {said}");
             check_limits(bed, 2, &said, 1)
         },
@@ -160,7 +164,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "another pipe directory from a ConfigMap as a whole",
         expected: NO_CONTEXT,
         run: |bed| {
-            let said = shell(bed, "away", "echo $CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
+            let said = run_script(bed, "away", "echo $CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
             ensure!(said.starts_with("/nowhere"), "the container does not have the ConfigMap's value: {said}");
             check_no_context(&said, 1)
         },
@@ -169,7 +173,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "the pipe directory unset in the container",
         expected: NO_CONTEXT,
         run: |bed| {
-            let said = shell(bed, HOSTILE, "unset CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
+            let said = run_script(bed, HOSTILE, "unset CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
             check_no_context(&said, 1)
         },
     },
@@ -177,7 +181,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "the pipe directory elsewhere",
         expected: NO_CONTEXT,
         run: |bed| {
-            let said = shell(bed, HOSTILE, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
+            let said = run_script(bed, HOSTILE, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
             check_no_context(&said, 1)
         },
     },
@@ -197,8 +201,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "more memory than its shares have",
         expected: Expected::Refused(&["CUDA_ERROR_OUT_OF_MEMORY"]),
         run: |bed| {
-            let said = shell(bed, HOSTILE, "cleave-client --allocate 30000")?;
-            let errors = lines(&said).into_iter().filter(|line| !line["error"].is_null());
+            let said = run_script(bed, HOSTILE, "cleave-client --allocate 30000")?;
+            let errors = parse_json_lines(&said).into_iter().filter(|line| !line["error"].is_null());
             let errors: Vec<String> = errors.map(|line| line.to_string()).collect();
             Ok(if errors.is_empty() { Outcome::Succeeded(said) } else { Outcome::Refused(errors) })
         },
@@ -207,19 +211,22 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "a door without a share",
         expected: Expected::Refused(&["No such file"]),
-        run: |bed| Ok(Outcome::Refused(vec![shell(bed, "none", "ls /run/cleave-mps/control")?])),
+        run: |bed| Ok(Outcome::Refused(vec![run_script(bed, "none", "ls /run/cleave-mps/control")?])),
     },
     Attempt {
         name: "a new file in the door's folder",
         expected: READ_ONLY,
-        run: |bed| Ok(Outcome::Refused(vec![shell(bed, HOSTILE, "touch $CUDA_MPS_PIPE_DIRECTORY/mine")?])),
+        run: |bed| Ok(Outcome::Refused(vec![run_script(bed, HOSTILE, "touch $CUDA_MPS_PIPE_DIRECTORY/mine")?])),
     },
     Attempt {
         name: "replacement of the door by another socket",
         expected: READ_ONLY,
         run: |bed| {
-            let remove = shell(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; rm control")?;
-            Ok(Outcome::Refused(vec![remove, shell(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; mv control mine")?]))
+            let remove = run_script(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; rm control")?;
+            Ok(Outcome::Refused(vec![
+                remove,
+                run_script(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; mv control mine")?,
+            ]))
         },
     },
     Attempt {
@@ -229,20 +236,20 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
             // All mounts must fail. The last command shows whether the folder is still read-only.
             let mounts = "cd $CUDA_MPS_PIPE_DIRECTORY; { mount -o remount,rw,bind none $PWD; umount -l $PWD; \
                 unshare -m mount -o remount,rw,bind none $PWD; } >/dev/null 2>&1; touch $CUDA_MPS_PIPE_DIRECTORY/mine";
-            Ok(Outcome::Refused(vec![shell(bed, HOSTILE, mounts)?]))
+            Ok(Outcome::Refused(vec![run_script(bed, HOSTILE, mounts)?]))
         },
     },
     Attempt {
         name: "the sockets of others, of the daemons and of the MPS host, by their paths",
         expected: Expected::Refused(&["No such file or directory"]),
-        run: sockets,
+        run: connect_to_all_sockets,
     },
     Attempt {
         name: "signals to the neighbour's program and to the MPS server",
         expected: Expected::Refused(&["No such process"]),
         run: |bed| {
-            let Processes { server, neighbour } = processes(bed)?;
-            let kill = |pid: u64| shell(bed, HOSTILE, &format!("kill -9 {pid}"));
+            let Processes { server, neighbour } = read_processes(bed)?;
+            let kill = |pid: u64| run_script(bed, HOSTILE, &format!("kill -9 {pid}"));
             Ok(Outcome::Refused(vec![kill(server)?, kill(neighbour)?]))
         },
     },
@@ -250,16 +257,16 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "an administrator's queries at the door",
         expected: Expected::Refused(&["no answer"]),
         run: |bed| {
-            let server = processes(bed)?.server;
+            let server = read_processes(bed)?.server;
             let asked = ["get_server_list", "ps", "lspart", "get_default_active_thread_percentage"].map(str::to_owned);
-            administrator(bed, &[&asked[..], &[format!("get_client_list {server}")]].concat())
+            send_admin_commands(bed, &[&asked[..], &[format!("get_client_list {server}")]].concat())
         },
     },
     Attempt {
         name: "an administrator's limits at the door",
         expected: Expected::Refused(&["no answer"]),
         run: |bed| {
-            let server = processes(bed)?.server;
+            let server = read_processes(bed)?.server;
             let set = [
                 "set_default_active_thread_percentage 100".to_owned(),
                 "set_default_device_pinned_mem_limit 0 80G".to_owned(),
@@ -267,8 +274,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 format!("set_device_pinned_mem_limit {server} 0 80G"),
                 "set_default_client_priority 0".to_owned(),
             ];
-            let refused = administrator(bed, &set)?;
-            let still = check_limits(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, "cleave-client --once")?, 1)?;
+            let refused = send_admin_commands(bed, &set)?;
+            let still = check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE, "cleave-client --once")?, 1)?;
             Ok(if matches!(still, Outcome::NoEffect(_)) { refused } else { still })
         },
     },
@@ -276,7 +283,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "an administrator's end of the neighbour, of the server and of the daemon at the door",
         expected: Expected::Refused(&["no answer"]),
         run: |bed| {
-            let Processes { server, neighbour } = processes(bed)?;
+            let Processes { server, neighbour } = read_processes(bed)?;
             let end = [
                 format!("terminate_client {server} {neighbour}"),
                 format!("shutdown_server {server}"),
@@ -285,8 +292,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 "quit -t 0".to_owned(),
                 "start_server -uid 0".to_owned(),
             ];
-            let refused = administrator(bed, &end)?;
-            ensure!(processes(bed)?.server == server, "the MPS server was replaced");
+            let refused = send_admin_commands(bed, &end)?;
+            ensure!(read_processes(bed)?.server == server, "the MPS server was replaced");
             Ok(refused)
         },
     },
@@ -350,11 +357,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: CLOSED,
         run: |bed| wait_for_violations(bed, LIAR, &["no-last-word", "last-word=7"]),
     },
-    Attempt {
-        name: "death with the server's socket in hand",
-        expected: Expected::NoEffect,
-        run: exit_during_handshake,
-    },
+    Attempt { name: "exit while it has the server's socket", expected: Expected::NoEffect, run: exit_during_handshake },
     Attempt { name: "a socket to the server that is shut down", expected: Expected::NoEffect, run: shut_down },
     Attempt {
         name: "two hundred connections at once, and silence",
@@ -382,7 +385,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
 ];
 
 /// Runs a script in a pod's container, and returns its standard output and errors.
-pub(super) fn shell(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<String> {
+pub(super) fn run_script(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<String> {
     let output = output("kubectl", &["-n", &bed.scope.namespace, "exec", pod, "--", "sh", "-c", script])?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
 }
@@ -391,8 +394,8 @@ pub(super) fn shell(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<String
 pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, programs: usize) -> Result<Outcome> {
     let node = bed.scope.cluster.gpunode(NODE)?;
     let total = node["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
-    let (sms, memory) = limits(shares, total);
-    let reports = lines(printed);
+    let (sms, memory) = limits_of_shares(shares, total);
+    let reports = parse_json_lines(printed);
     ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
     let is_within = |line: &&Value| {
         line["viaMps"] == true
@@ -407,7 +410,7 @@ pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, progra
 
 /// Checks that this many programs failed to create a CUDA context.
 fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
-    let reports = lines(printed);
+    let reports = parse_json_lines(printed);
     ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
     match reports.iter().find(|line| line["error"].is_null()) {
         Some(context) => Ok(Outcome::Succeeded(context.to_string())),
@@ -417,13 +420,13 @@ fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
 
 /// Checks that the neighbour can start another program with its own limits.
 fn check_neighbour_starts(bed: &TestBed<'_>) -> Result<()> {
-    let outcome = check_limits(bed, NEIGHBOUR_SHARES, &shell(bed, NEIGHBOUR, "cleave-client --once")?, 1)?;
+    let outcome = check_limits(bed, NEIGHBOUR_SHARES, &run_script(bed, NEIGHBOUR, "cleave-client --once")?, 1)?;
     ensure!(matches!(outcome, Outcome::NoEffect(_)), "the neighbour's next program: {outcome:?}");
     Ok(())
 }
 
 /// The GPU on which a pod has its allocation.
-fn device(bed: &TestBed<'_>, pod: &str) -> Result<String> {
+fn gpu_of_pod(bed: &TestBed<'_>, pod: &str) -> Result<String> {
     wait_for(&format!("the node reports the allocation of {pod}"), WAIT_TIMEOUT, || {
         let allocated = allocations(bed.scope.cluster, &bed.scope, pod)?;
         Ok(allocated.first().map(|allocation| text(&allocation["device"])))
@@ -432,7 +435,7 @@ fn device(bed: &TestBed<'_>, pod: &str) -> Result<String> {
 
 /// Runs a program on each of the node's other GPUs, with this environment.
 fn other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
-    let own = device(bed, HOSTILE)?;
+    let own = gpu_of_pod(bed, HOSTILE)?;
     let node = bed.scope.cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().into_iter().flatten().map(|gpu| text(&gpu["uuid"]));
     let others: Vec<String> = gpus.filter(|uuid| *uuid != own).collect();
@@ -441,13 +444,13 @@ fn other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
         script
     });
     ensure!(!others.is_empty(), "there is no other GPU");
-    check_no_context(&shell(bed, HOSTILE, &script)?, others.len())
+    check_no_context(&run_script(bed, HOSTILE, &script)?, others.len())
 }
 
 /// Starts an MPS daemon in the pod. The simulated client is also the simulated daemon and server,
 /// under other names.
 fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
-    let said = shell(
+    let said = run_script(
         bed,
         HOSTILE,
         "mkdir -p /tmp/own /tmp/pipe
@@ -465,7 +468,7 @@ fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
 /// Mounts a volume over the door's folder. The volume may hide the door or be hidden by the door's
 /// mount. In neither case can the pod use the GPU outside MPS.
 fn mount_over_door(bed: &TestBed<'_>) -> Result<Outcome> {
-    let said = shell(bed, "over", "cleave-client --once")?;
+    let said = run_script(bed, "over", "cleave-client --once")?;
     match check_no_context(&said, 1)? {
         Outcome::Refused(errors) => {
             ensure!(errors == ["CUDA_ERROR_DEVICE_UNAVAILABLE"], "{errors:?}");
@@ -481,16 +484,16 @@ fn start_too_many_processes(bed: &TestBed<'_>) -> Result<Outcome> {
         "cleave-client --processes {MAX_CLIENTS} --hold forever --handle-sigterm >/tmp/many 2>&1 </dev/null & \
          echo $! >/tmp/many.pid"
     );
-    shell(bed, HOSTILE, &hold)?;
+    run_script(bed, HOSTILE, &hold)?;
     let many = wait_for("the pod has its maximum of processes", WAIT_TIMEOUT, || {
-        let many = shell(bed, HOSTILE, "cat /tmp/many")?;
-        Ok((lines(&many).len() == MAX_CLIENTS).then_some(many))
+        let many = run_script(bed, HOSTILE, "cat /tmp/many")?;
+        Ok((parse_json_lines(&many).len() == MAX_CLIENTS).then_some(many))
     })?;
     check_limits(bed, HOSTILE_SHARES, &many, MAX_CLIENTS)?;
-    let outcome = check_no_context(&shell(bed, HOSTILE, "cleave-client --once")?, 1);
-    shell(bed, HOSTILE, "kill $(cat /tmp/many.pid)")?;
+    let outcome = check_no_context(&run_script(bed, HOSTILE, "cleave-client --once")?, 1);
+    run_script(bed, HOSTILE, "kill $(cat /tmp/many.pid)")?;
     wait_until("the pod can start another process", || {
-        let said = shell(bed, HOSTILE, "cleave-client --once")?;
+        let said = run_script(bed, HOSTILE, "cleave-client --once")?;
         Ok(matches!(check_limits(bed, HOSTILE_SHARES, &said, 1)?, Outcome::NoEffect(_)))
     })?;
     outcome
@@ -498,7 +501,7 @@ fn start_too_many_processes(bed: &TestBed<'_>) -> Result<Outcome> {
 
 /// Tries to connect to all sockets in Cleave's folder of the node, by paths that might reach the
 /// folder.
-fn sockets(bed: &TestBed<'_>) -> Result<Outcome> {
+fn connect_to_all_sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     let found = on_node(NODE, &["find", "/run/cleave", "-type", "s"])?;
     let found: Vec<&str> = found.split_whitespace().collect();
     ensure!(found.len() > 3, "found too few sockets: {found:?}");
@@ -508,8 +511,8 @@ fn sockets(bed: &TestBed<'_>) -> Result<Outcome> {
             let _ = writeln!(script, "cleave-client --admin get_server_list --socket {root}{path}");
         }
     }
-    let said = shell(bed, HOSTILE, &script)?;
-    if let Some(reached) = lines(&said).first() {
+    let said = run_script(bed, HOSTILE, &script)?;
+    if let Some(reached) = parse_json_lines(&said).first() {
         return Ok(Outcome::Succeeded(reached.to_string()));
     }
     let refused: Vec<String> =
@@ -525,14 +528,14 @@ struct Processes {
 }
 
 /// The status file of the MPS host.
-fn status() -> Result<Value> {
+fn read_host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
 /// Reads the PIDs from the status of the MPS host.
-fn processes(bed: &TestBed<'_>) -> Result<Processes> {
-    let (device, door) = (device(bed, NEIGHBOUR)?, door(bed)?);
-    let daemon = status()?["daemons"][&device].clone();
+fn read_processes(bed: &TestBed<'_>) -> Result<Processes> {
+    let (device, door) = (gpu_of_pod(bed, NEIGHBOUR)?, neighbour_allocation_id(bed)?);
+    let daemon = read_host_status()?["daemons"][&device].clone();
     let clients = daemon["clients"].as_array().cloned().unwrap_or_default();
     let neighbour = clients.iter().find(|client| client["allocation"] == door.as_str());
     Ok(Processes {
@@ -542,21 +545,21 @@ fn processes(bed: &TestBed<'_>) -> Result<Processes> {
 }
 
 /// ID of the neighbour's allocation: the name of its door's folder on the node.
-fn door(bed: &TestBed<'_>) -> Result<String> {
-    let mounts = shell(bed, NEIGHBOUR, "cat /proc/self/mountinfo")?;
+fn neighbour_allocation_id(bed: &TestBed<'_>) -> Result<String> {
+    let mounts = run_script(bed, NEIGHBOUR, "cat /proc/self/mountinfo")?;
     let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_FOLDER} "))).context("no door")?;
     let root = mount.split(' ').nth(3).and_then(|root| root.rsplit('/').next()).context("no root of the mount")?;
     Ok(root.to_owned())
 }
 
 /// Sends commands of an MPS administrator to the door of [`HOSTILE`].
-fn administrator(bed: &TestBed<'_>, commands: &[String]) -> Result<Outcome> {
+fn send_admin_commands(bed: &TestBed<'_>, commands: &[String]) -> Result<Outcome> {
     let script = commands.iter().fold(String::new(), |mut script, command| {
         let _ = writeln!(script, "cleave-client --admin '{command}'");
         script
     });
-    let said = shell(bed, HOSTILE, &script)?;
-    let replies = lines(&said);
+    let said = run_script(bed, HOSTILE, &script)?;
+    let replies = parse_json_lines(&said);
     ensure!(replies.len() == commands.len(), "{commands:?}: {said}");
     match replies.iter().find(|reply| !reply["reply"].is_null()) {
         Some(answered) => Ok(Outcome::Succeeded(answered.to_string())),
@@ -569,7 +572,7 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
     let mut outcomes = Vec::new();
     for lie in lies {
         let outcome = wait_for(&format!("{pod} has the outcome of {lie}"), WAIT_TIMEOUT, || {
-            let printed = shell(bed, pod, &format!("cat /tmp/{lie}"))?;
+            let printed = run_script(bed, pod, &format!("cat /tmp/{lie}"))?;
             Ok((!printed.trim().is_empty()).then_some(printed))
         })?;
         if outcome.contains("\"open\"") {
@@ -595,12 +598,12 @@ fn shut_down(bed: &TestBed<'_>) -> Result<Outcome> {
 /// Runs protocol violations, and checks after each that the neighbour can start another program and
 /// that the server was not replaced.
 fn on_the_same_server(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
-    let server = processes(bed)?.server;
+    let server = read_processes(bed)?.server;
     for lie in lies {
-        shell(bed, LIAR, &format!("cleave-client --lie {lie}"))?;
+        run_script(bed, LIAR, &format!("cleave-client --lie {lie}"))?;
         check_neighbour_starts(bed)?;
     }
-    let now = processes(bed)?.server;
+    let now = read_processes(bed)?.server;
     ensure!(now == server, "the server {server} was replaced by {now}");
     Ok(Outcome::NoEffect("the neighbour's next programs start on the same server".to_owned()))
 }
@@ -614,13 +617,14 @@ fn wait_for_finding(bed: &TestBed<'_>, pod: &str, kind: &'static str) -> Result<
 /// Mounts the node's folder of doors and uses the neighbour's door. A pod that can mount this
 /// folder is root on the node, but the agent still reports the pod's use of the GPU.
 fn anothers_door(bed: &TestBed<'_>) -> Result<Outcome> {
-    let script = format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", door(bed)?);
+    let script =
+        format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", neighbour_allocation_id(bed)?);
     let mut thief = pod("thief", &json!({}), &script);
     thief["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     thief["spec"]["volumes"] = json!([{"name": "doors", "hostPath": {"path": "/run/cleave/alloc"}}]);
     thief["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "doors", "mountPath": "/doors"}]);
     thief["spec"]["containers"][0]["env"] = json!([{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]);
-    bed.tenant.create(&bed.pods(), &thief)?;
+    bed.tenant.create(&bed.pods_path(), &thief)?;
     let report = bed.scope.client_report("thief")?;
     ensure!(report["viaMps"] == true, "the neighbour's door does not accept it: {report}");
     let outcome = wait_for_finding(bed, "thief", "NoShare")?;

@@ -1,10 +1,11 @@
-//! Requests to the API server, by the owner of a namespace and with an agent's token.
+//! Lists attempts by requests to the API server, by the owner of a namespace and with an agent's
+//! token.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, GPUNODES, POLICIES, SYSTEM, Scope, WAIT_TIMEOUT, pod, text, wait_for};
 use serde_json::{Value, json};
 
-use super::{Attempt, Expected, Outcome, TestBed, owner, refusals};
-use crate::admission::{all_gpus, beside, changed, with_env};
+use super::{Attempt, Expected, Outcome, TestBed, create_owner, refusals};
+use crate::admission::{all_gpus, extra_container, pod_with, with_env};
 use crate::gate_admission::{GATE, OTHER, REGISTRATIONS};
 use crate::{NODE, SHARES};
 
@@ -33,7 +34,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let bed = TestBed::new(Scope::new(cluster, "hostile-requests")?)?;
     let mut waits = pod("waits", &json!({SHARES: 1}), "true");
     waits["spec"]["schedulingGates"] = json!([{"name": OTHER}, {"name": GATE}]);
-    cluster.create(&bed.pods(), &waits)?;
+    cluster.create(&bed.pods_path(), &waits)?;
     Ok(bed)
 }
 
@@ -41,35 +42,35 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "CUDA_MPS_PIPE_DIRECTORY in a pod's specification",
         expected: Expected::Refused(&["sets CUDA_MPS_PIPE_DIRECTORY", "cleave.dev/allow=environment"]),
-        run: |bed| env(bed, &json!({"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"})),
+        run: |bed| expect_refusal_of_env(bed, &json!({"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"})),
     },
     Attempt {
         name: "a memory limit from a ConfigMap's key",
         expected: Expected::Refused(&["sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"]),
         run: |bed| {
             let from = json!({"configMapKeyRef": {"name": "any", "key": "limit", "optional": true}});
-            env(bed, &json!({"name": "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "valueFrom": from}))
+            expect_refusal_of_env(bed, &json!({"name": "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "valueFrom": from}))
         },
     },
     Attempt {
         name: "NVIDIA_VISIBLE_DEVICES=all in a pod's specification",
         expected: Expected::Refused(&["sets NVIDIA_VISIBLE_DEVICES"]),
-        run: |bed| env(bed, &all_gpus()),
+        run: |bed| expect_refusal_of_env(bed, &all_gpus()),
     },
     Attempt {
         name: "the same in an init container",
         expected: Expected::Refused(&["container \"first\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
-            let first = |spec: &mut Value| spec["initContainers"] = json!([beside("first", &all_gpus())]);
-            refused(bed, &changed(&json!({SHARES: 1}), first))
+            let first = |spec: &mut Value| spec["initContainers"] = json!([extra_container("first", &all_gpus())]);
+            expect_refusal(bed, &pod_with(&json!({SHARES: 1}), first))
         },
     },
     Attempt {
         name: "the same in an ephemeral container",
         expected: Expected::Refused(&["container \"debug\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
-            let debug = json!({"spec": {"ephemeralContainers": [beside("debug", &all_gpus())]}});
-            refusals([bed.tenant.patch(&format!("{}/ephemeralcontainers", waits(bed)), &debug)])
+            let debug = json!({"spec": {"ephemeralContainers": [extra_container("debug", &all_gpus())]}});
+            refusals([bed.tenant.patch(&format!("{}/ephemeralcontainers", path_of_waits(bed)), &debug)])
         },
     },
     Attempt {
@@ -78,28 +79,28 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let mut pod = pod("t", &json!({SHARES: 1}), "true");
             pod["metadata"]["annotations"] = json!({ANNOTATION: FORGED});
-            refused(bed, &pod)
+            expect_refusal(bed, &pod)
         },
     },
     Attempt {
         name: "a forged placement on a pod that waits at the gate",
         expected: ANNOTATION_REFUSED,
-        run: |bed| refusals([bed.tenant.patch(&waits(bed), &forged())]),
+        run: |bed| refusals([bed.tenant.patch(&path_of_waits(bed), &forged_annotation_patch())]),
     },
     Attempt {
         name: "a forged placement by way of the pod's status",
         expected: ANNOTATION_REFUSED,
-        run: |bed| refusals([bed.tenant.patch(&format!("{}/status", waits(bed)), &forged())]),
+        run: |bed| refusals([bed.tenant.patch(&format!("{}/status", path_of_waits(bed)), &forged_annotation_patch())]),
     },
     Attempt {
         name: "a forged placement by way of a binding",
         expected: ANNOTATION_REFUSED,
-        run: |bed| bind(bed, &json!({ANNOTATION: FORGED})),
+        run: |bed| bind_waits(bed, &json!({ANNOTATION: FORGED})),
     },
     Attempt {
         name: "a binding of a pod that waits at the gate",
         expected: Expected::Refused(&["non-empty .spec.schedulingGates"]),
-        run: |bed| bind(bed, &json!({})),
+        run: |bed| bind_waits(bed, &json!({})),
     },
     Attempt {
         name: "a path in an annotation's name",
@@ -107,20 +108,20 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let mut pod = pod("t", &json!({SHARES: 1}), "true");
             pod["metadata"]["annotations"] = json!({"../../etc.cleave.dev/placement": FORGED});
-            refused(bed, &pod)
+            expect_refusal(bed, &pod)
         },
     },
     Attempt {
         name: "removal of the gate by the pod's owner",
         expected: GATE_REFUSED,
-        run: |bed| refusals([ungate(&bed.tenant, bed)]),
+        run: |bed| refusals([remove_gate(&bed.tenant, bed)]),
     },
     Attempt {
         name: "removal of the gate by a service account with the operator's name in another namespace",
         expected: GATE_REFUSED,
         run: |bed| {
-            let token = owner(&bed.scope, OPERATOR)?;
-            refusals([ungate(&Cluster::by_token(&token, None)?, bed)])
+            let token = create_owner(&bed.scope, OPERATOR)?;
+            refusals([remove_gate(&Cluster::by_token(&token, None)?, bed)])
         },
     },
     Attempt {
@@ -128,21 +129,21 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: Expected::Refused(&["cannot impersonate"]),
         run: |bed| {
             let operator = format!("system:serviceaccount:{SYSTEM}:{OPERATOR}");
-            refusals([ungate(&Cluster::by_token(&bed.token, Some(&operator))?, bed)])
+            refusals([remove_gate(&Cluster::by_token(&bed.token, Some(&operator))?, bed)])
         },
     },
     Attempt {
         name: "spec.nodeName",
         expected: Expected::Refused(&["spec.nodeName is set", "cleave.dev/allow=node-name"]),
-        run: |bed| refused(bed, &on_node()),
+        run: |bed| expect_refusal(bed, &pod_with_node_name()),
     },
     Attempt {
         name: "spec.nodeName on a pod that poses as a static pod's mirror",
         expected: Expected::Refused(&["spec.nodeName is set"]),
         run: |bed| {
-            let mut pod = on_node();
+            let mut pod = pod_with_node_name();
             pod["metadata"]["annotations"] = json!({"kubernetes.io/config.mirror": "x"});
-            refused(bed, &pod)
+            expect_refusal(bed, &pod)
         },
     },
     Attempt {
@@ -158,38 +159,38 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: Expected::Refused(&["one GPU has at most 48"]),
         run: |bed| {
             refusals(
-                ["49", "1k", "9223372036854775807"].map(|count| dry_run(bed, &requesting(&json!({SHARES: count})))),
+                ["49", "1k", "9223372036854775807"].map(|count| dry_run(bed, &pod_requesting(&json!({SHARES: count})))),
             )
         },
     },
     Attempt {
         name: "a negative number of shares",
         expected: Expected::Refused(&["must be greater than or equal to 0"]),
-        run: |bed| refused(bed, &requesting(&json!({SHARES: "-1"}))),
+        run: |bed| expect_refusal(bed, &pod_requesting(&json!({SHARES: "-1"}))),
     },
     Attempt {
         name: "half a share",
         expected: Expected::Refused(&["must be an integer"]),
-        run: |bed| refusals(["0.5", "500m"].map(|count| dry_run(bed, &requesting(&json!({SHARES: count}))))),
+        run: |bed| refusals(["0.5", "500m"].map(|count| dry_run(bed, &pod_requesting(&json!({SHARES: count}))))),
     },
     Attempt {
         name: "shares in the requests, and none in the limits",
         expected: Expected::Refused(&["Limit must be set for non overcommitable resources"]),
         run: |bed| {
             let requests = |spec: &mut Value| spec["containers"][0]["resources"] = json!({"requests": {SHARES: "1"}});
-            refused(bed, &changed(&json!({}), requests))
+            expect_refusal(bed, &pod_with(&json!({}), requests))
         },
     },
     Attempt {
         name: "more shares by a resize of the pod",
         expected: Expected::Refused(&["only cpu and memory resources are mutable"]),
         run: |bed| {
-            let mut containers = bed.scope.cluster.get(&waits(bed))?["spec"]["containers"].clone();
+            let mut containers = bed.scope.cluster.get(&path_of_waits(bed))?["spec"]["containers"].clone();
             for kind in ["limits", "requests"] {
                 containers[0]["resources"][kind][SHARES] = json!("5");
             }
             let change = json!({"spec": {"containers": containers}});
-            refusals([bed.tenant.patch(&format!("{}/resize", waits(bed)), &change)])
+            refusals([bed.tenant.patch(&format!("{}/resize", path_of_waits(bed)), &change)])
         },
     },
     Attempt {
@@ -233,7 +234,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
             let path = format!("{GPUNODES}/{NODE}");
             refusals([
                 bed.tenant.patch(&path, &json!({"spec": {"gpus": []}})),
-                bed.tenant.patch(&format!("{path}/status"), &no_gpus()),
+                bed.tenant.patch(&format!("{path}/status"), &patch_without_gpus()),
             ])
         },
     },
@@ -245,14 +246,18 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "the status of another node's GpuNode by an agent's token",
         expected: Expected::Refused(&["the Cleave agent of node node2 may write only GpuNode node2, not node1"]),
-        run: |bed| refusals([agent(bed, OTHER_NODE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &no_gpus())]),
+        run: |bed| {
+            refusals(
+                [agent_client(bed, OTHER_NODE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &patch_without_gpus())],
+            )
+        },
     },
     Attempt {
         name: "labels, owners and finalizers of another node's GpuNode by an agent's token",
         expected: Expected::Refused(&["\"node1\" is forbidden"]),
         run: |bed| {
-            let (agent, path) = (agent(bed, OTHER_NODE)?, format!("{GPUNODES}/{NODE}"));
-            refusals([agent.patch(&path, &metadata()), agent.patch(&format!("{path}/status"), &metadata())])
+            let (agent, path) = (agent_client(bed, OTHER_NODE)?, format!("{GPUNODES}/{NODE}"));
+            refusals([agent.patch(&path, &metadata_patch()), agent.patch(&format!("{path}/status"), &metadata_patch())])
         },
     },
     Attempt {
@@ -263,7 +268,9 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "its own GpuNode's spec by an agent's token",
         expected: GPU_NODES_REFUSED,
-        run: |bed| refusals([agent(bed, NODE)?.patch(&format!("{GPUNODES}/{NODE}"), &json!({"spec": {"gpus": []}}))]),
+        run: |bed| {
+            refusals([agent_client(bed, NODE)?.patch(&format!("{GPUNODES}/{NODE}"), &json!({"spec": {"gpus": []}}))])
+        },
     },
     Attempt {
         name: "a GpuNode's status by an agent's token that is bound to no pod",
@@ -271,14 +278,14 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let token = bed.scope.cluster.token(SYSTEM, AGENT, None)?;
             let path = format!("{GPUNODES}/{NODE}/status");
-            refusals([Cluster::by_token(&token, None)?.patch(&path, &no_gpus())])
+            refusals([Cluster::by_token(&token, None)?.patch(&path, &patch_without_gpus())])
         },
     },
     Attempt {
         name: "creation and deletion of GpuNodes by an agent's token",
         expected: Expected::Refused(&["resource \"gpunodes\" in API group \"cleave.dev\" at the cluster scope"]),
         run: |bed| {
-            let agent = agent(bed, NODE)?;
+            let agent = agent_client(bed, NODE)?;
             let made = json!({
                 "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": "mine"},
                 "spec": {"planId": "x", "gpus": []},
@@ -291,10 +298,10 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "change, eviction and deletion of a tenant's pod by an agent's token",
         expected: Expected::Refused(&["resource \"pods"]),
         run: |bed| {
-            let (agent, path) = (agent(bed, NODE)?, waits(bed));
+            let (agent, path) = (agent_client(bed, NODE)?, path_of_waits(bed));
             let eviction = json!({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "waits"}});
             refusals([
-                agent.patch(&path, &forged()),
+                agent.patch(&path, &forged_annotation_patch()),
                 agent.create(&format!("{path}/eviction"), &eviction),
                 agent.delete(&path, Some(0)).map(|()| Value::Null),
             ])
@@ -303,57 +310,57 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
 ];
 
 /// API path of the pod `waits`.
-fn waits(bed: &TestBed<'_>) -> String {
+fn path_of_waits(bed: &TestBed<'_>) -> String {
     bed.scope.pod_path("waits")
 }
 
 /// Creates a pod as the tenant, in a dry run.
 fn dry_run(bed: &TestBed<'_>, pod: &Value) -> Result<Value> {
-    bed.tenant.create(&format!("{}?dryRun=All", bed.pods()), pod)
+    bed.tenant.create(&format!("{}?dryRun=All", bed.pods_path()), pod)
 }
 
 /// Expects that a pod is refused.
-fn refused(bed: &TestBed<'_>, pod: &Value) -> Result<Outcome> {
+fn expect_refusal(bed: &TestBed<'_>, pod: &Value) -> Result<Outcome> {
     refusals([dry_run(bed, pod)])
 }
 
 /// A pod with one container that has these limits.
-fn requesting(limits: &Value) -> Value {
+fn pod_requesting(limits: &Value) -> Value {
     pod("t", limits, "true")
 }
 
 /// Expects that a pod with shares and this environment variable is refused.
-fn env(bed: &TestBed<'_>, env: &Value) -> Result<Outcome> {
-    refused(bed, &with_env(&json!({SHARES: 1}), env))
+fn expect_refusal_of_env(bed: &TestBed<'_>, env: &Value) -> Result<Outcome> {
+    expect_refusal(bed, &with_env(&json!({SHARES: 1}), env))
 }
 
 /// A pod with shares that names its node.
-fn on_node() -> Value {
-    changed(&json!({SHARES: 1}), |spec| spec["nodeName"] = json!(NODE))
+fn pod_with_node_name() -> Value {
+    pod_with(&json!({SHARES: 1}), |spec| spec["nodeName"] = json!(NODE))
 }
 
 /// A patch with the forged annotation.
-fn forged() -> Value {
+fn forged_annotation_patch() -> Value {
     json!({"metadata": {"annotations": {ANNOTATION: FORGED}}})
 }
 
 /// A patch of a status without GPUs.
-fn no_gpus() -> Value {
+fn patch_without_gpus() -> Value {
     json!({"status": {"gpus": []}})
 }
 
 /// A patch of labels, finalizers and owner references.
-fn metadata() -> Value {
+fn metadata_patch() -> Value {
     json!({"metadata": {"labels": {"hostile": "yes"}, "finalizers": ["example.com/hostile"], "ownerReferences": []}})
 }
 
 /// Removes the placement gate from the pod `waits`, and keeps the other gate.
-fn ungate(client: &Cluster, bed: &TestBed<'_>) -> Result<Value> {
-    client.patch(&waits(bed), &json!({"spec": {"schedulingGates": [{"name": OTHER}]}}))
+fn remove_gate(client: &Cluster, bed: &TestBed<'_>) -> Result<Value> {
+    client.patch(&path_of_waits(bed), &json!({"spec": {"schedulingGates": [{"name": OTHER}]}}))
 }
 
 /// A client with the token of the agent's pod on a node.
-fn agent(bed: &TestBed<'_>, node: &str) -> Result<Cluster> {
+fn agent_client(bed: &TestBed<'_>, node: &str) -> Result<Cluster> {
     let cluster = bed.scope.cluster;
     let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=agent");
     let pods = cluster.list(&path)?;
@@ -364,16 +371,16 @@ fn agent(bed: &TestBed<'_>, node: &str) -> Result<Cluster> {
 
 /// Binds the pod `waits` with these annotations. The API server copies annotations of a binding to
 /// the pod without evaluating admission policies on pods.
-fn bind(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
+fn bind_waits(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
     let binding = json!({
         "apiVersion": "v1", "kind": "Binding", "metadata": {"name": "waits", "annotations": annotations},
         "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
     });
     let outcome = refusals([
-        bed.tenant.create(&format!("{}/binding", waits(bed)), &binding),
+        bed.tenant.create(&format!("{}/binding", path_of_waits(bed)), &binding),
         bed.tenant.create(&format!("/api/v1/namespaces/{}/bindings", bed.scope.namespace), &binding),
     ])?;
-    let pod = bed.scope.cluster.get(&waits(bed))?;
+    let pod = bed.scope.cluster.get(&path_of_waits(bed))?;
     ensure!(pod["spec"]["nodeName"].is_null() && pod["metadata"]["annotations"][ANNOTATION].is_null(), "{pod}");
     Ok(outcome)
 }
@@ -382,9 +389,9 @@ fn bind(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
 fn own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
     let cluster = bed.scope.cluster;
     let before = cluster.gpunode(NODE)?["metadata"].clone();
-    let mut change = metadata();
+    let mut change = metadata_patch();
     change["spec"] = json!({"planId": "hostile"});
-    agent(bed, NODE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &change)?;
+    agent_client(bed, NODE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &change)?;
     let after = cluster.gpunode(NODE)?;
     for field in ["labels", "finalizers", "ownerReferences"] {
         let (before, after) = (&before[field], &after["metadata"][field]);
@@ -404,12 +411,12 @@ fn host_path(bed: &TestBed<'_>) -> Result<Outcome> {
     let namespace = format!("/api/v1/namespaces/{}", bed.scope.namespace);
     let label = json!({"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}});
     bed.scope.cluster.patch(&namespace, &label)?;
-    let pod = changed(&json!({}), |spec| {
+    let pod = pod_with(&json!({}), |spec| {
         spec["volumes"] = json!([{"name": "run", "hostPath": {"path": "/run/cleave"}}]);
         spec["containers"][0]["volumeMounts"] = json!([{"name": "run", "mountPath": "/mine"}]);
     });
     // The API server applies the label with a short delay.
-    wait_for("the API server applies the namespace's label", WAIT_TIMEOUT, || match refused(bed, &pod)? {
+    wait_for("the API server applies the namespace's label", WAIT_TIMEOUT, || match expect_refusal(bed, &pod)? {
         outcome @ Outcome::Refused(_) => Ok(Some(outcome)),
         _ => Ok(None),
     })

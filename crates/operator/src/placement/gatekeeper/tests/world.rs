@@ -219,7 +219,7 @@ pub(super) const NODES: [&str; 2] = ["n1", "n2"];
 pub(super) const GPUS: usize = 2;
 
 /// The true allocations, as the kubelets record them. A pod that is deleted without a grace period
-/// keeps its shares for some time.
+/// keeps its shares for some steps.
 #[derive(Debug, Default)]
 pub(super) struct ActualAllocations {
     /// Device and number of shares by pod.
