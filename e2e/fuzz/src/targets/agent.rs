@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use cleave_agent::allocation::pending::PendingAllocations;
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::allocation::{Allocation, MpsLimits};
-use cleave_agent::cgroup::{owner, pods};
+use cleave_agent::cgroup::{owner, parse_pod_uids};
 use cleave_agent::checkpoint::Checkpoint;
 use cleave_agent::mps::{HostView, parse_status};
 use cleave_agent::node::{Actions, Node};
@@ -343,7 +343,7 @@ pub(super) const PROC: Target = Target {
                 "{owner:?}"
             );
             assert!(owner.container.as_ref().is_none_or(|id| text.contains(id)), "{owner:?}");
-            assert_eq!(pods(&text).first(), Some(&owner.pod), "{text:?}");
+            assert_eq!(parse_pod_uids(&text).first(), Some(&owner.pod), "{text:?}");
             if text.lines().count() == 1 && owner.container.is_some() {
                 // A tenant can create a cgroup of any name below its container's cgroup.
                 let lie =
