@@ -137,6 +137,8 @@ enum Eviction {
     Accepted,
     /// A disruption budget refused the eviction at this time.
     Refused(Instant),
+    /// The API server limited the number of requests at this time.
+    Throttled(Instant),
 }
 
 /// The pods to evict now.
@@ -144,7 +146,9 @@ fn due<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instan
     let due = |pod: &&String| match evictions.get(*pod) {
         None => true,
         Some(Eviction::Accepted) => false,
-        Some(Eviction::Refused(at)) => now.saturating_duration_since(*at) >= EVICTION_RETRY_DELAY,
+        Some(Eviction::Refused(at) | Eviction::Throttled(at)) => {
+            now.saturating_duration_since(*at) >= EVICTION_RETRY_DELAY
+        }
     };
     usage.pods.iter().filter(due).map(String::as_str).collect()
 }
@@ -187,7 +191,7 @@ async fn evict_due(
                     EVICTION_RETRY_DELAY.as_secs()
                 );
             }
-            Eviction::Refused(_) => {}
+            Eviction::Refused(_) | Eviction::Throttled(_) => {}
         }
         evictions.insert((*pod).to_owned(), eviction);
     }
@@ -210,6 +214,7 @@ async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace:
     match evict_with(client, pod, &uid, Options { grace, timeout: EVICTION_TIMEOUT }).await {
         Evicted::Done | Evicted::NotFound => Ok(Eviction::Accepted),
         Evicted::Protected(_) => Ok(Eviction::Refused(Instant::now())),
-        Evicted::Failed(error) => bail!("failed to evict pod {pod}: {error}"),
+        Evicted::Throttled(_) => Ok(Eviction::Throttled(Instant::now())),
+        Evicted::Refused(error) | Evicted::Failed(error) => bail!("failed to evict pod {pod}: {error}"),
     }
 }

@@ -2,6 +2,7 @@
 use std::time::Duration;
 
 use kube::Client;
+use kube::core::Status;
 
 use crate::write::WRITE_TIMEOUT;
 
@@ -14,7 +15,13 @@ pub enum Evicted {
     Protected(String),
     /// The pod no longer exists. A new pod may have the same name.
     NotFound,
-    /// The request failed. Contains the reason.
+    /// The API server refuses to evict the pod, for example because two disruption budgets select
+    /// the pod, or because an admission webhook denies the request. Contains its message.
+    Refused(String),
+    /// The API server limits the number of requests. Contains the time after which to retry. This
+    /// result says nothing about the pod.
+    Throttled(Duration),
+    /// The API server gave no answer. Contains the reason.
     Failed(String),
 }
 
@@ -25,12 +32,17 @@ impl Evicted {
             Self::Done => "evicted",
             Self::Protected(_) => "protected",
             Self::NotFound => "not_found",
+            Self::Refused(_) => "refused",
+            Self::Throttled(_) => "throttled",
             Self::Failed(_) => "failed",
         }
     }
 }
 
-/// Options of an eviction.
+/// The cause in the status of an eviction that a disruption budget refuses.
+const BUDGET_CAUSE: &str = "DisruptionBudget";
+
+/// How a pod is evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
     /// Grace period in seconds. `None` means the pod's own grace period.
@@ -80,9 +92,56 @@ async fn send(client: &Client, pod: &str, delete: serde_json::Value, timeout: Du
     };
     match tokio::time::timeout(timeout, client.request_text(request)).await {
         Ok(Ok(_)) => Evicted::Done,
-        Ok(Err(kube::Error::Api(status))) if status.code == 429 => Evicted::Protected(status.message.clone()),
-        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Evicted::NotFound,
+        Ok(Err(kube::Error::Api(status))) => result_of(&status),
         Ok(Err(error)) => Evicted::Failed(error.to_string()),
         Err(_) => Evicted::Failed(format!("the API server did not answer within {} s", timeout.as_secs())),
+    }
+}
+
+/// Translates the status with which the API server answered an eviction that it did not accept.
+fn result_of(status: &Status) -> Evicted {
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    match status.code {
+        404 | 409 => Evicted::NotFound,
+        429 if causes.clone().any(|cause| cause.reason == BUDGET_CAUSE) => Evicted::Protected(status.message.clone()),
+        429 => {
+            let after = status.details.as_ref().map_or(0, |details| details.retry_after_seconds);
+            Evicted::Throttled(Duration::from_secs(after.max(1).into()))
+        }
+        // The Eviction API answers 500 if several disruption budgets select the pod.
+        400..=500 => Evicted::Refused(status.message.clone()),
+        _ => Evicted::Failed(status.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn of(code: u16, details: Value) -> Evicted {
+        let mut status = json!({"kind": "Status", "status": "Failure", "message": "why", "code": code});
+        status["details"] = details;
+        result_of(&serde_json::from_value(status).unwrap())
+    }
+
+    #[test]
+    fn a_disruption_budget_and_throttling_are_told_apart_by_the_cause() {
+        let budget = json!({"retryAfterSeconds": 10, "causes": [{"reason": "DisruptionBudget", "message": "needs 2"}]});
+        assert_eq!(of(429, budget), Evicted::Protected("why".to_owned()));
+        assert_eq!(of(429, json!({"retryAfterSeconds": 7})), Evicted::Throttled(Duration::from_secs(7)));
+        // Priority and fairness answers with plain text, for which the client builds a status.
+        let plain = Status::failure("Too many requests", "Failed to parse error data").with_code(429);
+        assert_eq!(result_of(&plain), Evicted::Throttled(Duration::from_secs(1)));
+    }
+
+    #[test]
+    fn other_answers_are_told_apart_by_their_code() {
+        for (code, expected) in
+            [(403, "refused"), (422, "refused"), (500, "refused"), (503, "failed"), (404, "not_found")]
+        {
+            assert_eq!(of(code, json!({})).as_str(), expected, "{code}");
+        }
     }
 }

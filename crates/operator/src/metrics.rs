@@ -40,6 +40,8 @@ pub(crate) struct Metrics {
     pub(crate) gate_wait_seconds: Histogram,
     /// Pods evicted for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
+    /// Searches for pods to evict for pods of higher priority.
+    pub(crate) preemption_searches: Counter,
     /// Stranded pods evicted so that their controllers recreate them.
     pub(crate) stranded_pods_recreated: Family<Outcome, Counter>,
     /// Pods evicted because they used a GPU outside their share, by result.
@@ -86,6 +88,7 @@ impl Default for Metrics {
             rollout_stopped: Gauge::default(),
             gated: Family::default(),
             evictions: Family::default(),
+            preemption_searches: Counter::default(),
             stranded_pods_recreated: Family::default(),
             tenant_evictions: Family::default(),
             tenant_conditions: Family::default(),
@@ -149,6 +152,11 @@ impl Metrics {
             self.gate_wait_seconds.clone(),
         );
         registry.register("evictions", "Pods evicted for pods of higher priority", self.evictions.clone());
+        registry.register(
+            "preemption_searches",
+            "Searches for pods to evict for pods of higher priority",
+            self.preemption_searches.clone(),
+        );
         registry.register(
             "stranded_pods_recreated",
             "Stranded pods evicted so that their controllers recreate them",

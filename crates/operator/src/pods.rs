@@ -40,6 +40,9 @@ pub struct PodObject {
     /// Whether the pod was released as unschedulable.
     #[serde(skip)]
     pub unschedulable: bool,
+    /// Whether the pod is ready. Set by [`PodObject::trim`].
+    #[serde(skip)]
+    pub ready: bool,
     /// The controller that owns the pod. Set only while the pod is not bound.
     #[serde(skip)]
     pub controller: Option<Controller>,
@@ -271,6 +274,8 @@ const MAX_DEVICES: u64 = 1024;
 
 /// The condition in which the scheduler reports whether it found a node.
 const POD_SCHEDULED: &str = "PodScheduled";
+/// The condition in which the kubelet reports whether a pod is ready.
+const READY: &str = "Ready";
 
 /// A scheduling gate.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -357,6 +362,7 @@ impl PodObject {
             }
             self.spec.particular = !self.spec.resource_claims.is_empty() || too_many_claims;
         }
+        self.ready = self.ready || self.condition(READY).is_some_and(|condition| condition.status == "True");
         let ours = [CONDITION_WITHIN_SHARE, CONDITION_PLACED, POD_SCHEDULED];
         self.status.conditions.retain(|condition| ours.contains(&condition.type_.as_str()));
         self.status.conditions.shrink_to_fit();

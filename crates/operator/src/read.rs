@@ -17,9 +17,11 @@ use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
 use cleave_plan::Quantity;
+use cleave_plan::constraints::LabelSelector;
 use cleave_plan::snapshot::{NodeSelectorTerm, Taint};
 use k8s_openapi::api::core::v1::{Namespace, Node as CoreNode, PersistentVolume, PersistentVolumeClaim, Pod};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::api::policy::v1::PodDisruptionBudget;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::core::error_boundary::InvalidObject;
 use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::reflector::Store;
@@ -43,7 +45,9 @@ pub type PodStore = Store<PodObject>;
 pub type VolumeClaimStore = Store<VolumeClaimObject>;
 /// Stored `PersistentVolume`s.
 pub type VolumeStore = Store<VolumeObject>;
-/// Stored labels of namespaces.
+/// Stored `PodDisruptionBudget`s.
+pub type BudgetStore = Store<BudgetObject>;
+/// Labels of namespaces.
 pub type NamespaceStore = Store<NamespaceObject>;
 
 /// A namespace with its labels alone.
@@ -104,7 +108,47 @@ impl VolumeObject {
     }
 }
 
-/// The fields of a node that the operator reads.
+/// The fields of a `PodDisruptionBudget` that the operator reads.
+#[derive(Debug, Clone, Default, Deserialize, Resource)]
+#[resource(inherit = "PodDisruptionBudget")]
+pub struct BudgetObject {
+    /// Name and namespace of the budget.
+    pub metadata: ObjectMeta,
+    /// The pods that the budget protects.
+    #[serde(default)]
+    pub spec: BudgetSpec,
+    /// The evictions that the budget allows.
+    #[serde(default)]
+    pub status: BudgetStatus,
+}
+
+/// The fields of a disruption budget's spec that the operator reads.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct BudgetSpec {
+    /// Selects pods of the budget's namespace.
+    pub selector: Option<LabelSelector>,
+    /// `AlwaysAllow` if pods that are not ready can always be evicted.
+    pub unhealthy_pod_eviction_policy: Option<String>,
+}
+
+/// The fields of a disruption budget's status that the operator reads.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct BudgetStatus {
+    /// The generation of the budget that this status describes.
+    pub observed_generation: i64,
+    /// Number of evictions that are allowed now.
+    pub disruptions_allowed: i32,
+    /// Number of pods that are ready.
+    pub current_healthy: i32,
+    /// Minimum number of pods that must be ready.
+    pub desired_healthy: i32,
+    /// Pods whose eviction the API server accepted a moment ago, each with the time.
+    pub disrupted_pods: BTreeMap<String, Time>,
+}
+
+/// The kept part of a node.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CoreNode")]
 pub struct NodeObject {
@@ -281,7 +325,9 @@ pub struct Stores {
     pub volume_claims: VolumeClaimStore,
     /// Stored `PersistentVolume`s.
     pub volumes: VolumeStore,
-    /// Stored labels of namespaces.
+    /// Stored `PodDisruptionBudget`s.
+    pub budgets: BudgetStore,
+    /// Labels of namespaces.
     pub namespaces: NamespaceStore,
 }
 
@@ -291,13 +337,14 @@ impl Stores {
     /// # Errors
     /// A watch stopped.
     pub async fn wait_until_ready(&self) -> Result<(), WriterDropped> {
-        let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, namespaces } = self;
+        let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, budgets, namespaces } = self;
         policies.wait_until_ready().await?;
         gpu_nodes.wait_until_ready().await?;
         nodes.wait_until_ready().await?;
         agents.wait_until_ready().await?;
         volume_claims.wait_until_ready().await?;
         volumes.wait_until_ready().await?;
+        budgets.wait_until_ready().await?;
         namespaces.wait_until_ready().await?;
         pods.wait_until_ready().await
     }

@@ -94,7 +94,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         (Arc::clone(&wakes.passes), Arc::clone(&wakes.gate), Arc::clone(&wakes.tenants));
     let gate = Gate::new(placement::ControllerInputs {
         context: context.clone(),
-        wake: Arc::clone(&wakes.gate),
+        wakes: wakes.clone(),
         demand: gated,
         hosts,
         unschedulable_after: Duration::from_secs(args.unschedulable_after_seconds),

@@ -20,7 +20,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::{Kind, Metrics};
 use crate::pods::PodObject;
-use crate::read::{AgentPod, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete};
+use crate::read::{
+    AgentPod, BudgetObject, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
+};
 use crate::rollout::{Revision, Watched};
 
 /// A function that drops unused fields before an object is stored, and a predicate for changes that
@@ -36,6 +38,8 @@ pub(crate) struct Wakers {
     /// Whether the last pass found that no GPU is partitioned on demand. If so, pods do not wake
     /// passes.
     ignore_pods: Arc<AtomicBool>,
+    /// Whether no waiting pod may preempt others. If so, disruption budgets do not wake the gate.
+    ignore_budgets: Arc<AtomicBool>,
 }
 
 impl Wakers {
@@ -46,7 +50,24 @@ impl Wakers {
         self.tenants.notify_one();
     }
 
-    /// Wakers the controllers that a changed pod affects. Pods change often, and a pass covers all
+    /// Wakes the gate if a waiting pod may preempt others. Budgets change with each pod that
+    /// becomes ready.
+    fn budget(&self) {
+        if !self.ignore_budgets.load(Ordering::Acquire) {
+            self.gate.notify_one();
+        }
+    }
+
+    /// Records whether a waiting pod may preempt others. If there was none before, wakes the gate
+    /// again, because a budget that changed during the current reconcile did not wake it.
+    pub(crate) fn set_awaits_budgets(&self, awaits: bool) {
+        let before = self.ignore_budgets.swap(!awaits, Ordering::AcqRel);
+        if awaits && before {
+            self.gate.notify_one();
+        }
+    }
+
+    /// Wakes the controllers that a changed pod affects. Pods change often, and a pass covers all
     /// nodes. So pods wake passes only if a GPU is partitioned on demand.
     fn pod(&self) {
         if !self.ignore_pods.load(Ordering::Acquire) {
@@ -135,6 +156,12 @@ impl Watches<'_> {
                 watcher(Api::<VolumeObject>::all(client.clone()), watcher::Config::default()),
                 (trim_metadata, |_| true),
                 gate,
+            ),
+            budgets: self.store_objects(
+                "PodDisruptionBudget",
+                watcher(Api::<BudgetObject>::all(client.clone()), watcher::Config::default()),
+                (trim_metadata, |_| true),
+                Wakers::budget,
             ),
             namespaces: self.store_objects(
                 "NamespaceLabels",
@@ -241,6 +268,25 @@ mod tests {
         let kept: Vec<String> = node.metadata.annotations.into_iter().flatten().map(|(name, _)| name).collect();
         assert_eq!(kept, ["cleave.dev/cleared", "cleave.dev/cordon"]);
         assert_eq!(node.metadata.managed_fields, None);
+    }
+
+    #[test]
+    fn budgets_wake_the_gate_only_while_a_pod_may_preempt_and_no_change_is_missed() {
+        let wakes = Wakers::default();
+        let woken = || wakes.gate.notified().now_or_never().is_some();
+        wakes.budget();
+        assert!(woken(), "before the first reconcile");
+        wakes.set_awaits_budgets(false);
+        wakes.budget();
+        assert!(!woken());
+        // This budget changes after the gate has read the budgets.
+        wakes.budget();
+        wakes.set_awaits_budgets(true);
+        assert!(woken());
+        wakes.set_awaits_budgets(true);
+        assert!(!woken(), "a repeated report wakes nothing");
+        wakes.budget();
+        assert!(woken());
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_api::gpunode::GpuStatus;
 use cleave_operator::pods::full_name;
 use cleave_operator::read::Node;
-use cleave_plan::ledger::{Holder, Moment, NoFit, PendingPod, Preemption, Tightest};
+use cleave_plan::ledger::{Holder, Holders, Moment, NoFit, PendingPod, Preemption, Tightest};
 
 use super::nodes::unavailable;
 use super::report::NodeView;
@@ -53,8 +53,9 @@ impl PodContext<'_> {
     /// any of these pods, and some of them terminate without a deletion.
     fn removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.holders();
-        let lowered = |holder: &Holder| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
-        let lower = holders.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect();
+        let lowered = |holder: &Holder<'static>| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
+        let pods = holders.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect();
+        let lower = Holders { pods, budgets: Vec::new() };
         let waiting = PendingPod { pod: self.name, priority: i32::MAX, device_requests: self.device_requests };
         let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower)?;
         let gpus: BTreeSet<String> = found.takes.iter().map(|take| self.gpu_of(&found.node, &take.device)).collect();
@@ -62,7 +63,7 @@ impl PodContext<'_> {
         Some(self.removals_line(&found, &gpus, &holders))
     }
 
-    fn removals_line(&self, found: &Preemption, gpus: &str, holders: &BTreeMap<String, Holder>) -> String {
+    fn removals_line(&self, found: &Preemption, gpus: &str, holders: &BTreeMap<String, Holder<'static>>) -> String {
         let node = &found.node;
         if found.victims.is_empty() {
             let fits = self.ledger.fit(self.device_requests, [node.as_str()], 1, &Tightest).is_ok();
@@ -85,7 +86,7 @@ impl PodContext<'_> {
 
     /// Bound pods that can be removed to free slices. Excludes pods on cordoned or unhealthy GPUs,
     /// because their slices remain unavailable.
-    fn holders(&self) -> BTreeMap<String, Holder> {
+    fn holders(&self) -> BTreeMap<String, Holder<'static>> {
         let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
             unavailable(gpu, &cordons.unwrap_or_default()).is_some()
@@ -106,7 +107,9 @@ impl PodContext<'_> {
             let holder = Holder {
                 priority: pod.spec.priority.unwrap_or(0),
                 started: Moment(u64::try_from(started).unwrap_or(0)),
-                protected: false,
+
+                budget: None,
+                requests: None,
                 ending: pod.metadata.deletion_timestamp.is_some(),
             };
             holders.insert(name, holder);

@@ -73,6 +73,10 @@ pub struct Actions {
     pub rollout: Option<Step>,
     /// Whether another reconcile can release more pods immediately.
     pub more: bool,
+    /// Number of searches for pods to evict.
+    pub preemption_searches: u64,
+    /// Whether a change of a disruption budget may help a waiting pod.
+    pub awaits_budgets: bool,
     /// Delay before the next reconcile if nothing changes.
     pub requeue: Option<Duration>,
 }

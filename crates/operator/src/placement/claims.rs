@@ -34,6 +34,8 @@ pub(super) struct PodClaims {
     renewals: BTreeMap<String, u32>,
     /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
     lingering: BTreeMap<String, Duration>,
+    /// Nodes on which reservations have ended.
+    freed: BTreeSet<String>,
 }
 
 impl PodClaims {
@@ -67,8 +69,13 @@ impl PodClaims {
     pub(super) fn release(&mut self, ledger: Option<&mut Ledger>, name: &str) {
         self.uids.remove(name);
         if let Some(ledger) = ledger {
-            ledger.release(name);
+            self.freed.extend(ledger.release(name).into_iter().flat_map(|claim| nodes(&claim.place)));
         }
+    }
+
+    /// Takes the nodes on which reservations have ended since the last call.
+    pub(super) fn take_freed(&mut self) -> BTreeSet<String> {
+        std::mem::take(&mut self.freed)
     }
 
     /// Ends the claim of an earlier pod of the same name.
@@ -94,6 +101,7 @@ impl PodClaims {
                 self.add_claim(ledger, name, uid(), pod, Place::Bound(node.to_owned()));
             }
             Some(false) => {
+                self.freed.extend(ledger.claim(name).into_iter().flat_map(|claim| nodes(&claim.place)));
                 ledger.bind(name, node, &pod.device_requests());
                 self.uids.insert(name.to_owned(), uid());
             }
@@ -189,6 +197,14 @@ impl PodClaims {
     /// Time until each lingering claim ends.
     pub(super) fn lingering_claim_expiries(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
+    }
+}
+
+/// The nodes of a claim.
+fn nodes(place: &Place) -> Vec<String> {
+    match place {
+        Place::OneOf { nodes, .. } => nodes.iter().cloned().collect(),
+        Place::Bound(node) => vec![node.clone()],
     }
 }
 

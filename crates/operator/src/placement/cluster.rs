@@ -9,7 +9,7 @@ use kube::core::DeserializeGuard;
 
 use crate::pods::{PodObject, claimant};
 use crate::policies::demand::WaitingPod;
-use crate::read::{AgentPod, NamespaceObject, NodeObject, VolumeClaimObject, VolumeObject};
+use crate::read::{AgentPod, BudgetObject, NamespaceObject, NodeObject, VolumeClaimObject, VolumeObject};
 use crate::rollout::Hosts;
 
 /// The cluster's objects, as the watches last reported them.
@@ -29,6 +29,8 @@ pub struct Cluster {
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
     /// `PersistentVolume`s that claims are bound to.
     pub volumes: Vec<Arc<VolumeObject>>,
+    /// Disruption budgets.
+    pub budgets: Vec<Arc<BudgetObject>>,
     /// Namespaces. Pod affinity can select namespaces by label.
     pub namespaces: Vec<Arc<NamespaceObject>>,
 }

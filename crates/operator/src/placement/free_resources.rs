@@ -5,9 +5,12 @@ use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::ledger::{Claim, Ledger, Place};
 
-use super::nodes::{self, Nodes};
+use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
+
+/// The resource with which the scheduler counts pods.
+const PODS: &str = "pods";
 
 /// Free resources by node, in thousandths. Pods that are released to a node count as if they were
 /// bound to it. A node's free resources are computed when they are first needed.
@@ -16,37 +19,102 @@ pub(super) struct FreeResources<'a> {
     tracker: &'a PodTracker,
     /// Requests of the pods that are released to each node but not bound.
     released: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    computed: BTreeMap<&'a str, BTreeMap<&'a str, u64>>,
+    /// Waiting pods for which room on each node is nominated, by name. Pods of the same or lower
+    /// priority do not see the resources that these pods request as free.
+    nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
+    computed: BTreeMap<&'a str, BTreeMap<&'a str, i128>>,
+}
+
+/// A waiting pod with a nomination.
+struct Nominee<'a> {
+    priority: i32,
+    requests: &'a BTreeMap<String, Quantity>,
+}
+
+/// What decides whether a pod finds enough resources on a node.
+#[derive(Clone, Copy)]
+pub(super) struct Requester<'r> {
+    /// The pod, as `namespace/name`.
+    pub(super) name: &'r str,
+    pub(super) priority: i32,
+    pub(super) requests: &'r BTreeMap<String, Quantity>,
 }
 
 impl<'a> FreeResources<'a> {
     pub(super) fn new(nodes: &'a Nodes, tracker: &'a PodTracker, ledger: &Ledger, unsettled: &[&'a PodObject]) -> Self {
-        let mut released: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>> = BTreeMap::new();
+        let (released, nominated, computed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let mut resources = Self { nodes, tracker, released, nominated, computed };
         for pod in unsettled.iter().filter(|pod| pod.node().is_none()) {
-            let claim = ledger.claim(&crate::pods::full_name(&pod.metadata));
-            if let Some(Claim { place: Place::OneOf { nodes: to, .. }, .. }) = claim {
+            let name = crate::pods::full_name(&pod.metadata);
+            if let Some(Claim { place: Place::OneOf { nodes: to, .. }, .. }) = ledger.claim(&name) {
                 for (name, _) in to.iter().filter_map(|node| nodes.0.get_key_value(node)) {
-                    released.entry(name).or_default().push(&pod.spec.requests);
+                    resources.released.entry(name).or_default().push(&pod.spec.requests);
                 }
+            } else if let Some(nomination) = ledger.nominations().get(&name) {
+                resources.nominate(name, nomination.priority, &pod.spec.requests, &nomination.node);
             }
         }
-        Self { nodes, tracker, released, computed: BTreeMap::new() }
+        resources
     }
 
-    /// Whether a node has room for a pod with these requests.
-    pub(super) fn has_room(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) -> bool {
-        self.of(node).is_some_and(|free| nodes::has_room(free, requests))
+    /// Keeps the resources that a waiting pod requests for this pod.
+    pub(super) fn nominate(
+        &mut self,
+        pod: String,
+        priority: i32,
+        requests: &'a BTreeMap<String, Quantity>,
+        node: &str,
+    ) {
+        self.nominated.entry(node.to_owned()).or_default().insert(pod, Nominee { priority, requests });
+    }
+
+    /// Ends a nomination.
+    pub(super) fn withdraw(&mut self, pod: &str, node: &str) {
+        if let Some(nominees) = self.nominated.get_mut(node) {
+            nominees.remove(pod);
+        }
+    }
+
+    /// Whether a node has room for a pod.
+    pub(super) fn has_room(&mut self, node: &str, pod: Requester<'_>) -> bool {
+        self.missing(node, pod).is_some_and(|missing| missing.is_empty())
+    }
+
+    /// The amount of each resource that a node is missing for a pod. `None` if the node has no
+    /// `GpuNode`, or is too small for the pod even without other pods.
+    pub(super) fn missing<'r>(&mut self, node: &str, pod: Requester<'r>) -> Option<BTreeMap<&'r str, u128>> {
+        let allocatable = &self.nodes.0.get(node)?.node.allocatable;
+        self.compute(node)?;
+        let free = self.computed.get(node)?;
+        let of_others =
+            |(name, nominee): &(&String, &Nominee<'a>)| *name != pod.name && nominee.priority >= pod.priority;
+        let nominees: Vec<_> = self.nominated.get(node).into_iter().flatten().filter(of_others).collect();
+        let mut missing = BTreeMap::new();
+        let slot = free.contains_key(PODS).then_some((PODS, 1000));
+        for (resource, wanted) in amounts(pod.requests).chain(slot) {
+            let free = *free.get(resource)?;
+            let kept: i128 = nominees.iter().map(|(_, nominee)| amount(nominee.requests, resource)).sum();
+            let short = wanted.saturating_add(kept).saturating_sub(free);
+            if short > 0 {
+                if allocatable.get(resource).and_then(Quantity::milli).is_none_or(|all| i128::from(all) < wanted) {
+                    return None;
+                }
+                missing.insert(resource, short.unsigned_abs());
+            }
+        }
+        Some(missing)
     }
 
     /// Subtracts the requests of a pod that is released to the node.
     pub(super) fn subtract(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) {
-        if let Some(free) = self.of(node) {
+        self.compute(node);
+        if let Some(free) = self.computed.get_mut(node) {
             subtract(free, requests);
         }
     }
 
-    /// Free resources of a node. `None` if the node has no `GpuNode`.
-    fn of(&mut self, node: &str) -> Option<&mut BTreeMap<&'a str, u64>> {
+    /// Computes the free resources of a node. `None` if the node has no `GpuNode`.
+    fn compute(&mut self, node: &str) -> Option<()> {
         let (name, state) = self.nodes.0.get_key_value(node).filter(|(_, state)| state.managed)?;
         if !self.computed.contains_key(name.as_str()) {
             let mut free = state.free_resources(self.tracker);
@@ -55,17 +123,25 @@ impl<'a> FreeResources<'a> {
             }
             self.computed.insert(name, free);
         }
-        self.computed.get_mut(name.as_str())
+        Some(())
     }
 }
 
-fn subtract(free: &mut BTreeMap<&str, u64>, requests: &BTreeMap<String, Quantity>) {
-    for (name, quantity) in requests.iter().filter(|(name, _)| !is_served(name)) {
-        if let Some(free) = free.get_mut(name.as_str()) {
-            *free = free.saturating_sub(quantity.milli().unwrap_or(0));
-        }
-    }
-    if let Some(pods) = free.get_mut("pods") {
-        *pods = pods.saturating_sub(1000);
+/// The amounts that a pod requests of a node's resources, in thousandths. Excludes requests that
+/// Cleave serves.
+fn amounts(requests: &BTreeMap<String, Quantity>) -> impl Iterator<Item = (&str, i128)> {
+    let of_node = requests.iter().filter(|(name, _)| !is_served(name) && *name != PODS);
+    let amounts = of_node.map(|(name, quantity)| (name.as_str(), i128::from(quantity.milli().unwrap_or(0))));
+    amounts.filter(|(_, amount)| *amount > 0)
+}
+
+/// The amount that a pod uses of one resource of a node, in thousandths.
+fn amount(requests: &BTreeMap<String, Quantity>, resource: &str) -> i128 {
+    if resource == PODS { 1000 } else { requests.get(resource).and_then(Quantity::milli).unwrap_or(0).into() }
+}
+
+fn subtract(free: &mut BTreeMap<&str, i128>, requests: &BTreeMap<String, Quantity>) {
+    for (name, free) in free.iter_mut() {
+        *free = free.saturating_sub(amount(requests, name));
     }
 }

@@ -6,19 +6,23 @@ use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
-use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
+use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
 use kube::ResourceExt;
 
-use super::actions::{Actions, Destination, ReleaseReason};
+use super::actions::{Actions, Destination, Eviction, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_living, is_released};
+use super::evictions::{Evictability, EvictionRecords};
 use super::mps_hosts;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
+use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, Stranded};
+use super::verdict::Verdict;
+use crate::evict::Evicted;
 use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::{self, Rollout, Step};
@@ -26,8 +30,6 @@ use crate::rollout::{self, Rollout, Step};
 /// Default time for which a pod must be unplaceable before it is released as unschedulable. A
 /// policy, a node or its `GpuNode` may be absent for some time.
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
-/// Time for which a pod counts as protected after a disruption budget refused its eviction.
-const PROTECTION_TIME: Duration = Duration::from_secs(30);
 /// Maximum number of pods released per reconcile. The operator writes their patches before it
 /// reconciles again.
 const MAX_RELEASES: usize = 128;
@@ -44,9 +46,10 @@ pub struct Gatekeeper {
     tracker: PodTracker,
     claims: PodClaims,
     queue: Queue,
-    /// Pods whose eviction a disruption budget refused, each with the time at which its protection
-    /// ends.
-    protected: BTreeMap<String, Duration>,
+    /// Results of evictions for pods of higher priority.
+    evictions: EvictionRecords,
+    /// Pods for which preemption was searched for.
+    preemptors: Preemptors,
     stranded: Stranded,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
@@ -71,7 +74,8 @@ impl Gatekeeper {
             tracker: PodTracker::default(),
             claims: PodClaims::default(),
             queue: Queue::default(),
-            protected: BTreeMap::new(),
+            evictions: EvictionRecords::default(),
+            preemptors: Preemptors::default(),
             stranded: Stranded::default(),
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
@@ -95,9 +99,9 @@ impl Gatekeeper {
         self.queue.record_refusal(pod, message, up);
     }
 
-    /// Records that a disruption budget refused a pod's eviction.
-    pub fn record_protection(&mut self, pod: &str, up: Duration) {
-        self.protected.insert(pod.to_owned(), up.saturating_add(PROTECTION_TIME));
+    /// Records the result of an eviction for a pod of higher priority.
+    pub fn record_eviction(&mut self, eviction: &Eviction, result: &Evicted, up: Duration) {
+        self.evictions.record(&eviction.uid, result, up);
     }
 
     /// Records that the condition of a stranded pod could not be written.
@@ -119,6 +123,7 @@ impl Gatekeeper {
     /// according to the plan for GPUs that Cleave partitions on demand.
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout);
+        changed.iter().for_each(|(node, _)| self.preemptors.touch(node));
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
@@ -144,6 +149,9 @@ impl Gatekeeper {
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
         let input = Input { cluster, living: &living, unsettled: &unsettled, demand, now };
+        for node in self.tracker.take_changed_nodes().into_iter().chain(self.claims.take_freed()) {
+            self.preemptors.touch(&node);
+        }
         actions.rescue = self.rescue(&ledger, &input);
         if let Some(requeue) = actions.rescue.requeue {
             actions.requeue_in(requeue);
@@ -202,6 +210,7 @@ impl Gatekeeper {
         let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
         let step = self.rollout.update(&views, up);
         for (name, facts) in self.nodes.update(cluster, &self.rollout) {
+            self.preemptors.touch(&name);
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);
             }
@@ -260,6 +269,26 @@ impl Gatekeeper {
         rescue
     }
 
+    /// Updates what preemption remembers, and ends the nominations of pods that no longer wait.
+    fn update_preemption(
+        &mut self,
+        ledger: &mut Ledger,
+        waiting: &[(String, &PodObject)],
+        input: &Input<'_>,
+        actions: &mut Actions,
+    ) {
+        let up = input.now.up;
+        self.preemptors.update(waiting);
+        withdraw_other_nominations(ledger, waiting).iter().for_each(|node| self.preemptors.touch(node));
+        if self.evictions.update(up) {
+            self.preemptors.touch_all();
+        }
+        if !waiting.is_empty() {
+            self.preemptors.update_budgets(&input.cluster.budgets);
+            self.evictions.deadlines(up).for_each(|deadline| actions.requeue_in(deadline));
+        }
+    }
+
     /// Reserves shares for the pods that fit, and explains what the others wait for.
     fn reserve_or_explain(
         &mut self,
@@ -268,23 +297,23 @@ impl Gatekeeper {
         input: &Input<'_>,
         actions: &mut Actions,
     ) {
-        withdraw_other_nominations(ledger, &waiting);
+        let up = input.now.up;
+        self.update_preemption(ledger, &waiting, input, actions);
         if waiting.is_empty() {
             return;
         }
-        let up = input.now.up;
-        self.protected.retain(|_, until| *until > up);
-        // No watch reports when a budget allows disruptions again.
-        self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
-        let Self { unschedulable_after, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
+        let Self { unschedulable_after, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
+        let Self { evictions, preemptors, .. } = self;
         let candidates: Vec<Candidate<'_>> = queue
             .skip_refused(ledger, waiting, up, actions)
             .into_iter()
             .map(|(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod)))
             .collect();
         let mut search = PlacementSearch::new(input, nodes, tracker, ledger);
-        let holders = LazyCell::new(|| nodes.holders(input.living, protected));
-        let mut preemption = PreemptionSearch { holders: &holders, protected, claims, considered: 0 };
+        let evictability = Evictability::new(&input.cluster.budgets, evictions);
+        let is_paused = evictions.is_paused(up);
+        let mut preemption =
+            PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, (is_paused, up));
         let mut reserved: Vec<(String, String)> = Vec::new();
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {
@@ -299,7 +328,7 @@ impl Gatekeeper {
             }
             if let Some(delay) = stranded.delay(pod, up) {
                 actions.requeue_in(delay);
-                drop(ledger.withdraw(name));
+                preemption.withdraw(ledger, &mut search, name);
                 actions.waiting.insert(name.clone(), no_room(DELAYED_MESSAGE.to_owned()));
                 continue;
             }
@@ -317,7 +346,7 @@ impl Gatekeeper {
                 }
                 Err(verdict) => verdict,
             };
-            let preempted = preemption.find(ledger, &search, candidate, &verdict);
+            let waits = matches!(verdict, Verdict::Waits(_));
             let impossible = verdict.impossible();
             let (message, may_pass) = verdict.explain(device_requests, input.demand.get(name));
             let message = message + &rollout.describe_withheld(device_requests, &search.eligible(candidate));
@@ -329,16 +358,13 @@ impl Gatekeeper {
                 Some(unplaceable) => actions.requeue_in(unschedulable_after.saturating_sub(unplaceable)),
                 None => {}
             }
-            match preempted {
-                Some(Preemption { node, takes, victims }) => {
-                    actions.evictions.extend(preemption.evictions(victims, name));
-                    // The ledger refuses only nominations for pods with a claim, and waiting pods
-                    // have none.
-                    let _ = ledger.nominate(name, Nomination { priority: candidate.plan_pod.priority, node, takes });
-                }
-                None => drop(ledger.withdraw(name)),
-            }
+            preemption.preempt(ledger, &mut search, candidate, waits, actions);
             actions.waiting.insert(name.clone(), no_room(message));
+        }
+        actions.more |= preemptors.is_deferred();
+        actions.awaits_budgets = preemptors.await_budgets();
+        if let Some(recheck) = preemptors.next_recheck(up) {
+            actions.requeue_in(recheck);
         }
         reserved.into_iter().for_each(|(name, uid)| claims.add(name, uid));
     }
@@ -348,15 +374,15 @@ fn no_room(message: String) -> WaitingPod {
     WaitingPod { reason: Reason::NoRoom, message }
 }
 
-/// Ends the nominations of pods that no longer wait.
-fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObject)]) {
+/// Ends the nominations of pods that no longer wait. Returns the nodes of these nominations.
+fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObject)]) -> Vec<String> {
     if ledger.nominations().is_empty() {
-        return;
+        return Vec::new();
     }
     let waiting: BTreeSet<&str> = waiting.iter().map(|(name, _)| name.as_str()).collect();
     let over: Vec<String> =
         ledger.nominations().keys().filter(|pod| !waiting.contains(pod.as_str())).cloned().collect();
-    over.iter().for_each(|pod| drop(ledger.withdraw(pod)));
+    over.iter().filter_map(|pod| ledger.withdraw(pod)).map(|nomination| nomination.node).collect()
 }
 
 /// Builds the reservation for the pod's annotation. The reservation lists groups of units in the

@@ -10,7 +10,8 @@
 //! | decide | `gatekeeper` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
 //! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
-//! | | `preemption`, `stranded` | pods to evict |
+//! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
+//! | | `stranded` | released pods to evict |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
 //!
@@ -29,9 +30,11 @@
 //!
 //! `stranded` handles released pods that no node accepts.
 mod actions;
+mod budgets;
 mod claims;
 mod cluster;
 mod constraints;
+mod evictions;
 mod facts;
 mod free_resources;
 mod gatekeeper;
@@ -40,6 +43,7 @@ mod nodes;
 mod patch;
 mod pod_tracker;
 mod preemption;
+mod preemptors;
 mod queue;
 mod run;
 mod search;

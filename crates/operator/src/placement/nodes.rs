@@ -1,20 +1,20 @@
 //! The cluster's nodes: which nodes can run a pod, what serves a resource, and why a pod is not
 //! placeable.
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
 use cleave_api::GpuNode;
 use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::constraints::Conflict;
-use cleave_plan::ledger::{Holder, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest};
+use cleave_plan::ledger::{Holder, Holders, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest};
 use cleave_plan::scheduling::{self, Refused};
 use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
 use kube::core::DeserializeGuard;
 
 use super::cluster::Cluster;
+use super::evictions::Evictability;
 use super::facts;
 use super::pod_tracker::PodTracker;
 use super::verdict::{Exclusion, PermanentObstacle, Verdict};
@@ -113,13 +113,14 @@ impl NodeState {
     }
 
     /// The node's CPU, memory and other resources that no bound pod requests, in thousandths.
-    pub(super) fn free_resources(&self, tracker: &PodTracker) -> BTreeMap<&str, u64> {
+    /// Negative if pods request more than the node has.
+    pub(super) fn free_resources(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
         let requested = tracker.requested(&self.node.name);
         let amounts = self.node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
         let amounts = amounts.map(|(resource, quantity)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
-            let free = u128::from(quantity.milli().unwrap_or(0)).saturating_sub(requested);
-            (resource.as_str(), u64::try_from(free).unwrap_or(u64::MAX))
+            let requested = i128::try_from(requested).unwrap_or(i128::MAX);
+            (resource.as_str(), i128::from(quantity.milli().unwrap_or(0)) - requested)
         });
         amounts.collect()
     }
@@ -225,37 +226,30 @@ impl Nodes {
         refused.or_else(|| full().then(|| "not enough CPU, memory or another resource".to_owned()))
     }
 
-    /// Pods that preemption can evict, and ended or deleted pods whose node still reports their
-    /// allocations. Ended and deleted pods count as terminating, so that no other pod is evicted
-    /// for the same units.
-    pub(super) fn holders(
-        &self,
-        living: &[&PodObject],
-        protected: &BTreeMap<String, Duration>,
-    ) -> BTreeMap<String, Holder> {
+    /// Pods with allocations that preemption can evict, and ended or deleted pods whose node still
+    /// reports their allocations. Ended and deleted pods count as terminating, so that no other pod
+    /// is evicted for the same units.
+    pub(super) fn holders<'a>(&self, living: &[&'a PodObject], evictability: &Evictability<'a>) -> Holders<'a> {
         let mut holders = BTreeMap::new();
+        let mut kept = BTreeSet::new();
         for pod in living.iter().filter(|pod| pod.requests_gpus()) {
             let Some(state) = pod.node().and_then(|node| self.0.get(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
             if state.blocked.contains(&name) {
                 continue;
             }
-            let created = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
-            let holder = Holder {
-                priority: pod.spec.priority.unwrap_or(0),
-                started: Moment(u64::try_from(created).unwrap_or(0)),
-                protected: protected.contains_key(&name),
-                ending: pod.metadata.deletion_timestamp.is_some(),
-            };
-            holders.insert(name, holder);
+            match evictability.holder(pod) {
+                Some(holder) => drop(holders.insert(name, holder)),
+                None => drop(kept.insert(name)),
+            }
         }
-        let gone = Holder { priority: 0, started: Moment(0), protected: false, ending: true };
+        let gone = Holder { priority: 0, started: Moment(0), budget: None, ending: true, requests: None };
         for pod in self.0.values().flat_map(|state| state.allocated.difference(&state.blocked)) {
-            if !holders.contains_key(pod) {
+            if !holders.contains_key(pod) && !kept.contains(pod) {
                 holders.insert(pod.clone(), gone);
             }
         }
-        holders
+        Holders { pods: holders, budgets: evictability.allowed() }
     }
 
     /// Why a pod is not placeable, and whether that can change. `why` is the ledger's answer for
@@ -353,12 +347,12 @@ pub(super) enum Provider {
     Nothing,
 }
 
-/// Whether `free` covers the requests and one pod slot. Requests that Cleave serves do not count.
-pub(super) fn has_room(free: &BTreeMap<&str, u64>, requests: &BTreeMap<String, Quantity>) -> bool {
+/// Whether `free` covers the requests and one more pod. Requests that Cleave serves do not count.
+fn has_room(free: &BTreeMap<&str, i128>, requests: &BTreeMap<String, Quantity>) -> bool {
     let pods = free.get("pods").is_none_or(|pods| *pods >= 1000);
     let fits = |(name, quantity): (&String, &Quantity)| {
         let wanted = quantity.milli().unwrap_or(0);
-        wanted == 0 || free.get(name.as_str()).is_some_and(|free| *free >= wanted)
+        wanted == 0 || free.get(name.as_str()).is_some_and(|free| *free >= i128::from(wanted))
     };
     pods && requests.iter().filter(|(name, _)| !is_served(name)).all(fits)
 }

@@ -23,6 +23,8 @@ pub(super) struct PodTracker {
     requested: BTreeMap<String, BTreeMap<String, u128>>,
     /// Names of the pods that were not settled at the previous reconcile.
     unsettled_names: BTreeSet<String>,
+    /// Nodes on which pods have changed.
+    changed_nodes: BTreeSet<String>,
 }
 
 #[derive(Debug)]
@@ -51,6 +53,7 @@ impl PodTracker {
                 let settled = !is_living(pod) || !pod.waits_at_gate() && !pod.requests_gpus();
                 if is_living(pod) {
                     change_sums(&mut self.requested, pod, u128::saturating_add);
+                    add_node(&mut self.changed_nodes, pod);
                 }
                 Row { pod: Arc::clone(pod), update, settled }
             });
@@ -60,12 +63,13 @@ impl PodTracker {
             }
         }
         let mut maybe_deleted = std::mem::take(&mut self.unsettled_names);
-        let requested = &mut self.requested;
+        let (requested, changed_nodes) = (&mut self.requested, &mut self.changed_nodes);
         self.rows.retain(|_, row| {
             let stays = row.update == update;
             if !stays {
                 if is_living(&row.pod) {
                     change_sums(requested, &row.pod, u128::saturating_sub);
+                    add_node(changed_nodes, &row.pod);
                 }
                 if row.settled && row.pod.requests_gpus() {
                     maybe_deleted.insert(full_name(&row.pod.metadata));
@@ -89,9 +93,21 @@ impl PodTracker {
         }
     }
 
+    /// Takes the nodes on which pods have changed since the last call.
+    pub(super) fn take_changed_nodes(&mut self) -> BTreeSet<String> {
+        std::mem::take(&mut self.changed_nodes)
+    }
+
     /// Sums of the requests of the pods on a node, by resource, in thousandths.
     pub(super) fn requested(&self, node: &str) -> Option<&BTreeMap<String, u128>> {
         self.requested.get(node)
+    }
+}
+
+/// Adds the node that a pod is bound to.
+fn add_node(nodes: &mut BTreeSet<String>, pod: &PodObject) {
+    if let Some(node) = pod.node().filter(|node| !nodes.contains(*node)) {
+        nodes.insert(node.to_owned());
     }
 }
 

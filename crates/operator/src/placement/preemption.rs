@@ -1,68 +1,195 @@
 //! Selects the pods of lower priority to evict for a waiting pod.
-use std::cell::LazyCell;
-use std::collections::BTreeMap;
+use std::cell::OnceCell;
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use cleave_plan::ledger::{Holder, Ledger, Preemption};
+use cleave_plan::ledger::{Holders, Ledger, Nomination, Preemption};
 
-use super::actions::Eviction;
+use super::actions::{Actions, Eviction};
 use super::claims::PodClaims;
-use super::search::{Candidate, PlacementSearch};
-use super::verdict::Verdict;
+use super::evictions::Evictability;
+use super::nodes::Nodes;
+use super::preemptors::{Preemptors, Scope};
+use super::search::{Candidate, PlacementSearch, SearchKey};
+use crate::pods::PodObject;
 
-/// Maximum number of preemptors considered per reconcile. Each one scans every device.
-const MAX_PREEMPTORS: usize = 8;
+/// Maximum number of waiting pods per reconcile for which preemption is searched for the first
+/// time. Each search scans every device.
+const MAX_NEW_PREEMPTORS: usize = 4;
 
 /// Searches for pods to evict, within one reconcile.
-pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> {
-    /// Pods with allocations. Computed only if a pod waits.
-    pub(super) holders: &'a LazyCell<BTreeMap<String, Holder>, F>,
-    /// Pods whose eviction a disruption budget refused, each with the time at which its protection
-    /// ends.
-    pub(super) protected: &'a BTreeMap<String, Duration>,
-    pub(super) claims: &'a PodClaims,
-    /// Number of preemptors considered so far.
-    pub(super) considered: usize,
+pub(super) struct PreemptionSearch<'a> {
+    nodes: &'a Nodes,
+    living: &'a [&'a PodObject],
+    evictability: Evictability<'a>,
+    claims: &'a PodClaims,
+    preemptors: &'a mut Preemptors,
+    /// Pods with allocations. Computed only if a pod may preempt others.
+    holders: OnceCell<Holders<'a>>,
+    /// Waiting pods whose turn it is.
+    turns: BTreeSet<String>,
+    /// Number of searches so far for pods that were not searched for before.
+    new: usize,
+    /// Number of searches so far.
+    searches: u64,
+    /// Properties of pods for which no preemption helps. Replicas of a workload have the same
+    /// result.
+    hopeless: BTreeSet<SearchKey<'a>>,
+    /// Whether no pods are evicted now, because the API server limits requests.
+    is_paused: bool,
+    up: Duration,
 }
 
-impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
-    /// Finds the pods to evict so that a waiting pod can be placed. `None` if the pod must not
-    /// preempt others, or if no evictions suffice.
-    pub(super) fn find<'a>(
+/// The result of one search.
+enum Outcome {
+    /// These evictions make room. The list of victims must be empty.
+    Preempt(Preemption),
+    /// No preemption helps, or the pod may not preempt others.
+    Hopeless,
+    /// It is not this pod's turn.
+    Later,
+}
+
+impl<'a> PreemptionSearch<'a> {
+    pub(super) fn new(
+        (nodes, living): (&'a Nodes, &'a [&'a PodObject]),
+        evictability: Evictability<'a>,
+        claims: &'a PodClaims,
+        preemptors: &'a mut Preemptors,
+        (is_paused, up): (bool, Duration),
+    ) -> Self {
+        let turns = preemptors.turns(up);
+        let (holders, hopeless) = (OnceCell::new(), BTreeSet::new());
+        Self {
+            nodes,
+            living,
+            evictability,
+            claims,
+            preemptors,
+            holders,
+            turns,
+            new: 0,
+            searches: 0,
+            hopeless,
+            is_paused,
+            up,
+        }
+    }
+
+    /// Evicts pods for a pod at the gate if that makes room for it, and nominates the room. `waits`
+    /// if the pod may become placeable. Keeps an earlier nomination while its victims terminate.
+    pub(super) fn preempt(
+        &mut self,
+        ledger: &mut Ledger,
+        search: &mut PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        waits: bool,
+        actions: &mut Actions,
+    ) {
+        match self.find(ledger, search, candidate, waits) {
+            Outcome::Preempt(Preemption { node, takes, victims }) => {
+                self.evict(victims, &candidate.name, actions);
+                self.preemptors.forget(&candidate.name);
+                search.nominate(candidate, &node);
+                // The ledger refuses only nominations for pods with a claim, and waiting pods have
+                // none.
+                let nomination = Nomination { priority: candidate.plan_pod.priority, node, takes };
+                let _ = ledger.nominate(&candidate.name, nomination);
+            }
+            Outcome::Hopeless => self.withdraw(ledger, search, &candidate.name),
+            Outcome::Later => {}
+        }
+        actions.preemption_searches = self.searches;
+    }
+
+    /// Ends the nomination of a waiting pod.
+    pub(super) fn withdraw(&mut self, ledger: &mut Ledger, search: &mut PlacementSearch<'a>, pod: &str) {
+        if let Some(nomination) = ledger.withdraw(pod) {
+            search.withdraw(pod, &nomination.node);
+            self.preemptors.touch(&nomination.node);
+        }
+    }
+
+    fn find(
         &mut self,
         ledger: &Ledger,
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
-    ) -> Option<Preemption> {
-        let Candidate { pod, plan_pod, .. } = candidate;
-        let may_preempt =
-            matches!(verdict, Verdict::Waits(_)) && pod.spec.preemption_policy.as_deref() != Some("Never");
-        let over_others = || self.holders.values().any(|holder| holder.priority < plan_pod.priority);
-        if !may_preempt || self.considered >= MAX_PREEMPTORS || !over_others() {
-            return None;
+        waits: bool,
+    ) -> Outcome {
+        let Candidate { name, pod, plan_pod, .. } = candidate;
+        if !waits || pod.spec.preemption_policy.as_deref() == Some("Never") {
+            return Outcome::Hopeless;
         }
-        self.considered += 1;
-        let found = ledger.preempt(candidate.pending_pod(), search.nodes_with_room(candidate), self.holders);
-        found.filter(|found| can_evict(found, self.protected))
+        let nominated = ledger.nominations().get(name);
+        let scope = self.preemptors.scope(name, self.up);
+        let key = search.key(candidate);
+        if nominated.is_none() {
+            if scope == Scope::Nothing {
+                self.hopeless.insert(key);
+                return Outcome::Hopeless;
+            }
+            if self.hopeless.contains(&key) {
+                self.preemptors.give_up(name, pod, key.has_rules(), self.up);
+                return Outcome::Hopeless;
+            }
+        }
+        let (nodes, living, evictability) = (self.nodes, self.living, &self.evictability);
+        let holders = self.holders.get_or_init(|| nodes.holders(living, evictability));
+        // Pods that cannot be evicted now count too, because that may change.
+        let is_lower = |pod: &&PodObject| {
+            pod.node().is_some() && pod.requests_gpus() && pod.spec.priority.unwrap_or(0) < plan_pod.priority
+        };
+        if !holders.pods.values().any(|holder| holder.priority < plan_pod.priority) && !living.iter().any(is_lower) {
+            return Outcome::Hopeless;
+        }
+        if let Some(nomination) = nominated {
+            let targets = search.preemption_nodes(candidate, |node| node == nomination.node);
+            let found = ledger.preempt(candidate.pending_pod(), targets, holders);
+            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
+                return Outcome::Preempt(found);
+            }
+        }
+        if self.is_paused {
+            return Outcome::Later;
+        }
+        let is_turn = if self.preemptors.knows(name) {
+            self.turns.contains(name)
+        } else {
+            self.new += 1;
+            self.new <= MAX_NEW_PREEMPTORS
+        };
+        if !is_turn {
+            self.preemptors.defer(name, pod);
+            return Outcome::Later;
+        }
+        self.searches += 1;
+        let since = match scope {
+            Scope::ChangedSince(version) if !key.has_rules() && nominated.is_none() => Some(version),
+            _ => None,
+        };
+        let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
+        let targets = search.preemption_nodes(candidate, is_searched);
+        match ledger.preempt(candidate.pending_pod(), targets, holders) {
+            Some(found) => Outcome::Preempt(found),
+            None => {
+                self.preemptors.give_up(name, pod, key.has_rules(), self.up);
+                self.hopeless.insert(key);
+                Outcome::Hopeless
+            }
+        }
     }
 
-    /// The evictions of these victims for the pod `preemptor`.
-    pub(super) fn evictions<'e>(
-        &'e self,
-        victims: Vec<String>,
-        preemptor: &'e str,
-    ) -> impl Iterator<Item = Eviction> + 'e {
-        let eviction = |pod: String| {
+    /// Adds the evictions of these victims for the pod `preemptor`. Victims with a disruption
+    /// budget come first, because the API server may refuse them. Then no other victim is evicted
+    /// in vain.
+    fn evict(&mut self, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
+        let Some(holders) = self.holders.get_mut() else { return };
+        victims.sort_by_key(|pod| holders.pods.get(pod).is_none_or(|holder| holder.budget.is_none()));
+        holders.evict(&victims);
+        actions.evictions.extend(victims.into_iter().map(|pod| {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
             Eviction { pod, uid, preemptor: preemptor.to_owned() }
-        };
-        victims.into_iter().map(eviction)
+        }));
     }
-}
-
-/// Whether no victim counts as protected by a disruption budget. Evicting only the other victims
-/// would free too few units. A refused eviction must not be repeated at each reconcile.
-fn can_evict(preemption: &Preemption, protected: &BTreeMap<String, Duration>) -> bool {
-    !preemption.victims.iter().any(|victim| protected.contains_key(victim))
 }

@@ -1,6 +1,6 @@
 //! The gate controller: applies the gatekeeper's decisions and reports them. The controller is
 //! separate from the passes, so that a release does not wait for writes to nodes.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use cleave_api::names::CONDITION_PLACED;
 use futures::StreamExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 
 use super::actions::{Actions, Eviction, Release, ReleaseReason};
 use super::cluster::{Cluster, Now};
@@ -22,6 +22,7 @@ use crate::pods::{PodCondition, full_name};
 use crate::policies::demand::WaitingPod;
 use crate::rollout::{self, Deleted, Replacement, Step, Watched};
 use crate::task::{Context, Controller, Trigger};
+use crate::watches::Wakers;
 use crate::write::{WRITE_TIMEOUT, publish};
 
 /// Time to collect further changes after the first change. Pods are often created in bursts.
@@ -34,8 +35,8 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 /// The inputs of the controller.
 pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
-    /// Wakers this controller.
-    pub(crate) wake: Arc<Notify>,
+    /// Notifications that wake the controllers.
+    pub(crate) wakes: Wakers,
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts.
@@ -82,7 +83,7 @@ impl SteadyClock {
 /// The gate controller.
 pub(crate) struct Gate {
     context: Context,
-    wake: Arc<Notify>,
+    wakes: Wakers,
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     hosts: Option<Watched>,
     keeper: Gatekeeper,
@@ -110,8 +111,10 @@ impl Controller for Gate {
         let demand = Arc::clone(&self.demand.borrow_and_update());
         let actions = self.keeper.reconcile(&cluster, &demand, Now { up, epoch });
         self.set_gauges(&actions);
+        self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
         let released = self.release_all(&actions.releases).await;
-        let evicted = self.evict_all(&actions.evictions, up).await;
+        let evicted = self.evict_all(&actions.evictions).await;
+        self.wakes.set_awaits_budgets(actions.awaits_budgets);
         self.handle_stranded(&actions.rescue).await;
         let none_stranded = actions.rescue.recreate.is_empty() && actions.rescue.advise.is_empty();
         if let Some(step) = &actions.rollout {
@@ -119,7 +122,7 @@ impl Controller for Gate {
         }
         self.report(&actions, &cluster, &demand, up).await;
         if actions.more {
-            self.wake.notify_one();
+            self.wakes.gate.notify_one();
         }
         let retry = (!released || !evicted || !none_stranded).then_some(RETRY_DELAY);
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
@@ -129,10 +132,10 @@ impl Controller for Gate {
 
 impl Gate {
     pub(crate) fn new(parts: ControllerInputs) -> Self {
-        let ControllerInputs { context, wake, demand, hosts, unschedulable_after } = parts;
+        let ControllerInputs { context, wakes, demand, hosts, unschedulable_after } = parts;
         Self {
             context,
-            wake,
+            wakes,
             demand,
             hosts,
             keeper: Gatekeeper::new(unschedulable_after),
@@ -153,6 +156,7 @@ impl Gate {
             hosts: self.hosts.as_ref().and_then(Watched::state),
             volume_claims: stores.volume_claims.state(),
             volumes: stores.volumes.state(),
+            budgets: stores.budgets.state(),
             namespaces: stores.namespaces.state(),
         }
     }
@@ -169,7 +173,7 @@ impl Gate {
                 Ok(()) => {}
                 Err(Failure::Retry) => self.keeper.record_failed_release(pod),
                 Err(Failure::Refused(message)) => {
-                    self.keeper.record_refused_release(pod, &message, self.started.elapsed())
+                    self.keeper.record_refused_release(pod, &message, self.started.elapsed());
                 }
             }
         }
@@ -232,39 +236,44 @@ impl Gate {
         }
     }
 
-    /// Evicts pods if disruption budgets allow it. Returns false if a request failed.
-    async fn evict_all(&mut self, evictions: &[Eviction], up: Duration) -> bool {
-        let mut all = true;
-        for Eviction { pod, uid, preemptor } in evictions {
+    /// Evicts pods for pods of higher priority. Returns false if not all of them were evicted. If
+    /// one victim cannot be evicted, the preemptor's other victims are not evicted in vain.
+    async fn evict_all(&mut self, evictions: &[Eviction]) -> bool {
+        let mut unsuccessful: BTreeSet<&str> = BTreeSet::new();
+        for eviction in evictions {
+            let Eviction { pod, uid, preemptor } = eviction;
             if !self.context.claim.is_current() {
                 return true;
             }
+            if unsuccessful.contains(preemptor.as_str()) {
+                continue;
+            }
             let evicted = evict::evict(&self.context.client, pod, uid).await;
+            self.keeper.record_eviction(eviction, &evicted, self.started.elapsed());
+            self.context.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
             match &evicted {
                 Evicted::Done => {
                     tracing::info!(pod, preemptor, "preempted a pod");
-                    publish(
-                        &self.context.recorder,
-                        &events::preempted_event(preemptor),
-                        &events::pod_reference(pod, uid),
-                    )
-                    .await;
+                    let event = events::preempted_event(preemptor);
+                    publish(&self.context.recorder, &event, &events::pod_reference(pod, uid)).await;
+                    continue;
                 }
+                Evicted::NotFound => continue,
                 Evicted::Protected(message) => {
                     tracing::info!(pod, preemptor, message, "a disruption budget prevented an eviction");
-                    self.keeper.record_protection(pod, up);
-                    // Reconcile again: the gatekeeper may find other pods to evict.
-                    self.wake.notify_one();
                 }
-                Evicted::NotFound => {}
-                Evicted::Failed(error) => {
-                    tracing::warn!(pod, preemptor, error, "failed to evict a pod");
-                    all = false;
+                Evicted::Refused(message) => {
+                    tracing::warn!(pod, preemptor, message, "the API server refused to evict a pod");
                 }
+                Evicted::Throttled(after) => {
+                    tracing::warn!(pod, preemptor, seconds = after.as_secs(), "the API server limits evictions");
+                    return false;
+                }
+                Evicted::Failed(error) => tracing::warn!(pod, preemptor, error, "failed to evict a pod"),
             }
-            self.context.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
+            unsuccessful.insert(preemptor);
         }
-        all
+        unsuccessful.is_empty()
     }
 
     /// Evicts stranded pods so that their controllers recreate them, and writes the condition of
@@ -294,11 +303,15 @@ impl Gate {
                     .await;
             }
             Evicted::NotFound => {}
+            Evicted::Throttled(_) => {
+                tracing::warn!(pod, "the API server limits evictions");
+                self.keeper.record_failed_eviction(uid, self.started.elapsed());
+            }
             Evicted::Protected(why) => {
                 tracing::info!(pod, why, "a disruption budget prevented the eviction of a stranded pod");
                 self.keeper.record_failed_eviction(uid, self.started.elapsed());
             }
-            Evicted::Failed(error) => {
+            Evicted::Refused(error) | Evicted::Failed(error) => {
                 tracing::warn!(pod, error, "failed to evict a stranded pod");
                 self.keeper.record_failed_eviction(uid, self.started.elapsed());
             }
@@ -338,8 +351,8 @@ impl Gate {
                 return;
             }
             events.extend(self.replace_host(replacement).await);
-            // Reconcile again, because the node's shares became withheld or are no longer withheld.
-            self.wake.notify_one();
+            // Reconcile again: the node's shares are now withheld, or no longer withheld.
+            self.wakes.gate.notify_one();
         }
         for (regarding, event) in events {
             publish(&self.context.recorder, &event, &regarding).await;

@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use cleave_plan::Quantity;
 use cleave_plan::constraints::NodeChecker;
-use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, PendingPod, Tightest};
+use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
 use kube::ResourceExt;
 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::cluster::{Input, plan_pod};
 use super::constraints::{ConstraintKey, Constraints, check};
-use super::free_resources::FreeResources;
+use super::free_resources::{FreeResources, Requester};
 use super::nodes::{NodeChecks, Nodes, Provider};
 use super::patch;
 use super::pod_tracker::PodTracker;
@@ -64,6 +64,11 @@ impl<'a> Candidate<'a> {
         PendingPod { pod: &self.name, priority: self.plan_pod.priority, device_requests: &self.device_requests }
     }
 
+    fn requester(&self) -> Requester<'_> {
+        let PlanPod { priority, requests, .. } = &self.plan_pod;
+        Requester { name: &self.name, priority: *priority, requests }
+    }
+
     /// Returns the action that releases the pod.
     pub(super) fn release(&self, reason: ReleaseReason, destination: Destination<'_>, waited: Duration) -> Release {
         let uid = self.pod.uid().unwrap_or_default();
@@ -101,7 +106,21 @@ impl<'a> Candidate<'a> {
 type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
 /// All properties of a pod that decide whether the pod is placeable.
-type SearchKey<'a> = (&'a [DeviceRequest], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct SearchKey<'a> {
+    device_requests: &'a [DeviceRequest],
+    priority: i32,
+    requests: &'a BTreeMap<String, Quantity>,
+    nodes: NodeKey<'a>,
+    rules: Option<ConstraintKey<'a>>,
+}
+
+impl SearchKey<'_> {
+    /// Whether rules about other pods or volumes restrict the pod.
+    pub(super) fn has_rules(&self) -> bool {
+        self.rules.is_some()
+    }
+}
 
 /// Searches for placements within one reconcile. The search stores which pods are not placeable,
 /// because replicas of a workload have the same result.
@@ -129,16 +148,14 @@ impl<'a> PlacementSearch<'a> {
     /// # Errors
     /// Why the pod is not placeable.
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
-        let Candidate { name, pod, plan_pod, device_requests, .. } = candidate;
-        let constraint_key = self.constraints.key(pod);
-        let has_unbound_volume = constraint_key.as_ref().is_some_and(|(.., volumes)| volumes.unbound);
-        let key =
-            (device_requests.as_slice(), plan_pod.priority, &plan_pod.requests, candidate.node_key(), constraint_key);
+        let Candidate { name, pod, plan_pod, .. } = candidate;
+        let key = self.key(candidate);
+        let has_unbound_volume = key.rules.as_ref().is_some_and(|(.., volumes)| volumes.unbound);
         if let Some(known) = self.without_place.get(&key).filter(|_| !ledger.nominations().contains_key(name)) {
             return Err(known.clone());
         }
         let checker =
-            key.4.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
+            key.rules.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
         let most = if pod.spec.particular || has_unbound_volume { MAX_RELEASE_NODES } else { 1 };
         let has_room = |node: &str| self.has_room(node, candidate);
         let allows = |node: &str| self.allows(node, checker.as_ref());
@@ -182,17 +199,53 @@ impl<'a> PlacementSearch<'a> {
         known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible(&candidate.plan_pod)).clone()
     }
 
-    /// Eligible nodes that other rules allow and that have CPU, memory and a pod slot for the pod.
-    pub(super) fn nodes_with_room(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
+    /// The nodes on which preemption may make room for the pod, among those that `is_searched`
+    /// accepts: eligible nodes that other rules allow, each with the CPU, memory and other
+    /// resources that it is missing.
+    pub(super) fn preemption_nodes(
+        &self,
+        candidate: &'a Candidate<'a>,
+        is_searched: impl Fn(&str) -> bool,
+    ) -> Vec<PreemptionNode<'a>> {
         let key = self.constraints.key(candidate.pod);
         let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
-        let mut nodes = self.eligible(candidate);
-        nodes.retain(|node| self.allows(node, checker.as_ref()) && self.has_room(node, candidate));
+        let mut free = self.free.borrow_mut();
+        let nodes = self.eligible(candidate).into_iter();
+        let nodes = nodes.filter(|node| is_searched(node) && self.allows(node, checker.as_ref()));
         nodes
+            .filter_map(|name| {
+                let missing = free.missing(name, candidate.requester())?;
+                Some(PreemptionNode { name, missing })
+            })
+            .collect()
+    }
+
+    /// Keeps CPU, memory and other resources of a node for a pod, so that the search for later pods
+    /// of this reconcile respects the pod's nomination.
+    pub(super) fn nominate(&mut self, candidate: &'a Candidate<'a>, node: &str) {
+        let PlanPod { priority, requests, .. } = &candidate.plan_pod;
+        self.free.borrow_mut().nominate(candidate.name.clone(), *priority, requests, node);
+    }
+
+    /// Ends the nomination of a pod.
+    pub(super) fn withdraw(&mut self, pod: &str, node: &str) {
+        self.free.borrow_mut().withdraw(pod, node);
+    }
+
+    /// The properties of a pod that decide whether it is placeable, or can become placeable by
+    /// preemption.
+    pub(super) fn key(&self, candidate: &'a Candidate<'a>) -> SearchKey<'a> {
+        SearchKey {
+            device_requests: &candidate.device_requests,
+            priority: candidate.plan_pod.priority,
+            requests: &candidate.plan_pod.requests,
+            nodes: candidate.node_key(),
+            rules: self.constraints.key(candidate.pod),
+        }
     }
 
     fn has_room(&self, node: &str, candidate: &Candidate<'_>) -> bool {
-        self.free.borrow_mut().has_room(node, &candidate.plan_pod.requests)
+        self.free.borrow_mut().has_room(node, candidate.requester())
     }
 
     fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {

@@ -51,7 +51,8 @@ impl Tenants {
                 events::protected_event(&why)
             }
             Evicted::NotFound => return,
-            Evicted::Failed(error) => {
+            Evicted::Throttled(_) => return tracing::warn!(pod, node, "the API server limits evictions"),
+            Evicted::Refused(error) | Evicted::Failed(error) => {
                 return tracing::warn!(pod, node, error, "failed to evict a pod that exceeded its limits");
             }
         };
@@ -127,7 +128,8 @@ mod tests {
         let (parts, body) = request.into_parts();
         let kind = parts.headers.get(http::header::CONTENT_TYPE).map(|kind| kind.to_str().unwrap().to_owned());
         let body = serde_json::from_slice(&body.collect_bytes().await.unwrap()).unwrap();
-        let status = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no room in the budget", "code": code});
+        let details = json!({"causes": [{"reason": "DisruptionBudget"}]});
+        let status = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no room in the budget", "code": code, "details": details});
         reply
             .send_response(Response::builder().status(code).body(Body::from(status.to_string().into_bytes())).unwrap());
         (format!("{} {}", parts.method, parts.uri), kind.unwrap_or_default(), body)
@@ -194,9 +196,14 @@ mod tests {
     #[tokio::test]
     async fn an_eviction_requires_the_uid_and_respects_budgets() {
         let (client, mut server) = client();
-        for (code, result) in
-            [(201, "evicted"), (429, "protected"), (404, "not_found"), (409, "not_found"), (500, "failed")]
-        {
+        for (code, result) in [
+            (201, "evicted"),
+            (429, "protected"),
+            (404, "not_found"),
+            (409, "not_found"),
+            (500, "refused"),
+            (503, "failed"),
+        ] {
             let (evicted, (line, _, body)) = tokio::join!(evict(&client, "team/p", "u"), answer(&mut server, code));
             assert_eq!(evicted.as_str(), result, "{code}: {evicted:?}");
             assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");

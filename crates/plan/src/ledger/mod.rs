@@ -51,7 +51,8 @@ use index::Index;
 use layout::missing_units;
 pub use node::DeviceUsage;
 use node::{Node, Nominated};
-pub use preempt::{Holder, Nomination, PendingPod, Preemption};
+use preempt::SearchedNode;
+pub use preempt::{Holder, Holders, Nomination, PendingPod, Preemption, PreemptionNode};
 pub use request::{DeviceRequest, Units};
 
 use crate::placement::Score;
@@ -332,30 +333,38 @@ impl Ledger {
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
-    /// the node. Reserved units remain reserved. Units that are nominated for other pods of the
-    /// same or higher priority remain nominated. A node that is short of a requested resource is
-    /// excluded. Units of terminating pods count as free, so no pod is preempted for units that
-    /// become free anyway. While the victims terminate, another call returns no further victims.
+    /// the node. They free units of devices and what the node is missing
+    /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
+    /// other pods of the same or higher priority remain nominated. A node that is short of a
+    /// requested resource is excluded. What terminating pods use counts as free, so no pod is
+    /// preempted for units that become free anyway. While the victims terminate, another call
+    /// returns no further victims.
     ///
-    /// For each way to place the requests on devices, as many pods as possible are kept: protected
-    /// pods first, then pods of higher priority, then pods that started earlier. The best way has
-    /// the fewest protected victims, then the lowest maximum priority, then the lowest sum of
-    /// priorities, then the fewest victims. The last criterion is the latest start among the
+    /// For each way to place the requests on devices, as many pods as possible are kept: first pods
+    /// of higher priority, then pods that started earlier. A disruption budget never allows fewer
+    /// evictions than it has victims. The best way has the lowest maximum priority, then the lowest
+    /// sum of priorities, then the fewest victims. The last criterion is the latest start among the
     /// victims of the highest priority. Among equal ways, the first by name is chosen.
     ///
-    /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods on devices
-    /// that cannot serve, such as unhealthy devices, from `holders`, because preempting these pods
-    /// frees no usable units.
+    /// If a budget limits the victims, a possible preemption is always found for a pod with one
+    /// request on a node that is missing nothing. In other cases the search may miss one.
+    ///
+    /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods that
+    /// cannot be evicted, and pods on devices that cannot serve, from `holders`. Preempting the
+    /// latter frees no usable units.
     pub fn preempt<'a>(
         &self,
-        waiting: PendingPod<'_>,
-        nodes: impl IntoIterator<Item = &'a str>,
-        holders: &BTreeMap<String, Holder>,
+        pending: PendingPod<'_>,
+        nodes: impl IntoIterator<Item = impl Into<PreemptionNode<'a>>>,
+        holders: &Holders<'_>,
     ) -> Option<Preemption> {
-        let nominated = self.nominated(Some(waiting.pod), waiting.priority);
-        let nodes: BTreeSet<&str> = nodes.into_iter().collect();
-        let nodes = nodes.into_iter().filter_map(|name| Some((name, self.nodes.get(name)?, nominated.get(name))));
-        preempt::cheapest(waiting, nodes, holders)
+        let nominated = self.nominated(Some(pending.pod), pending.priority);
+        let nodes = nodes.into_iter().map(Into::into).map(|target: PreemptionNode<'a>| (target.name, target));
+        let nodes: BTreeMap<&str, PreemptionNode<'a>> = nodes.collect();
+        let nodes = nodes.into_iter().filter_map(|(name, target)| {
+            Some(SearchedNode { target, node: self.nodes.get(name)?, nominated: nominated.get(name) })
+        });
+        preempt::cheapest(pending, nodes, holders)
     }
 
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces

@@ -16,12 +16,15 @@ use super::facts::{Moment, Reservation};
 use super::node::{Node, Nominated};
 use super::pack::{pack, tightest};
 use super::request::DeviceRequest;
+use crate::Quantity;
 
 /// Maximum number of ways to place the requests on a node's devices. A pod of one container has one
 /// way for each device.
 const MAX_OPTIONS: usize = 512;
 /// Maximum number of steps of the search for ways to place the requests.
 const MAX_STEPS: usize = 20_000;
+/// The resource with which the scheduler counts pods.
+const PODS: &str = "pods";
 
 /// A pending pod.
 #[derive(Debug, Clone, Copy)]
@@ -36,16 +39,59 @@ pub struct PendingPod<'a> {
 
 /// Properties of a pod with allocations that decide whether it is preempted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Holder {
+pub struct Holder<'a> {
     /// Priority of the pod.
     pub priority: i32,
     /// When the pod started. The operator passes the time at which the pod was created.
     pub started: Moment,
-    /// Whether a disruption budget protects the pod. The operator sets this if the API server
-    /// refused the pod's eviction in the last 30 s. Other victims are preferred.
-    pub protected: bool,
+    /// The disruption budget that limits evictions of the pod, as an index of
+    /// [`Holders::budgets`]. `None` if no budget limits them.
+    pub budget: Option<usize>,
     /// Whether the pod is terminating. Its units become free without preemption.
     pub ending: bool,
+    /// The pod's requests for CPU, memory and other resources of the node, which become free with
+    /// the pod. `None` if they are free already.
+    pub requests: Option<&'a BTreeMap<String, Quantity>>,
+}
+
+/// Pods with allocations, and the disruption budgets that limit their eviction.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Holders<'a> {
+    /// Pods by name. Excludes pods that must not be evicted now.
+    pub pods: BTreeMap<String, Holder<'a>>,
+    /// Number of evictions that each disruption budget allows now.
+    pub budgets: Vec<u32>,
+}
+
+impl Holders<'_> {
+    /// Records that these pods are being evicted. They count as terminating, and their budgets
+    /// allow fewer evictions.
+    pub fn evict<'v>(&mut self, victims: impl IntoIterator<Item = &'v String>) {
+        for victim in victims {
+            let Some(holder) = self.pods.get_mut(victim).filter(|holder| !holder.ending) else { continue };
+            holder.ending = true;
+            if let Some(allowed) = holder.budget.and_then(|budget| self.budgets.get_mut(budget)) {
+                *allowed = allowed.saturating_sub(1);
+            }
+        }
+    }
+}
+
+/// A node on which preemption may make room for a pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PreemptionNode<'a> {
+    /// Name of the node.
+    pub name: &'a str,
+    /// CPU, memory and other resources of the node that must become free before the pod fits, in
+    /// thousandths. Pod slots are the resource `pods`. Empty if the node has enough of everything
+    /// but units of devices.
+    pub missing: BTreeMap<&'a str, u128>,
+}
+
+impl<'a> From<&'a str> for PreemptionNode<'a> {
+    fn from(name: &'a str) -> Self {
+        Self { name, missing: BTreeMap::new() }
+    }
 }
 
 /// Units for a pod, and the pods to preempt for it.
@@ -70,109 +116,128 @@ pub struct Nomination {
     pub takes: Vec<Reservation>,
 }
 
-/// Cost of a preemption, lower is better. In order of weight: the number of protected victims, the
-/// highest priority of the victims, the sum of their priorities, and their number. Last is the
-/// earliest start among the victims of the highest priority, for which later is better.
-type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
+/// Cost of a preemption, lower is better. In order of weight: the highest priority of the victims,
+/// the sum of their priorities, and their number. Last is the earliest start among the victims of
+/// the highest priority, for which later is better.
+type Cost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
-/// The cheapest preemption on these nodes, each with its nominated units. `None` if no preemption
-/// helps. Among equal preemptions, the preemption on the first node.
+/// A node that is searched, and its nominated units.
+pub(super) struct SearchedNode<'a> {
+    pub(super) target: PreemptionNode<'a>,
+    pub(super) node: &'a Node,
+    pub(super) nominated: Option<&'a Nominated>,
+}
+
+/// The cheapest preemption on these nodes. `None` if no preemption helps. Among equal preemptions,
+/// the preemption on the first node.
 pub(super) fn cheapest<'a>(
-    waiting: PendingPod<'_>,
-    nodes: impl Iterator<Item = (&'a str, &'a Node, Option<&'a Nominated>)>,
-    holders: &BTreeMap<String, Holder>,
+    pending: PendingPod<'_>,
+    nodes: impl Iterator<Item = SearchedNode<'a>>,
+    holders: &Holders<'_>,
 ) -> Option<Preemption> {
     let mut best: Option<(Cost, Preemption)> = None;
-    for (name, node, nominated) in nodes {
+    for searched in nodes {
         let requested =
-            |short: &DeviceRequest| waiting.device_requests.iter().any(|request| request.resource == short.resource);
-        if node.short.iter().any(requested) {
+            |short: &DeviceRequest| pending.device_requests.iter().any(|request| request.resource == short.resource);
+        if searched.node.short.iter().any(requested) {
             continue;
         }
-        for (cost, takes, victims) in NodeView::new(node, waiting, nominated, holders).placements() {
+        for (cost, takes, victims) in NodeView::new(&searched, pending, holders).placements() {
             if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-                best = Some((cost, Preemption { node: name.to_owned(), takes, victims }));
+                best = Some((cost, Preemption { node: searched.target.name.to_owned(), takes, victims }));
             }
         }
     }
     best.map(|(_, preemption)| preemption)
 }
 
-/// One requested resource of a device.
+/// Something of which a node has a limited amount: units of a requested resource on a device, or a
+/// resource of the node such as CPU.
 struct Slot<'a> {
     resource: &'a str,
+    /// UUID of the device. Empty for a resource of the node.
     device: &'a str,
-    /// Units that are free if all candidates are preempted. Negative if more units are reserved
-    /// than exist.
-    most: i64,
+    /// Amount that is free if all candidates are preempted. For a resource of the node, minus the
+    /// amount that the pending pod needs. Negative if more is needed or reserved than exists.
+    most: i128,
 }
 
 /// A pod that may be preempted.
 struct Candidate<'a> {
     pod: &'a str,
-    holder: Holder,
-    /// Units of the pod by slot.
-    units: Vec<(usize, i64)>,
+    holder: Holder<'a>,
+    /// Amounts that the pod frees, by slot.
+    frees: Vec<(usize, i128)>,
 }
 
 /// A node from the point of view of one pending pod.
 struct NodeView<'a> {
+    /// First the slots of devices, then the missing resources of the node.
     slots: Vec<Slot<'a>>,
+    /// Number of slots of devices.
+    device_slots: usize,
     /// Candidates in the order in which they are kept.
     candidates: Vec<Candidate<'a>>,
-    /// Asks by resource, largest first, with their indices in the pod's list.
+    /// Number of evictions that each disruption budget allows.
+    budgets: &'a [u32],
+    /// Requests by resource, largest first, with their indices in the pod's list.
     device_requests: Vec<(usize, &'a DeviceRequest)>,
 }
 
 impl<'a> NodeView<'a> {
-    fn new(
-        node: &'a Node,
-        waiting: PendingPod<'a>,
-        nominated: Option<&Nominated>,
-        holders: &BTreeMap<String, Holder>,
-    ) -> Self {
-        let mut device_requests: Vec<(usize, &DeviceRequest)> = waiting.device_requests.iter().enumerate().collect();
+    fn new(searched: &'a SearchedNode<'a>, pending: PendingPod<'a>, holders: &'a Holders<'a>) -> Self {
+        let SearchedNode { target, node, nominated } = searched;
+        let mut device_requests: Vec<(usize, &DeviceRequest)> = pending.device_requests.iter().enumerate().collect();
         device_requests.sort_by_key(|&(index, request)| (&request.resource, Reverse(request.units), index));
         let mut slots: Vec<Slot<'a>> = Vec::new();
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
-        for resource in requested_units(waiting.device_requests).into_keys() {
+        for resource in requested_units(pending.device_requests).into_keys() {
             for (device, stock) in node.stocks.get(resource).into_iter().flatten() {
                 let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
-                let kept = kept.copied().unwrap_or(0);
-                let most = free_units(stock) - i64::from(kept);
+                let most = free_units(stock) - i128::from(kept.copied().unwrap_or(0));
                 at.insert((resource, device), slots.len());
                 slots.push(Slot { resource, device, most });
             }
         }
+        let device_slots = slots.len();
+        let missing = target.missing.iter().map(|(&resource, &amount)| Slot {
+            resource,
+            device: "",
+            most: -i128::try_from(amount).unwrap_or(i128::MAX),
+        });
+        slots.extend(missing);
         let mut candidates = Vec::new();
         for (pod, allocations) in &node.allocations {
-            let Some(holder) = holders.get(pod).filter(|_| pod != waiting.pod) else { continue };
-            if !holder.ending && holder.priority >= waiting.priority {
+            let Some(holder) = holders.pods.get(pod).filter(|_| pod != pending.pod) else { continue };
+            if !holder.ending && holder.priority >= pending.priority {
                 continue;
             }
-            let mut units: BTreeMap<usize, i64> = BTreeMap::new();
+            let mut frees: BTreeMap<usize, i128> = BTreeMap::new();
             for part in allocations {
                 if let Some(&slot) = at.get(&(part.resource.as_str(), part.device.as_str())) {
-                    *units.entry(slot).or_default() += i64::from(part.units.get());
+                    *frees.entry(slot).or_default() += i128::from(part.units.get());
                 }
             }
-            for (&slot, units) in &units {
+            for (slot, of) in slots.iter().enumerate().skip(device_slots) {
+                frees.extend(freed(holder, of.resource).map(|amount| (slot, amount)));
+            }
+            for (&slot, amount) in &frees {
                 if let Some(slot) = slots.get_mut(slot) {
-                    slot.most += units;
+                    slot.most = slot.most.saturating_add(*amount);
                 }
             }
-            if !holder.ending && !units.is_empty() {
-                candidates.push(Candidate { pod, holder: *holder, units: units.into_iter().collect() });
+            if !holder.ending && !frees.is_empty() {
+                candidates.push(Candidate { pod, holder: *holder, frees: frees.into_iter().collect() });
             }
         }
-        candidates.sort_by_key(|one| (Reverse(one.holder.protected), Reverse(one.holder.priority), one.holder.started));
-        Self { slots, candidates, device_requests }
+        candidates.sort_by_key(|one| (Reverse(one.holder.priority), one.holder.started));
+        Self { slots, device_slots, candidates, budgets: &holders.budgets, device_requests }
     }
 
     /// All ways to place the requests: their costs, the units used, and the victims.
     fn placements(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
-        self.assignments().into_iter().map(|slots| {
-            let victims = self.victims(&slots);
+        self.assignments().into_iter().filter_map(|slots| {
+            let victims = self.victims(&slots)?;
             let mut takes: Vec<(usize, Reservation)> = self
                 .device_requests
                 .iter()
@@ -186,7 +251,7 @@ impl<'a> NodeView<'a> {
             let takes = takes.into_iter().map(|(_, take)| take).collect();
             let mut names: Vec<String> = victims.iter().map(|victim| victim.pod.to_owned()).collect();
             names.sort_unstable();
-            (cost(&victims), takes, names)
+            Some((cost(&victims), takes, names))
         })
     }
 
@@ -197,7 +262,7 @@ impl<'a> NodeView<'a> {
         let mut found = BTreeSet::new();
         // Find one way first, because the search below can reach its limit without finding any.
         let Some(one) = self.packed() else { return found };
-        let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
+        let mut left: Vec<i128> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
         self.assign(&mut left, &mut Vec::new(), &mut found, &mut steps);
         if found.len() >= MAX_OPTIONS || steps >= MAX_STEPS {
@@ -206,7 +271,7 @@ impl<'a> NodeView<'a> {
         found
     }
 
-    fn assign(&self, left: &mut [i64], chosen: &mut Vec<usize>, found: &mut BTreeSet<Vec<usize>>, steps: &mut usize) {
+    fn assign(&self, left: &mut [i128], chosen: &mut Vec<usize>, found: &mut BTreeSet<Vec<usize>>, steps: &mut usize) {
         let Some(&(_, request)) = self.device_requests.get(chosen.len()) else {
             found.insert(chosen.clone());
             return;
@@ -217,8 +282,8 @@ impl<'a> NodeView<'a> {
             .and_then(|before| self.device_requests.get(before))
             .is_some_and(|(_, before)| *before == request);
         let from = chosen.last().copied().filter(|_| equal).unwrap_or(0);
-        let units = i64::from(request.units.get());
-        for (slot, of) in self.slots.iter().enumerate().skip(from) {
+        let units = i128::from(request.units.get());
+        for (slot, of) in self.slots.iter().enumerate().take(self.device_slots).skip(from) {
             if of.resource != request.resource || left.get(slot).is_none_or(|left| *left < units) {
                 continue;
             }
@@ -253,29 +318,104 @@ impl<'a> NodeView<'a> {
         Some(chosen)
     }
 
-    /// The victims of one way. Each candidate, in order, is kept if it still fits.
-    fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
-        let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
+    /// The victims of one way to place the requests. `None` if disruption budgets do not allow
+    /// enough evictions.
+    fn victims(&self, slots: &[usize]) -> Option<Vec<&Candidate<'a>>> {
+        let missing = self.slots.iter().enumerate().skip(self.device_slots);
+        let mut spare: Spare = missing.map(|(index, slot)| (index, slot.most)).collect();
         for (&slot, (_, request)) in slots.iter().zip(&self.device_requests) {
             let most = self.slots.get(slot).map_or(0, |slot| slot.most);
-            *spare.entry(slot).or_insert(most) -= i64::from(request.units.get());
+            *spare.entry(slot).or_insert(most) -= i128::from(request.units.get());
+        }
+        // Prefer to evict the least important pods of a budget. If they free too little, evict the
+        // pods of the budget that free the most.
+        self.keep_others(spare.clone(), &self.evictable(|_| 0)).or_else(|| {
+            let needed = self.needed(&spare);
+            self.keep_others(spare, &self.evictable(|candidate| candidate.share_of(&needed)))
+        })
+    }
+
+    /// Which candidates may be evicted together. If a disruption budget allows fewer evictions than
+    /// it has candidates, those that help most may be evicted. Among equal ones, the least
+    /// important may be evicted.
+    fn evictable(&self, help: impl Fn(&Candidate<'a>) -> i128) -> Vec<bool> {
+        let mut evictable = vec![true; self.candidates.len()];
+        let mut limited: Vec<(usize, &Candidate<'a>, usize)> = Vec::new();
+        for (index, candidate) in self.candidates.iter().enumerate().rev() {
+            limited.extend(candidate.holder.budget.map(|budget| (index, candidate, budget)));
+        }
+        limited.sort_by_key(|(_, candidate, _)| Reverse(help(candidate)));
+        let mut counts: BTreeMap<usize, u32> = BTreeMap::new();
+        for (index, _, budget) in limited {
+            let count = counts.entry(budget).or_default();
+            *count += 1;
+            evictable[index] = *count <= self.budgets.get(budget).copied().unwrap_or(0);
+        }
+        evictable
+    }
+
+    /// The amount that candidates must free of each slot.
+    fn needed(&self, spare: &Spare) -> Spare {
+        let of = |slot: usize| {
+            let frees = self.candidates.iter().flat_map(|candidate| &candidate.frees);
+            frees.filter(|(freed, _)| *freed == slot).map(|(_, amount)| *amount).sum::<i128>()
+        };
+        spare.iter().map(|(&slot, spare)| (slot, of(slot) - spare)).filter(|(_, needed)| *needed > 0).collect()
+    }
+
+    /// The candidates to evict. Keeps the candidates that are not evictable, and then each
+    /// candidate, in order, if the pending pod still fits. `None` if the pod does not fit.
+    fn keep_others(&self, mut spare: Spare, evictable: &[bool]) -> Option<Vec<&Candidate<'a>>> {
+        let candidates = || self.candidates.iter().zip(evictable);
+        for (candidate, _) in candidates().filter(|(_, evictable)| !**evictable) {
+            candidate.keep(&mut spare);
+        }
+        if spare.values().any(|spare| *spare < 0) {
+            return None;
         }
         let leaves = |candidate: &&Candidate<'a>| {
-            let fits = candidate.units.iter().all(|(slot, units)| spare.get(slot).is_none_or(|spare| spare >= units));
-            for (slot, units) in candidate.units.iter().filter(|_| fits) {
-                if let Some(spare) = spare.get_mut(slot) {
-                    *spare -= units;
-                }
+            let fits = candidate.frees.iter().all(|(slot, amount)| spare.get(slot).is_none_or(|spare| spare >= amount));
+            if fits {
+                candidate.keep(&mut spare);
             }
             !fits
         };
-        self.candidates.iter().filter(leaves).collect()
+        Some(candidates().filter(|(_, evictable)| **evictable).map(|(candidate, _)| candidate).filter(leaves).collect())
     }
 }
 
+/// Spare amounts by slot. Only slots that the pending pod needs.
+type Spare = BTreeMap<usize, i128>;
+
+impl Candidate<'_> {
+    /// Subtracts what the pod keeps from the spare amounts.
+    fn keep(&self, spare: &mut Spare) {
+        for (slot, amount) in &self.frees {
+            if let Some(spare) = spare.get_mut(slot) {
+                *spare -= amount;
+            }
+        }
+    }
+
+    /// The sum of the parts of each needed amount that the pod frees, in millionths.
+    fn share_of(&self, needed: &Spare) -> i128 {
+        let part = |(slot, amount): &(usize, i128)| {
+            needed.get(slot).map(|needed| amount.min(needed).saturating_mul(1_000_000) / needed)
+        };
+        self.frees.iter().filter_map(part).sum()
+    }
+}
+
+/// Amount of a node's resource that a pod frees, in thousandths. `None` if it frees nothing.
+fn freed(holder: &Holder<'_>, resource: &str) -> Option<i128> {
+    let requests = holder.requests?;
+    let amount = if resource == PODS { Some(1000) } else { requests.get(resource).and_then(Quantity::milli) };
+    amount.filter(|amount| *amount > 0).map(i128::from)
+}
+
 /// Free units. Negative if more units are reserved than exist.
-fn free_units(stock: &DeviceUnits) -> i64 {
-    i64::from(stock.capacity()) - i64::from(stock.used()) - i64::from(stock.reserved())
+fn free_units(stock: &DeviceUnits) -> i128 {
+    i128::from(stock.capacity()) - i128::from(stock.used()) - i128::from(stock.reserved())
 }
 
 fn cost(victims: &[&Candidate<'_>]) -> Cost {
@@ -285,7 +425,6 @@ fn cost(victims: &[&Candidate<'_>]) -> Cost {
     let above_least = |victim: &&Candidate<'_>| i128::from(victim.holder.priority) - i128::from(i32::MIN) + 1;
     let of_highest = victims.iter().filter(|victim| Some(victim.holder.priority) == highest);
     (
-        victims.iter().filter(|victim| victim.holder.protected).count(),
         highest,
         victims.iter().map(above_least).sum(),
         victims.len(),

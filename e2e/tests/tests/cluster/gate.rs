@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 
 use crate::gate_admission::GATE;
 use crate::restarts::query_agent;
-use crate::{GPUS, NODE, SHARES, allocations, container_and_restarts, ten_shares};
+use crate::{GPUS, NODE, SHARES, allocations, ten_shares};
 
 /// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
 /// the machine.
-const SLEEP_FOREVER: &str = "exec sleep 1000000";
+pub(crate) const SLEEP_FOREVER: &str = "exec sleep 1000000";
 
 /// Whether a pod has the placement gate.
 pub(crate) fn is_gated(pod: &Value) -> bool {
@@ -42,7 +42,7 @@ pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()
 
 /// Waits until a pod has an allocation. Checks that the allocation consists of this many shares of
 /// one GPU, and returns that GPU.
-fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
+pub(crate) fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
     wait_for(&format!("{pod} has an allocation"), WAIT_TIMEOUT, || {
         let allocated = allocations(cluster, scope, pod)?;
         if allocated.is_empty() {
@@ -203,89 +203,6 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
         ensure!(found == containers, "{app} has {found:?}, not {containers:?}");
     }
     Ok(())
-}
-
-/// Two priority classes, `e2e-high` and `e2e-patient`. Dropping the value deletes them.
-struct Priorities<'a>(&'a Cluster);
-
-const PRIORITIES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
-
-impl<'a> Priorities<'a> {
-    fn new(cluster: &'a Cluster) -> Result<Self> {
-        let priorities = Self(cluster);
-        priorities.delete()?;
-        for (name, policy) in [("e2e-high", "PreemptLowerPriority"), ("e2e-patient", "Never")] {
-            let class = json!({"metadata": {"name": name}, "value": 1000, "preemptionPolicy": policy});
-            cluster.create(PRIORITIES, &class)?;
-        }
-        Ok(priorities)
-    }
-
-    fn delete(&self) -> Result<()> {
-        ["e2e-high", "e2e-patient"].iter().try_for_each(|name| self.0.delete(&format!("{PRIORITIES}/{name}"), None))
-    }
-}
-
-impl Drop for Priorities<'_> {
-    fn drop(&mut self) {
-        if let Err(error) = self.delete() {
-            let _ = writeln!(std::io::stderr(), "failed to delete the PriorityClasses: {error:#}");
-        }
-    }
-}
-
-#[test]
-fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets() -> Result<()> {
-    let cluster = Cluster::connect()?;
-    let _priorities = Priorities::new(&cluster)?;
-    let scope = ten_shares(&cluster, "preempt")?;
-    let ns = &scope.namespace;
-    let pods = format!("/api/v1/namespaces/{ns}/pods");
-    for index in 0..GPUS {
-        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER);
-        if index > 0 {
-            pod["metadata"]["labels"] = json!({"keep": "me"});
-        }
-        cluster.create(&pods, &pod)?;
-        // Of pods with equal priority, the youngest is evicted first. The protected pods must be
-        // the younger ones, and start times are whole seconds.
-        std::thread::sleep(Duration::from_millis(1100));
-    }
-    cluster.create(
-        &format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets"),
-        &json!({"metadata": {"name": "keep"}, "spec": {"minAvailable": GPUS - 1, "selector": {"matchLabels": {"keep": "me"}}}}),
-    )?;
-    let before: Vec<(String, u64)> = (0..GPUS)
-        .map(|index| {
-            let name = format!("seven-{index}");
-            scope.wait_until_running(&name)?;
-            on_one_gpu(&cluster, &scope, &name, 7)?;
-            container_and_restarts(&cluster, &scope, &name)
-        })
-        .collect::<Result<_>>()?;
-    wait_until("the PodDisruptionBudget counts its pods", || {
-        let budget = cluster.get(&format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets/keep"))?;
-        Ok(budget["status"]["currentHealthy"] == GPUS - 1)
-    })?;
-    let with = |name: &str, class: &str| {
-        let mut pod = pod(name, &json!({SHARES: 6}), SLEEP_FOREVER);
-        pod["spec"]["priorityClassName"] = json!(class);
-        pod
-    };
-    // A pod with the preemption policy `Never` waits, regardless of its priority.
-    cluster.create(&pods, &with("patient", "e2e-patient"))?;
-    wait_for_event(&scope, "patient", "the emptiest has 3")?;
-    cluster.delete(&scope.pod_path("patient"), Some(0))?;
-    cluster.create(&pods, &with("high", "e2e-high"))?;
-    scope.wait_until_running("high")?;
-    ensure!(cluster.find(&scope.pod_path("seven-0"))?.is_none(), "the pod without a budget was not evicted");
-    for (index, before) in before.iter().enumerate().skip(1) {
-        ensure!(
-            container_and_restarts(&cluster, &scope, &format!("seven-{index}"))? == *before,
-            "seven-{index} was disturbed"
-        );
-    }
-    wait_for_event(&scope, "seven-0", "Preempted")
 }
 
 /// Number of shares of [`NODE`] that are in use.

@@ -17,6 +17,7 @@ mod health;
 mod hostile;
 mod network;
 mod policies;
+mod preemption;
 mod reboot;
 mod restarts;
 mod shares;

@@ -1,9 +1,14 @@
 //! Tests which pods are evicted for pods of higher priority.
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::world::{ActualAllocations, TestCluster, reconcile, released};
+use super::world::{ActualAllocations, MPS, TestCluster, at, reconcile, released};
+use crate::evict::Evicted;
+use crate::placement::actions::Actions;
+use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
@@ -77,23 +82,258 @@ fn high_behind_two() -> (TestCluster, ActualAllocations) {
     (world.pod_with("high", 6, json!({"priority": 9})), reality)
 }
 
+/// The pods that are evicted.
+fn victims(actions: &Actions) -> Vec<&str> {
+    actions.evictions.iter().map(|eviction| eviction.pod.as_str()).collect()
+}
+
+fn seconds(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
 #[test]
-fn a_pod_that_a_budget_protects_is_evicted_only_if_no_other_can_be() {
+fn a_pod_that_cannot_be_evicted_is_avoided_and_another_is_evicted() {
+    for result in [
+        // The Eviction API refuses a pod with two disruption budgets.
+        Evicted::Refused("This pod has more than one PodDisruptionBudget".to_owned()),
+        Evicted::Refused("admission webhook denied the request".to_owned()),
+        Evicted::Protected("Cannot evict pod as it would violate the pod's disruption budget.".to_owned()),
+    ] {
+        let (world, _) = high_behind_two();
+        let mut keeper = Gatekeeper::default();
+        let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
+        keeper.record_eviction(&first, &result, seconds(0));
+        let second = reconcile(&mut keeper, &world, 1).evictions[0].clone();
+        assert_ne!(first.pod, second.pod, "{result:?}");
+        keeper.record_eviction(&second, &result, seconds(1));
+        let none = reconcile(&mut keeper, &world, 2);
+        assert_eq!((victims(&none), none.requeue), (vec![], Some(seconds(8))), "both are avoided");
+        let again = reconcile(&mut keeper, &world, 10);
+        assert_eq!(victims(&again), [first.pod.as_str()], "the first delay is over");
+        keeper.record_eviction(&first, &result, seconds(10));
+        assert_eq!(victims(&reconcile(&mut keeper, &world, 11)), [second.pod.as_str()], "its next delay is longer");
+    }
+}
+
+#[test]
+fn a_throttled_eviction_is_repeated_later_and_no_other_pod_is_evicted() {
     let (world, _) = high_behind_two();
     let mut keeper = Gatekeeper::default();
-    let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
-    keeper.record_protection(&first, Duration::ZERO);
-    let second = reconcile(&mut keeper, &world, 1).evictions[0].pod.clone();
-    assert_ne!(first, second);
-    keeper.record_protection(&second, Duration::from_secs(1));
-    let protected = reconcile(&mut keeper, &world, 2);
-    assert_eq!(
-        (protected.evictions, protected.requeue),
-        (vec![], Some(Duration::from_secs(28))),
-        "both pods are protected"
+    let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
+    keeper.record_eviction(&first, &Evicted::Throttled(seconds(4)), seconds(0));
+    let paused = reconcile(&mut keeper, &world, 1);
+    assert_eq!((victims(&paused), paused.requeue), (vec![], Some(seconds(3))));
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 4)), [first.pod.as_str()], "it counts as unprotected");
+}
+
+#[test]
+fn an_accepted_eviction_is_not_repeated_before_the_watch_reports_it() {
+    let (world, _) = high_behind_two();
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
+    keeper.record_eviction(&first, &Evicted::Done, seconds(0));
+    assert_eq!(reconcile(&mut keeper, &world, 1).evictions, []);
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 10)), [first.pod.as_str()], "the pod did not terminate");
+}
+
+/// Adds a disruption budget for the pods with the label `app: NAME`, or for all pods.
+fn with_budget(mut world: TestCluster, name: &str, app: Option<&str>, allowed: u32) -> TestCluster {
+    let selector = app.map_or_else(|| json!({}), |app| json!({"matchLabels": {"app": app}}));
+    let budget = json!({"metadata": {"name": name, "namespace": "team", "generation": 1}, "spec": {"selector": selector},
+        "status": {"observedGeneration": 1, "disruptionsAllowed": allowed, "currentHealthy": 1, "desiredHealthy": 2}});
+    world.budgets.insert(name.to_owned(), budget);
+    world
+}
+
+fn label(world: &mut TestCluster, pod: &str, app: &str) {
+    world.change(|world| &mut world.pods, pod, |pod| pod["metadata"]["labels"] = json!({"app": app}));
+}
+
+#[test]
+fn no_eviction_is_requested_that_a_disruption_budget_does_not_allow() {
+    let (mut world, _) = high_behind_two();
+    label(&mut world, "team/first", "a");
+    label(&mut world, "team/second", "b");
+    let found = |world: TestCluster| {
+        let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
+        victims(&actions).into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(found(with_budget(world.clone(), "x", Some("a"), 0)), ["team/second"]);
+    assert_eq!(found(with_budget(world.clone(), "x", Some("b"), 0)), ["team/first"]);
+    assert_eq!(found(with_budget(world.clone(), "x", None, 0)), [""; 0], "an empty selector selects both");
+    let two = with_budget(with_budget(world.clone(), "x", Some("a"), 5), "y", None, 5);
+    assert_eq!(found(two), ["team/second"], "two budgets select the first");
+}
+
+#[test]
+fn a_pod_is_evicted_as_soon_as_its_budget_allows_it() {
+    let (world, _) = high_behind_two();
+    let mut keeper = Gatekeeper::default();
+    let mut cluster = with_budget(world.clone(), "x", None, 0).cluster();
+    let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(0));
+    assert_eq!((victims(&actions), actions.awaits_budgets), (vec![], true));
+    assert_eq!(keeper.reconcile(&cluster, &BTreeMap::new(), at(1)).evictions, []);
+    // Only the budget changes.
+    cluster.budgets = with_budget(world, "x", None, 1).cluster().budgets;
+    assert_eq!(keeper.reconcile(&cluster, &BTreeMap::new(), at(2)).evictions.len(), 1);
+}
+
+#[test]
+fn two_preemptors_do_not_exceed_one_budget() {
+    let (world, _) = high_behind_two();
+    let world = with_budget(world.pod_with("other", 6, json!({"priority": 9})), "x", None, 1);
+    let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
+    assert_eq!(actions.evictions.len(), 1, "{actions:?}");
+}
+
+/// A node with 8 CPUs and a GPU with room, and a pod of low priority with these CPUs.
+fn busy_node(cpus: &str) -> (TestCluster, ActualAllocations) {
+    let containers = json!([{"resources": {"requests": {"cpu": cpus}, "limits": {MPS: "2"}}}]);
+    let spec = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0, "containers": containers});
+    let mut world = TestCluster::default().node("n1", &[0]).pod_with("low", 2, spec);
+    let mut reality = ActualAllocations::default();
+    reality.given.insert("team/low".into(), ("n1-GPU-0".into(), 2));
+    reality.report_on(&mut world, 1);
+    (world, reality)
+}
+
+fn asks_cpus(priority: i32, cpus: &str) -> Value {
+    json!({"priority": priority, "containers": [{"resources": {"requests": {"cpu": cpus}, "limits": {MPS: "2"}}}]})
+}
+
+#[test]
+fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
+    let (world, mut reality) = busy_node("6");
+    let mut world = world.pod_with("high", 2, asks_cpus(1000, "4"));
+    let mut keeper = Gatekeeper::default();
+    let actions = reconcile(&mut keeper, &world, 0);
+    assert_eq!((victims(&actions), released(&actions)), (vec!["team/low"], vec![]));
+    world.change(
+        |world| &mut world.pods,
+        "team/low",
+        |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"),
     );
-    let again = reconcile(&mut keeper, &world, 30);
-    assert_eq!(again.evictions[0].pod, first, "the protection has ended");
+    assert_eq!(reconcile(&mut keeper, &world, 1).evictions, [], "the victim terminates");
+    world.pods.remove("team/low");
+    reality.given.remove("team/low");
+    reality.report_on(&mut world, 1);
+    // The newcomer would fit beside the shares of the preemptor, but not beside its CPUs.
+    let world = world.pod_with("newcomer", 2, asks_cpus(1000, "5"));
+    let actions = reconcile(&mut keeper, &world, 2);
+    assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");
+}
+
+#[test]
+fn a_pod_of_lower_priority_does_not_use_cpu_that_is_nominated() {
+    let (world, _) = busy_node("6");
+    // Two of eight CPUs are free.
+    let world = world.pod_with("high", 2, asks_cpus(1000, "4")).pod_with("small", 2, asks_cpus(1, "2"));
+    let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
+    assert_eq!((victims(&actions), released(&actions)), (vec!["team/low"], vec![]));
+}
+
+#[test]
+fn no_pod_is_evicted_on_a_node_that_is_too_small() {
+    let (world, _) = busy_node("6");
+    let actions = reconcile(&mut Gatekeeper::default(), &world.pod_with("high", 2, asks_cpus(1000, "9")), 0);
+    assert_eq!((victims(&actions), released(&actions)), (vec![], vec![]));
+}
+
+/// Reconciles until no pod waits for its turn. Returns the evicted pods and the number of
+/// reconciles.
+fn until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec<String>, usize) {
+    let (cluster, mut evicted) = (world.cluster(), Vec::new());
+    for count in 1..100 {
+        let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(0));
+        evicted.extend(victims(&actions).into_iter().map(str::to_owned));
+        for eviction in &actions.evictions {
+            keeper.record_eviction(eviction, &Evicted::Done, seconds(0));
+        }
+        if !actions.more {
+            return (evicted, count);
+        }
+    }
+    panic!("it does not end");
+}
+
+/// Waiting pods of high priority that no eviction helps, because no node has so many CPUs free.
+/// They differ, so that each needs its own search.
+fn hopeless_waiters(mut world: TestCluster, count: u32) -> TestCluster {
+    for index in 0..count {
+        let cpus = format!("{}m", 7500 + index);
+        world = world.pod_with(&format!("hopeless-{index:02}"), 2, asks_cpus(1000, &cpus));
+    }
+    world
+}
+
+/// A node with a pod of low priority, and CPUs that no eviction frees.
+fn partly_fixed_node() -> TestCluster {
+    let (world, _) = busy_node("2");
+    let fixed = json!({"nodeName": "n1", "schedulingGates": [], "priority": 2000,
+        "containers": [{"resources": {"requests": {"cpu": "5"}}}]});
+    world.pod_with("fixed", 0, fixed)
+}
+
+#[test]
+fn hopeless_waiters_do_not_block_one_that_can_be_helped() {
+    let world = hopeless_waiters(partly_fixed_node(), 30).pod_with("zz-helped", 2, asks_cpus(9, "3"));
+    let (evicted, reconciles) = until_settled(&mut Gatekeeper::default(), &world);
+    assert_eq!(evicted, ["team/low"]);
+    assert!((4..12).contains(&reconciles), "work of a reconcile is bounded, and nobody is skipped: {reconciles}");
+}
+
+#[test]
+fn replicas_of_a_hopeless_pod_are_searched_for_once() {
+    let mut world = partly_fixed_node();
+    for index in 0..100 {
+        world = world.pod_with(&format!("hopeless-{index:02}"), 2, asks_cpus(1000, "7"));
+    }
+    let world = world.pod_with("helped", 2, asks_cpus(9, "3"));
+    let (evicted, reconciles) = until_settled(&mut Gatekeeper::default(), &world);
+    assert_eq!((evicted, reconciles), (vec!["team/low".to_owned()], 1));
+}
+
+#[test]
+fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
+    let (world, mut reality) = high_behind_two();
+    let mut keeper = Gatekeeper::default();
+    let victim = reconcile(&mut keeper, &world, 0).evictions[0].clone();
+    keeper.record_eviction(&victim, &Evicted::Done, seconds(0));
+    // Pods of the same priority wait too, and come first by their names.
+    let mut world = world;
+    for index in 0..20 {
+        world = world.pod_with(&format!("a-{index:02}"), 6, json!({"priority": 9, "containers": [{"resources": {"requests": {"cpu": format!("{}m", 1000 + index)}, "limits": {MPS: "10"}}}]}));
+    }
+    label(&mut world, "team/first", "kept");
+    label(&mut world, "team/second", "kept");
+    let mut world = with_budget(world, "x", Some("kept"), 0);
+    let deleted = json!("2026-01-01T00:00:00Z");
+    world.change(|world| &mut world.pods, &victim.pod, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
+    for second in 1..5 {
+        reconcile(&mut keeper, &world, second);
+        let nominated = keeper.ledger().unwrap().nominations().contains_key("team/high");
+        assert!(nominated, "after {second} s");
+    }
+    world.pods.remove(&victim.pod);
+    reality.given.remove(&victim.pod);
+    reality.report(&mut world);
+    let newcomer = world.pod_with("newcomer", 6, json!({"priority": 9}));
+    assert_eq!(reconcile(&mut keeper, &newcomer, 5).releases[0].pod, "team/high");
+}
+
+#[test]
+fn a_search_without_result_is_repeated_only_after_a_change() {
+    let world = hopeless_waiters(partly_fixed_node(), 1);
+    let mut keeper = Gatekeeper::default();
+    let mut cluster = world.cluster();
+    let mut searches =
+        |cluster: &Cluster, second| keeper.reconcile(cluster, &BTreeMap::new(), at(second)).preemption_searches;
+    assert_eq!((searches(&cluster, 0), searches(&cluster, 1)), (1, 0), "nothing has changed");
+    let pods = world.cluster().pods;
+    let low = pods.iter().position(|pod| pod.metadata.name.as_deref() == Some("low")).unwrap();
+    cluster.pods[low] = Arc::clone(&pods[low]);
+    assert_eq!((searches(&cluster, 2), searches(&cluster, 3)), (1, 0), "a pod of the node has changed");
+    assert_eq!(searches(&cluster, 63), 1, "a minute later");
 }
 
 #[test]

@@ -36,6 +36,7 @@ pub(super) struct TestCluster {
     pub(super) hosts: Option<BTreeMap<String, Value>>,
     pub(super) volume_claims: Vec<Value>,
     pub(super) volumes: Vec<Value>,
+    pub(super) budgets: BTreeMap<String, Value>,
     pub(super) namespaces: Vec<Value>,
 }
 
@@ -132,6 +133,7 @@ impl TestCluster {
             }),
             volume_claims: self.volume_claims.iter().map(|claim| Arc::new(of(claim.clone()))).collect(),
             volumes: self.volumes.iter().map(|volume| Arc::new(of(volume.clone()))).collect(),
+            budgets: self.budgets.values().map(|budget| Arc::new(of(budget.clone()))).collect(),
             namespaces: self.namespaces.iter().map(|namespace| Arc::new(of(namespace.clone()))).collect(),
         }
     }
@@ -236,8 +238,13 @@ impl ActualAllocations {
 
     /// Writes the allocations into the status of the nodes, as agents do.
     pub(super) fn report(&self, world: &mut TestCluster) {
+        self.report_on(world, GPUS);
+    }
+
+    /// The same for nodes with this number of GPUs.
+    pub(super) fn report_on(&self, world: &mut TestCluster, gpus: usize) {
         for node in world.gpu_nodes.keys().cloned().collect::<Vec<_>>() {
-            let gpus: Vec<(String, u32)> = (0..GPUS)
+            let gpus: Vec<(String, u32)> = (0..gpus)
                 .map(|index| format!("{node}-GPU-{index}"))
                 .map(|gpu| (gpu.clone(), 10 - self.free(&gpu)))
                 .collect();

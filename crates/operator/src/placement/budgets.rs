@@ -1,0 +1,211 @@
+//! Finds the disruption budgets that limit the eviction of a pod, as the Eviction API does. Pure.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::pods::PodObject;
+use crate::read::BudgetObject;
+
+/// Value of `unhealthyPodEvictionPolicy` with which pods that are not ready can always be evicted.
+const ALWAYS_ALLOW: &str = "AlwaysAllow";
+
+/// The cluster's disruption budgets.
+pub(super) struct Budgets<'a> {
+    all: Vec<&'a BudgetObject>,
+    /// Indices of the budgets of each namespace.
+    of_namespace: BTreeMap<&'a str, Vec<usize>>,
+}
+
+/// Whether disruption budgets allow the eviction of a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Protection {
+    /// No budget limits evictions of the pod.
+    None,
+    /// The budget with this index allows evictions.
+    Budget(usize),
+    /// The API server would refuse an eviction now.
+    Protected,
+    /// The API server has accepted an eviction of the pod. The pod is about to terminate.
+    Evicted,
+}
+
+impl<'a> Budgets<'a> {
+    pub(super) fn new(budgets: &'a [Arc<BudgetObject>]) -> Self {
+        let all: Vec<&BudgetObject> = budgets.iter().map(AsRef::as_ref).collect();
+        let mut of_namespace: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+        for (index, budget) in all.iter().enumerate() {
+            of_namespace.entry(namespace(budget.metadata.namespace.as_deref())).or_default().push(index);
+        }
+        Self { all, of_namespace }
+    }
+
+    /// Number of evictions that each budget allows now.
+    pub(super) fn allowed(&self) -> Vec<u32> {
+        self.all.iter().map(|budget| budget.allowed()).collect()
+    }
+
+    /// Whether budgets allow the eviction of a pod that is bound.
+    pub(super) fn protection(&self, pod: &PodObject) -> Protection {
+        // The Eviction API ignores budgets for pods whose containers were never started.
+        if pod.status.phase == "Pending" {
+            return Protection::None;
+        }
+        let in_namespace = self.of_namespace.get(namespace(pod.metadata.namespace.as_deref()));
+        let mut selecting = in_namespace.into_iter().flatten().filter_map(|&index| {
+            let budget = self.all.get(index)?;
+            budget.selects(pod).then_some((index, *budget))
+        });
+        let Some((index, budget)) = selecting.next() else { return Protection::None };
+        if budget.has_evicted(pod) {
+            return Protection::Evicted;
+        }
+        // The Eviction API supports at most one budget for each pod.
+        if selecting.next().is_some() {
+            return Protection::Protected;
+        }
+        match budget.allowed() {
+            _ if budget.ignores_unready() && !pod.ready => Protection::None,
+            0 => Protection::Protected,
+            _ => Protection::Budget(index),
+        }
+    }
+}
+
+impl BudgetObject {
+    /// Number of evictions that the budget allows now. 0 if the API server has not processed the
+    /// latest change of the budget.
+    pub(super) fn allowed(&self) -> u32 {
+        let is_current = self.status.observed_generation >= self.metadata.generation.unwrap_or(0);
+        if is_current { u32::try_from(self.status.disruptions_allowed).unwrap_or(0) } else { 0 }
+    }
+
+    /// Whether pods that are not ready can be evicted even if the budget allows no evictions.
+    pub(super) fn ignores_unready(&self) -> bool {
+        let status = &self.status;
+        self.spec.unhealthy_pod_eviction_policy.as_deref() == Some(ALWAYS_ALLOW)
+            || status.desired_healthy > 0 && status.current_healthy >= status.desired_healthy
+    }
+
+    /// Whether the budget selects the pod. An empty selector selects all pods of the namespace, a
+    /// missing selector none.
+    fn selects(&self, pod: &PodObject) -> bool {
+        let none = BTreeMap::new();
+        let labels = pod.metadata.labels.as_ref().unwrap_or(&none);
+        self.spec.selector.as_ref().is_some_and(|selector| selector.matches(labels))
+    }
+
+    /// Whether the API server has accepted an eviction of the pod. An entry of an earlier pod with
+    /// the same name does not count.
+    fn has_evicted(&self, pod: &PodObject) -> bool {
+        let evicted = pod.metadata.name.as_ref().and_then(|name| self.status.disrupted_pods.get(name));
+        let created = pod.metadata.creation_timestamp.as_ref();
+        evicted.is_some_and(|evicted| created.is_none_or(|created| created.0 <= evicted.0))
+    }
+}
+
+fn namespace(name: Option<&str>) -> &str {
+    name.unwrap_or("default")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn budget(name: &str, selector: Value, status: Value) -> Arc<BudgetObject> {
+        let mut object = json!({"metadata": {"name": name, "namespace": "team", "generation": 2}, "spec": {}});
+        object["spec"]["selector"] = selector;
+        object["status"] = status;
+        Arc::new(serde_json::from_value(object).unwrap())
+    }
+
+    fn pod(status: Value) -> PodObject {
+        let mut object = json!({"metadata": {"name": "p", "namespace": "team", "labels": {"app": "web"},
+            "creationTimestamp": "2026-01-02T00:00:00Z"}, "spec": {"nodeName": "n"}});
+        object["status"] = status;
+        let mut pod: PodObject = serde_json::from_value(object).unwrap();
+        pod.trim();
+        pod
+    }
+
+    fn running() -> PodObject {
+        pod(json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}))
+    }
+
+    fn allowing(count: i32) -> Value {
+        json!({"observedGeneration": 2, "disruptionsAllowed": count, "currentHealthy": 1, "desiredHealthy": 2})
+    }
+
+    #[test]
+    fn a_pod_is_protected_as_by_the_eviction_api() {
+        let web = || json!({"matchLabels": {"app": "web"}});
+        for (budgets, expected, why) in [
+            (vec![], Protection::None, "no budget"),
+            (vec![budget("a", web(), allowing(1))], Protection::Budget(0), "one budget with room"),
+            (vec![budget("a", web(), allowing(0))], Protection::Protected, "one budget without room"),
+            (
+                vec![budget("a", web(), allowing(1)), budget("b", json!({}), allowing(1))],
+                Protection::Protected,
+                "two budgets",
+            ),
+            (vec![budget("a", json!({}), allowing(0))], Protection::Protected, "an empty selector selects every pod"),
+            (vec![budget("a", Value::Null, allowing(0))], Protection::None, "a missing selector selects none"),
+            (vec![budget("a", json!({"matchLabels": {"app": "db"}}), allowing(0))], Protection::None, "other labels"),
+            (
+                vec![budget("a", web(), json!({"observedGeneration": 1, "disruptionsAllowed": 3}))],
+                Protection::Protected,
+                "the status is older than the budget",
+            ),
+            (
+                vec![budget(
+                    "a",
+                    web(),
+                    json!({"observedGeneration": 2, "disruptedPods": {"p": "2026-01-02T00:00:05Z"}}),
+                )],
+                Protection::Evicted,
+                "its eviction was accepted",
+            ),
+            (
+                vec![budget(
+                    "a",
+                    web(),
+                    json!({"observedGeneration": 2, "disruptedPods": {"p": "2026-01-01T00:00:00Z"}}),
+                )],
+                Protection::Protected,
+                "an earlier pod of this name was evicted",
+            ),
+        ] {
+            assert_eq!(Budgets::new(&budgets).protection(&running()), expected, "{why}");
+        }
+    }
+
+    #[test]
+    fn budgets_spare_only_pods_that_are_ready_or_needed() {
+        let selector = json!({"matchLabels": {"app": "web"}});
+        let protection =
+            |budget: &Arc<BudgetObject>, pod: &PodObject| Budgets::new(std::slice::from_ref(budget)).protection(pod);
+        let unready = pod(json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]}));
+        let too_few = budget("a", selector.clone(), allowing(0));
+        assert_eq!(protection(&too_few, &unready), Protection::Protected);
+        assert_eq!(
+            protection(&too_few, &pod(json!({"phase": "Pending"}))),
+            Protection::None,
+            "no container was started"
+        );
+        let enough =
+            json!({"observedGeneration": 2, "disruptionsAllowed": 0, "currentHealthy": 2, "desiredHealthy": 2});
+        let enough = budget("a", selector.clone(), enough);
+        assert_eq!(protection(&enough, &unready), Protection::None, "enough others are healthy");
+        assert_eq!(protection(&enough, &running()), Protection::Protected);
+        let mut always = (*too_few).clone();
+        always.spec.unhealthy_pod_eviction_policy = Some("AlwaysAllow".to_owned());
+        assert_eq!(protection(&Arc::new(always), &unready), Protection::None);
+    }
+
+    #[test]
+    fn a_budget_of_another_namespace_selects_no_pod() {
+        let mut other = (*budget("a", json!({}), allowing(0))).clone();
+        other.metadata.namespace = Some("other".to_owned());
+        assert_eq!(Budgets::new(&[Arc::new(other)]).protection(&running()), Protection::None);
+    }
+}

@@ -1,0 +1,198 @@
+//! Remembers the results of evictions for preemption, and decides which pods can be evicted now.
+//! Pure: callers pass in the time.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleave_plan::ledger::{Holder, Moment};
+
+use super::budgets::{Budgets, Protection};
+use crate::evict::Evicted;
+use crate::pods::PodObject;
+use crate::read::BudgetObject;
+
+/// Time for which an evicted pod counts as terminating before the watch reports its deletion.
+const ACCEPTED_TIME: Duration = Duration::from_secs(10);
+/// First time for which a pod is not evicted after a refusal. Each further refusal doubles it.
+pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(10);
+/// Maximum time for which a pod is not evicted after a refusal.
+const MAX_BACKOFF: Duration = Duration::from_secs(600);
+/// Number of consecutive requests without an answer after which a pod counts as refused. The first
+/// of them say nothing about the pod, and another pod must not be evicted in its place.
+pub(super) const MAX_UNANSWERED: u32 = 3;
+/// Maximum pause after the API server has limited the rate of requests.
+const MAX_PAUSE: Duration = Duration::from_secs(60);
+
+/// Results of earlier evictions. Times are durations since the process started.
+#[derive(Debug, Default)]
+pub(super) struct EvictionRecords {
+    /// UIDs of pods whose eviction the API server accepted, each with the time until which the pod
+    /// counts as terminating.
+    accepted: BTreeMap<String, Duration>,
+    /// Pods that could not be evicted, by UID.
+    failures: BTreeMap<String, Failures>,
+    /// The time until which no pods are evicted, because the API server limits requests.
+    paused_until: Duration,
+}
+
+/// Consecutive failures to evict a pod.
+#[derive(Debug, Default)]
+struct Failures {
+    unanswered: u32,
+    refused: u32,
+    /// The time until which the pod is not evicted. `None` after that time.
+    avoided_until: Option<Duration>,
+    /// The time at which the failures are forgotten.
+    forgotten_at: Duration,
+}
+
+impl EvictionRecords {
+    /// Records the result of an eviction of the pod with this UID.
+    pub(super) fn record(&mut self, uid: &str, result: &Evicted, up: Duration) {
+        match result {
+            Evicted::Done | Evicted::NotFound => {
+                self.failures.remove(uid);
+                self.accepted.insert(uid.to_owned(), up.saturating_add(ACCEPTED_TIME));
+            }
+            Evicted::Protected(_) | Evicted::Refused(_) => self.avoid(uid, up),
+            Evicted::Throttled(after) => {
+                self.paused_until = self.paused_until.max(up.saturating_add((*after).min(MAX_PAUSE)));
+                self.record_unanswered(uid, up);
+            }
+            Evicted::Failed(_) => self.record_unanswered(uid, up),
+        }
+    }
+
+    fn record_unanswered(&mut self, uid: &str, up: Duration) {
+        let failures = self.failures.entry(uid.to_owned()).or_default();
+        failures.unanswered = failures.unanswered.saturating_add(1);
+        failures.forgotten_at = up.saturating_add(MAX_BACKOFF);
+        if failures.unanswered >= MAX_UNANSWERED {
+            self.avoid(uid, up);
+        }
+    }
+
+    fn avoid(&mut self, uid: &str, up: Duration) {
+        let failures = self.failures.entry(uid.to_owned()).or_default();
+        let backoff = FIRST_BACKOFF.saturating_mul(2_u32.saturating_pow(failures.refused)).min(MAX_BACKOFF);
+        failures.unanswered = 0;
+        failures.refused = failures.refused.saturating_add(1);
+        failures.avoided_until = Some(up.saturating_add(backoff));
+        failures.forgotten_at = up.saturating_add(backoff).saturating_add(MAX_BACKOFF);
+    }
+
+    /// Ends what is over. Returns true if a pod can be evicted again.
+    pub(super) fn update(&mut self, up: Duration) -> bool {
+        let before = self.accepted.len();
+        self.accepted.retain(|_, until| *until > up);
+        let mut ended = before != self.accepted.len();
+        for failures in self.failures.values_mut() {
+            ended |= failures.avoided_until.take_if(|until| *until <= up).is_some();
+        }
+        self.failures.retain(|_, failures| failures.forgotten_at > up);
+        ended
+    }
+
+    /// Whether evictions are paused, because the API server limits requests.
+    pub(super) fn is_paused(&self, up: Duration) -> bool {
+        self.paused_until > up
+    }
+
+    /// The time until each change of what can be evicted.
+    pub(super) fn deadlines(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
+        let avoided = self.failures.values().filter_map(|failures| failures.avoided_until);
+        let paused = Some(self.paused_until).filter(|until| *until > up);
+        self.accepted.values().copied().chain(avoided).chain(paused).map(move |until| until.saturating_sub(up))
+    }
+}
+
+/// Decides which pods can be evicted now.
+pub(super) struct Evictability<'a> {
+    budgets: Budgets<'a>,
+    records: &'a EvictionRecords,
+}
+
+impl<'a> Evictability<'a> {
+    pub(super) fn new(budgets: &'a [Arc<BudgetObject>], records: &'a EvictionRecords) -> Self {
+        Self { budgets: Budgets::new(budgets), records }
+    }
+
+    /// Number of evictions that each disruption budget allows now.
+    pub(super) fn allowed(&self) -> Vec<u32> {
+        self.budgets.allowed()
+    }
+
+    /// The properties of a bound pod that decide whether it is preempted. `None` if the pod cannot
+    /// be evicted now.
+    pub(super) fn holder(&self, pod: &'a PodObject) -> Option<Holder<'a>> {
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        let created = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
+        let holder = Holder {
+            priority: pod.spec.priority.unwrap_or(0),
+            started: Moment(u64::try_from(created).unwrap_or(0)),
+            budget: None,
+            ending: pod.metadata.deletion_timestamp.is_some() || self.records.accepted.contains_key(uid),
+            requests: Some(&pod.spec.requests),
+        };
+        if holder.ending {
+            return Some(holder);
+        }
+        if self.records.failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some()) {
+            return None;
+        }
+        match self.budgets.protection(pod) {
+            Protection::None => Some(holder),
+            Protection::Budget(index) => Some(Holder { budget: Some(index), ..holder }),
+            Protection::Evicted => Some(Holder { ending: true, ..holder }),
+            Protection::Protected => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UP: Duration = Duration::from_secs(100);
+
+    fn is_avoided(records: &EvictionRecords) -> bool {
+        records.failures.get("u").is_some_and(|failures| failures.avoided_until.is_some())
+    }
+
+    #[test]
+    fn a_refused_pod_is_avoided_for_longer_each_time() {
+        let mut records = EvictionRecords::default();
+        let mut up = UP;
+        for seconds in [10, 20, 40, 80, 160, 320, 600, 600] {
+            records.record("u", &Evicted::Refused("no".to_owned()), up);
+            let next = records.deadlines(up).min();
+            assert_eq!((is_avoided(&records), next), (true, Some(Duration::from_secs(seconds))));
+            up += Duration::from_secs(seconds);
+            assert!(records.update(up) && !is_avoided(&records) && !records.update(up));
+        }
+        assert!(!records.update(up + MAX_BACKOFF) && records.failures.is_empty(), "later it starts again");
+    }
+
+    #[test]
+    fn a_pod_is_avoided_only_after_several_requests_without_an_answer() {
+        let mut records = EvictionRecords::default();
+        for count in 1..=MAX_UNANSWERED {
+            assert!(!is_avoided(&records));
+            records.record("u", &Evicted::Failed("timeout".to_owned()), UP * count);
+        }
+        assert!(is_avoided(&records));
+        records.record("u", &Evicted::Done, UP * 4);
+        assert!(!is_avoided(&records) && records.accepted.contains_key("u"));
+    }
+
+    #[test]
+    fn a_throttled_request_pauses_all_evictions() {
+        let mut records = EvictionRecords::default();
+        records.record("u", &Evicted::Throttled(Duration::from_secs(3)), UP);
+        assert!(records.is_paused(UP) && !is_avoided(&records), "the pod is not protected");
+        assert_eq!(records.deadlines(UP).min(), Some(Duration::from_secs(3)));
+        assert!(!records.is_paused(UP + Duration::from_secs(3)));
+        records.record("u", &Evicted::Throttled(Duration::from_secs(9999)), UP);
+        assert!(!records.is_paused(UP + MAX_PAUSE), "a pause is limited");
+    }
+}

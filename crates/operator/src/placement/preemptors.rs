@@ -1,0 +1,205 @@
+//! Remembers which waiting pods preemption was searched for, so that each has its turn, and so that
+//! a search without result is repeated only where something has changed. Pure: callers pass in the
+//! time.
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::pods::PodObject;
+use crate::read::BudgetObject;
+
+/// Maximum number of waiting pods per reconcile for which preemption is searched again.
+const MAX_TURNS: usize = 8;
+/// Time after which a search without result is repeated even if nothing has changed. Changes that
+/// this module does not track, such as another pod's labels, take effect then.
+pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
+/// The same for pods with rules about other pods or volumes, which may change on any node.
+const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
+
+/// Waiting pods that may preempt others, and the changes since the last searches.
+#[derive(Debug, Default)]
+pub(super) struct Preemptors {
+    /// Number of reconciles so far.
+    reconciles: u64,
+    /// Number of changes so far.
+    version: u64,
+    /// The last change that may help every pod.
+    everywhere: u64,
+    /// The last change of each node.
+    changed: BTreeMap<String, u64>,
+    /// Waiting pods, by name. Excludes pods whose victims terminate.
+    waiting: BTreeMap<String, Preemptor>,
+    /// The state of the disruption budgets at the last update.
+    budgets: BTreeMap<String, BudgetState>,
+    /// Whether a waiting pod whose turn it was not may be helped by another reconcile.
+    is_deferred: bool,
+}
+
+/// A waiting pod.
+#[derive(Debug)]
+struct Preemptor {
+    /// UID and resource version.
+    id: (Option<String>, Option<String>),
+    /// The reconcile that last searched for this pod, or that first saw the pod.
+    turn: u64,
+    /// The last search without result.
+    hopeless: Option<Hopeless>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Hopeless {
+    version: u64,
+    until: Duration,
+}
+
+/// The nodes on which a preemption may help a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Scope {
+    /// No node has changed since the last search.
+    Nothing,
+    /// Nodes that have changed since this version.
+    ChangedSince(u64),
+    /// All nodes.
+    Everything,
+}
+
+/// What decides how many evictions a budget allows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct BudgetState {
+    generation: Option<i64>,
+    allowed: u32,
+    ignores_unready: bool,
+}
+
+impl Preemptors {
+    /// Starts a reconcile. Forgets pods that do not wait or have changed.
+    pub(super) fn update(&mut self, waiting: &[(String, &PodObject)]) {
+        self.reconciles += 1;
+        self.is_deferred = false;
+        if self.waiting.is_empty() {
+            return;
+        }
+        let present: BTreeMap<&str, &PodObject> = waiting.iter().map(|(name, pod)| (name.as_str(), *pod)).collect();
+        self.waiting.retain(|name, one| present.get(name.as_str()).is_some_and(|pod| one.id == id(pod)));
+        if self.waiting.is_empty() {
+            self.changed.clear();
+        }
+    }
+
+    /// Records a change of a node that may make preemption possible on the node.
+    pub(super) fn touch(&mut self, node: &str) {
+        if !self.waiting.is_empty() {
+            self.version += 1;
+            self.changed.insert(node.to_owned(), self.version);
+        }
+    }
+
+    /// Records a change that may make preemption possible anywhere.
+    pub(super) fn touch_all(&mut self) {
+        self.version += 1;
+        self.everywhere = self.version;
+    }
+
+    /// Compares the disruption budgets with the last ones. Only a change that allows more evictions
+    /// counts.
+    pub(super) fn update_budgets(&mut self, budgets: &[Arc<BudgetObject>]) {
+        let state = |budget: &Arc<BudgetObject>| {
+            let name = format!(
+                "{}/{}",
+                budget.metadata.namespace.as_deref().unwrap_or_default(),
+                budget.metadata.name.as_deref().unwrap_or_default()
+            );
+            let (allowed, ignores_unready) = (budget.allowed(), budget.ignores_unready());
+            (name, BudgetState { generation: budget.metadata.generation, allowed, ignores_unready })
+        };
+        let now: BTreeMap<String, BudgetState> = budgets.iter().map(state).collect();
+        let helps = |(name, before): (&String, &BudgetState)| {
+            now.get(name).is_none_or(|now| {
+                now.generation != before.generation
+                    || now.allowed > before.allowed
+                    || now.ignores_unready && !before.ignores_unready
+            })
+        };
+        if self.budgets.iter().any(helps) {
+            self.touch_all();
+        }
+        self.budgets = now;
+    }
+
+    /// The waiting pods whose turn it is: those whose last search was the longest ago, and that
+    /// another search may help.
+    pub(super) fn turns(&self, up: Duration) -> BTreeSet<String> {
+        let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != Scope::Nothing);
+        let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();
+        due.sort_unstable();
+        due.into_iter().take(MAX_TURNS).map(|(_, name)| name.clone()).collect()
+    }
+
+    /// Whether the pod waited in an earlier reconcile.
+    pub(super) fn knows(&self, pod: &str) -> bool {
+        self.waiting.contains_key(pod)
+    }
+
+    /// The nodes on which a preemption may help the pod.
+    pub(super) fn scope(&self, pod: &str, up: Duration) -> Scope {
+        self.waiting.get(pod).map_or(Scope::Everything, |one| self.scope_of(one, up))
+    }
+
+    fn scope_of(&self, one: &Preemptor, up: Duration) -> Scope {
+        match one.hopeless {
+            Some(Hopeless { version, until }) if until > up && self.everywhere <= version => {
+                if self.version > version {
+                    Scope::ChangedSince(version)
+                } else {
+                    Scope::Nothing
+                }
+            }
+            _ => Scope::Everything,
+        }
+    }
+
+    /// Whether a node has changed since this version.
+    pub(super) fn has_changed(&self, node: &str, version: u64) -> bool {
+        self.changed.get(node).is_some_and(|changed| *changed > version)
+    }
+
+    /// Records that evictions make room for the pod.
+    pub(super) fn forget(&mut self, name: &str) {
+        self.waiting.remove(name);
+    }
+
+    /// Records that no preemption helps the pod. `has_rules` if the pod has rules about other pods
+    /// or volumes.
+    pub(super) fn give_up(&mut self, name: &str, pod: &PodObject, has_rules: bool, up: Duration) {
+        let time = if has_rules { RULES_RECHECK_TIME } else { RECHECK_TIME };
+        let hopeless = Some(Hopeless { version: self.version, until: up.saturating_add(time) });
+        self.waiting.insert(name.to_owned(), Preemptor { id: id(pod), turn: self.reconciles, hopeless });
+    }
+
+    /// Records that the pod must wait for its turn.
+    pub(super) fn defer(&mut self, name: &str, pod: &PodObject) {
+        let new = || Preemptor { id: id(pod), turn: self.reconciles, hopeless: None };
+        self.waiting.entry(name.to_owned()).or_insert_with(new);
+        self.is_deferred = true;
+    }
+
+    /// Whether pods wait for their turn.
+    pub(super) fn is_deferred(&self) -> bool {
+        self.is_deferred
+    }
+
+    /// Whether a change of a disruption budget may help a waiting pod.
+    pub(super) fn await_budgets(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Time until a search without result is repeated.
+    pub(super) fn next_recheck(&self, up: Duration) -> Option<Duration> {
+        let until = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);
+        until.min().map(|until| until.saturating_sub(up))
+    }
+}
+
+fn id(pod: &PodObject) -> (Option<String>, Option<String>) {
+    (pod.metadata.uid.clone(), pod.metadata.resource_version.clone())
+}

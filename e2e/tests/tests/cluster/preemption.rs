@@ -1,0 +1,212 @@
+//! Tests preemption: pods of lower priority are evicted for one of higher priority, on one GPU and
+//! within disruption budgets.
+use std::io::Write as _;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{Cluster, Scope, pod, text, wait_until};
+use serde_json::{Value, json};
+
+use crate::gate::{SLEEP_FOREVER, is_gated, on_one_gpu, wait_for_event};
+use crate::{GPUS, NODE, SHARES, container_and_restarts, ten_shares};
+
+/// Two priority classes, `e2e-high` and `e2e-patient`. Dropping the value deletes them.
+struct Priorities<'a>(&'a Cluster);
+
+const PRIORITIES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
+
+impl<'a> Priorities<'a> {
+    fn new(cluster: &'a Cluster) -> Result<Self> {
+        let priorities = Self(cluster);
+        priorities.delete()?;
+        for (name, policy) in [("e2e-high", "PreemptLowerPriority"), ("e2e-patient", "Never")] {
+            let class = json!({"metadata": {"name": name}, "value": 1000, "preemptionPolicy": policy});
+            cluster.create(PRIORITIES, &class)?;
+        }
+        Ok(priorities)
+    }
+
+    fn delete(&self) -> Result<()> {
+        ["e2e-high", "e2e-patient"].iter().try_for_each(|name| self.0.delete(&format!("{PRIORITIES}/{name}"), None))
+    }
+}
+
+impl Drop for Priorities<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.delete() {
+            let _ = writeln!(std::io::stderr(), "failed to delete the PriorityClasses: {error:#}");
+        }
+    }
+}
+
+#[test]
+fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _priorities = Priorities::new(&cluster)?;
+    let scope = ten_shares(&cluster, "preempt")?;
+    let ns = &scope.namespace;
+    let pods = format!("/api/v1/namespaces/{ns}/pods");
+    for index in 0..GPUS {
+        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER);
+        if index > 0 {
+            pod["metadata"]["labels"] = json!({"keep": "me"});
+        }
+        cluster.create(&pods, &pod)?;
+        // Of pods with equal priority, the youngest is evicted first. The protected pods must be
+        // the younger ones, and start times are whole seconds.
+        std::thread::sleep(Duration::from_millis(1100));
+    }
+    cluster.create(
+        &format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets"),
+        &json!({"metadata": {"name": "keep"}, "spec": {"minAvailable": GPUS - 1, "selector": {"matchLabels": {"keep": "me"}}}}),
+    )?;
+    let before: Vec<(String, u64)> = (0..GPUS)
+        .map(|index| {
+            let name = format!("seven-{index}");
+            scope.wait_until_running(&name)?;
+            on_one_gpu(&cluster, &scope, &name, 7)?;
+            container_and_restarts(&cluster, &scope, &name)
+        })
+        .collect::<Result<_>>()?;
+    wait_until("the PodDisruptionBudget counts its pods", || {
+        let budget = cluster.get(&format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets/keep"))?;
+        Ok(budget["status"]["currentHealthy"] == GPUS - 1)
+    })?;
+    let with = |name: &str, class: &str| {
+        let mut pod = pod(name, &json!({SHARES: 6}), SLEEP_FOREVER);
+        pod["spec"]["priorityClassName"] = json!(class);
+        pod
+    };
+    // A pod with the preemption policy `Never` waits, regardless of its priority.
+    cluster.create(&pods, &with("patient", "e2e-patient"))?;
+    wait_for_event(&scope, "patient", "the emptiest has 3")?;
+    cluster.delete(&scope.pod_path("patient"), Some(0))?;
+    cluster.create(&pods, &with("high", "e2e-high"))?;
+    scope.wait_until_running("high")?;
+    ensure!(cluster.find(&scope.pod_path("seven-0"))?.is_none(), "the pod without a budget was not evicted");
+    for (index, before) in before.iter().enumerate().skip(1) {
+        ensure!(
+            container_and_restarts(&cluster, &scope, &format!("seven-{index}"))? == *before,
+            "seven-{index} was disturbed"
+        );
+    }
+    wait_for_event(&scope, "seven-0", "Preempted")
+}
+
+/// A pod on [`NODE`] with this number of shares and these thousandths of a CPU.
+fn with_cpu(name: &str, shares: u64, milli: u64) -> Value {
+    let mut pod = pod(name, &json!({SHARES: shares}), SLEEP_FOREVER);
+    pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
+    pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": format!("{milli}m")});
+    pod
+}
+
+fn create(scope: &Scope, pod: &Value) -> Result<()> {
+    scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), pod).map(drop)
+}
+
+fn with_priority(mut pod: Value) -> Value {
+    pod["spec"]["priorityClassName"] = json!("e2e-high");
+    pod
+}
+
+/// A quantity of CPU in thousandths.
+fn milli(quantity: &Value) -> Result<u64> {
+    let quantity = text(quantity);
+    match quantity.strip_suffix('m') {
+        Some(milli) => milli.parse().context("milli"),
+        None if quantity.is_empty() => Ok(0),
+        None => Ok(quantity.parse::<u64>().with_context(|| quantity.clone())? * 1000),
+    }
+}
+
+/// CPU of [`NODE`] in thousandths that no pod requests.
+fn free_cpu(cluster: &Cluster) -> Result<u64> {
+    let node = cluster.get(&format!("/api/v1/nodes/{NODE}"))?;
+    let mut free = milli(&node["status"]["allocatable"]["cpu"])?;
+    for pod in cluster.list(&format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{NODE}"))? {
+        for container in pod["spec"]["containers"].as_array().into_iter().flatten() {
+            free = free.saturating_sub(milli(&container["resources"]["requests"]["cpu"])?);
+        }
+    }
+    Ok(free)
+}
+
+#[test]
+fn a_pod_preempts_on_a_node_without_free_cpu() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _priorities = Priorities::new(&cluster)?;
+    let scope = ten_shares(&cluster, "preempt-cpu")?;
+    let free = free_cpu(&cluster)?;
+    create(&scope, &with_cpu("low", 1, free * 3 / 4))?;
+    scope.wait_until_running("low")?;
+    on_one_gpu(&cluster, &scope, "low", 1)?;
+    create(&scope, &with_priority(with_cpu("high", 1, free / 2)))?;
+    scope.wait_until_running("high")?;
+    ensure!(cluster.find(&scope.pod_path("low"))?.is_none(), "both pods fit, so the test proves nothing");
+    wait_for_event(&scope, "low", "Preempted")
+}
+
+#[test]
+fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _priorities = Priorities::new(&cluster)?;
+    let scope = ten_shares(&cluster, "preempt-turns")?;
+    let free = free_cpu(&cluster)?;
+    // This pod cannot be evicted and uses half of the CPU.
+    let mut fixed = with_priority(with_cpu("fixed", 1, free / 2));
+    fixed["metadata"]["labels"] = json!({"app": "fixed"});
+    create(&scope, &fixed)?;
+    create(&scope, &with_cpu("low", 1, free / 4))?;
+    for name in ["fixed", "low"] {
+        scope.wait_until_running(name)?;
+        on_one_gpu(&cluster, &scope, name, 1)?;
+    }
+    // Each pod requests another amount, so that each needs its own search.
+    for index in 0..8 {
+        let name = format!("hopeless-{index}");
+        create(&scope, &with_priority(with_cpu(&name, 1, free * 3 / 4 + 50 + index)))?;
+        wait_for_event(&scope, &name, "does not have enough CPU")?;
+    }
+    create(&scope, &with_priority(with_cpu("ninth", 1, free * 3 / 8)))?;
+    scope.wait_until_running("ninth")?;
+    for index in 0..8 {
+        let waiting = cluster.get(&scope.pod_path(&format!("hopeless-{index}")))?;
+        ensure!(is_gated(&waiting), "{}", waiting["status"]);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _priorities = Priorities::new(&cluster)?;
+    let scope = ten_shares(&cluster, "preempt-budgets")?;
+    let budgets = format!("/apis/policy/v1/namespaces/{}/poddisruptionbudgets", scope.namespace);
+    for name in ["one", "two"] {
+        let spec = json!({"minAvailable": 1, "selector": {"matchLabels": {"app": "twice"}}});
+        cluster.create(&budgets, &json!({"metadata": {"name": name}, "spec": spec}))?;
+    }
+    for index in 0..GPUS {
+        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER);
+        if index > 0 {
+            pod["metadata"]["labels"] = json!({"app": "twice"});
+        }
+        create(&scope, &pod)?;
+        // Of pods with equal priority, the youngest is preferred as a victim, and creation times
+        // are whole seconds. The first pod is the only one without budgets.
+        std::thread::sleep(Duration::from_millis(1100));
+    }
+    for index in 0..GPUS {
+        let name = format!("seven-{index}");
+        scope.wait_until_running(&name)?;
+        on_one_gpu(&cluster, &scope, &name, 7)?;
+    }
+    create(&scope, &with_priority(pod("high", &json!({SHARES: 6}), SLEEP_FOREVER)))?;
+    scope.wait_until_running("high")?;
+    ensure!(cluster.find(&scope.pod_path("seven-0"))?.is_none(), "the pod without a budget was not evicted");
+    for index in 1..GPUS {
+        ensure!(cluster.find(&scope.pod_path(&format!("seven-{index}")))?.is_some(), "seven-{index} was evicted");
+    }
+    Ok(())
+}
