@@ -196,6 +196,37 @@ which pods a failing policy affects.
 ({{ . }}.spec.containers + {{ . }}.spec.?initContainers.orValue([])).exists(c, c.?resources.?limits.orValue({}).exists(k, {{ include "cleave.isShared" . }} && string(c.resources.limits[k]) != '0'))
 {{- end }}
 
+{{/* In CEL: whether pods wait at the gate for the resource k. Takes the chart's root. */}}
+{{- define "cleave.isGatedResource" -}}
+{{- $tests := list -}}
+{{- range .Values.admission.gatedResources -}}
+{{- if hasSuffix "*" . -}}
+{{- $tests = append $tests (printf "k.startsWith('%s')" (trimSuffix "*" .)) -}}
+{{- else -}}
+{{- $tests = append $tests (printf "k == '%s'" .) -}}
+{{- end -}}
+{{- end -}}
+({{ join " || " $tests }})
+{{- end }}
+
+{{/*
+In CEL: whether a pod requests a resource for which pods wait at the gate: (list ROOT VARIABLE). As in
+cleave.requestsShares, limits suffice, and the expression must not fail.
+*/}}
+{{- define "cleave.requestsGatedResource" -}}
+{{- $pod := index . 1 -}}
+({{ $pod }}.spec.containers + {{ $pod }}.spec.?initContainers.orValue([])).exists(c, c.?resources.?limits.orValue({}).exists(k, {{ include "cleave.isGatedResource" (index . 0) }} && string(c.resources.limits[k]) != '0'))
+{{- end }}
+
+{{/*
+In CEL: whether the pod `object` gets a toleration of taints with the key nvidia.com/gpu: it requests
+shares, and none of its tolerations has this key or every key. Keep it equal to the operator's
+webhook.
+*/}}
+{{- define "cleave.needsToleration" -}}
+{{ include "cleave.requestsShares" "object" }} && !object.spec.?tolerations.orValue([]).exists(t, t.?key.orValue('') == 'nvidia.com/gpu' || (t.?key.orValue('') == '' && t.?operator.orValue('') == 'Exists'))
+{{- end }}
+
 {{/* In CEL: whether a pod (. is its variable) has the placement gate. */}}
 {{- define "cleave.isGated" -}}
 {{ . }}.spec.?schedulingGates.orValue([]).exists(g, g.name == '{{ include "cleave.gateName" . }}')
@@ -225,9 +256,9 @@ webhook
 # Admission precedes validation, which has a better message for a pod without containers.
 - name: has-containers
   expression: object.spec.containers != null
-- name: requests-shares
+- name: requests-gpus
   expression: >-
-    {{ include "cleave.requestsShares" "object" }}
+    {{ include "cleave.requestsGatedResource" (list . "object") }}
 # After the gate is added, the API server evaluates the policy again. A second mutation of the
 # gated pod would be expensive.
 - name: is-not-gated

@@ -1,5 +1,24 @@
 //! The command line of `cleave operator`.
 use std::net::SocketAddr;
+use std::str::FromStr;
+
+/// A label of a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Label {
+    /// Key of the label.
+    pub key: String,
+    /// Value of the label. May be empty.
+    pub value: String,
+}
+
+impl FromStr for Label {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (key, value) = text.split_once('=').ok_or("a label has the form key=value")?;
+        Ok(Self { key: key.to_owned(), value: value.to_owned() })
+    }
+}
 
 /// Plan how GPUs are shared, and write it to each node's GpuNode.
 #[derive(Debug, Clone, clap::Args)]
@@ -50,6 +69,12 @@ pub struct OperatorArgs {
     /// unschedulable.
     #[arg(long, env = "CLEAVE_UNSCHEDULABLE_AFTER_SECONDS", value_name = "SECONDS", default_value_t = 180)]
     pub unschedulable_after_seconds: u64,
+
+    /// Labels that every node with an agent has, as `key=value`. If Cleave's nodes have no room for
+    /// a pod and nodes of another device plugin have, the pod is released to nodes without one of
+    /// these labels.
+    #[arg(long, env = "CLEAVE_NODE_SELECTOR", value_name = "LABELS", value_delimiter = ',')]
+    pub node_selector: Vec<Label>,
 
     /// Address that the admission webhook listens on.
     #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9443")]

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::{
-    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, RESOURCE_GPU, RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION,
-    is_served,
+    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION, RESOURCE_GPU, RESOURCE_MIG_PREFIX,
+    UNSCHEDULABLE_ANNOTATION, is_served,
 };
 use cleave_api::placement::{self, Placement};
 use cleave_plan::Quantity;
@@ -40,6 +40,9 @@ pub struct PodObject {
     /// Whether the pod was released as unschedulable.
     #[serde(skip)]
     pub unschedulable: bool,
+    /// Whether the pod was released to nodes on which another device plugin serves GPUs.
+    #[serde(skip)]
+    pub to_other_nodes: bool,
     /// Whether the pod is ready. Set by [`PodObject::trim`].
     #[serde(skip)]
     pub ready: bool,
@@ -344,6 +347,7 @@ impl PodObject {
         // An annotation that does not parse was not written by the operator and is ignored.
         let annotation = |name: &str| meta.annotations.as_ref().and_then(|all| all.get(name));
         self.unschedulable = self.unschedulable || annotation(UNSCHEDULABLE_ANNOTATION).is_some();
+        self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
         let note = annotation(placement::ANNOTATION);
         self.placement = note.and_then(|text| Placement::parse(text).ok());
         self.annotated = meta.annotations.is_some();

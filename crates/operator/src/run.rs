@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admission::certificate::{self, CertificateManager, Served};
 use crate::admission::webhook;
-use crate::args::OperatorArgs;
+use crate::args::{Label, OperatorArgs};
 use crate::http::{Health, serve};
 use crate::leader::Elector;
 use crate::metrics::Metrics;
@@ -98,6 +98,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         demand: gated,
         hosts,
         unschedulable_after: Duration::from_secs(args.unschedulable_after_seconds),
+        agent_labels: args.node_selector.into_iter().map(|Label { key, value }| (key, value)).collect(),
     });
     let tenants = Tenants::new(context.clone());
     let passes =

@@ -29,7 +29,8 @@ impl PodContext<'_> {
             return help;
         }
         help.extend(self.missing_resources(nodes, &usable));
-        if matches!(self.ledger.fit(self.device_requests, usable.iter().copied(), 1, &Tightest), Err(NoFit::TooMany)) {
+        let fit = self.ledger.fit(self.device_requests, usable.iter().copied(), 1, &Tightest);
+        if matches!(fit, Err(NoFit::TooMany | NoFit::TooFew { .. })) {
             let advice = "The pod's containers together request more than any node has, even an empty one. Add a node with more GPUs, or use fewer containers per pod.";
             help.push(advice.to_owned());
         }

@@ -105,6 +105,10 @@ impl PodContext<'_> {
                 let nodes = nodes.join(", ");
                 verdict(State::Fits, format!("There is room on {nodes}. The operator will release the pod."))
             }
+            Some(ReleaseReason::OtherPlugin) => verdict(
+                State::Fits,
+                "Another device plugin's nodes have room. The operator will release the pod to them.",
+            ),
             Some(ReleaseReason::NotServed) => {
                 verdict(State::NotManaged, "The pod requests nothing that Cleave serves. The operator will release it.")
             }

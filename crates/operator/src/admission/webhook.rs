@@ -16,8 +16,10 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use cleave_api::names::{
-    ALLOW_ALL, ALLOW_LABEL, ALLOW_PLACEMENT, ALLOW_PRE_STOP, GATE, PRE_STOP, PRE_STOP_NONE, is_mps, is_shared,
+    ALLOW_ALL, ALLOW_LABEL, ALLOW_PLACEMENT, ALLOW_PRE_STOP, GATE, PRE_STOP, PRE_STOP_NONE, RESOURCE_GPU, is_mps,
+    is_served, is_shared,
 };
+use cleave_plan::snapshot::Toleration;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
@@ -39,6 +41,9 @@ use crate::pods::{Container, PodObject};
 
 /// Path of reviews that add the placement gate. The chart uses the same path.
 pub const PATH: &str = "/gate";
+/// Path of reviews that add the placement gate, and a toleration of GPU taints. The chart uses the
+/// same path.
+pub const TOLERATE_PATH: &str = "/gate-and-tolerate";
 /// Path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
 /// path.
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
@@ -85,8 +90,12 @@ pub enum Malformed {
 /// A change that a review may make to a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// Add the placement gate to pods that request shares.
-    Gate,
+    /// Add the placement gate to pods that request GPUs.
+    Gate {
+        /// Whether pods that request shares also get a toleration of taints whose key is
+        /// [`RESOURCE_GPU`].
+        tolerate: bool,
+    },
     /// Add a preStop hook that sleeps for this many seconds to containers with MPS shares.
     PreStop(u16),
 }
@@ -94,7 +103,7 @@ pub enum Change {
 impl Change {
     fn patch(self, pod: &PodObject) -> Option<Patch> {
         match self {
-            Self::Gate => gate(pod),
+            Self::Gate { tolerate } => gate(pod, tolerate),
             Self::PreStop(seconds) => pre_stop(pod, seconds),
         }
     }
@@ -102,7 +111,7 @@ impl Change {
     /// Whether a namespace with these labels is exempt from the change.
     pub fn is_exempt(self, labels: Option<&BTreeMap<String, String>>) -> bool {
         let word = match self {
-            Self::Gate => ALLOW_PLACEMENT,
+            Self::Gate { .. } => ALLOW_PLACEMENT,
             Self::PreStop(_) => ALLOW_PRE_STOP,
         };
         let allow = labels.and_then(|labels| labels.get(ALLOW_LABEL)).map_or("", String::as_str);
@@ -139,27 +148,50 @@ pub fn review(
     Ok(response.into_review())
 }
 
-/// Returns the patch that adds the placement gate to a new pod. `None` if the pod requests no
-/// shares, already has the gate, or is bound.
-fn gate(pod: &PodObject) -> Option<Patch> {
+/// Returns the patch that adds the placement gate to a new pod, and the toleration if `tolerate`.
+/// `None` if the pod requests no GPUs, already has the gate, or is bound.
+///
+/// The chart's match conditions select the resources for which pods wait at the gate. API servers
+/// send no reviews of other pods.
+fn gate(pod: &PodObject, tolerate: bool) -> Option<Patch> {
     let spec = &pod.spec;
-    let mut containers = spec.containers.iter().chain(&spec.init_containers);
-    // Extended resources are always in the limits. The API server refuses quantities that are not
-    // numbers.
-    let containers_request_gpus = containers.any(|container| {
-        container.resources.limits.iter().any(|(name, quantity)| is_shared(name) && quantity.milli() != Some(0))
-    });
-    if !containers_request_gpus || pod.node().is_some() || spec.scheduling_gates.iter().any(|gate| gate.name == GATE) {
+    let is_gated = spec.scheduling_gates.iter().any(|gate| gate.name == GATE);
+    if !requests(pod, is_served) || pod.node().is_some() || is_gated {
         return None;
     }
-    let gate = json!({"name": GATE});
-    let gates = ["spec", "schedulingGates"];
-    let (path, value) = if spec.scheduling_gates.is_empty() {
-        (PointerBuf::from_tokens(gates), json!([gate]))
+    let mut changes =
+        vec![append(["spec", "schedulingGates"], spec.scheduling_gates.is_empty(), json!({"name": GATE}))];
+    if tolerate && requests(pod, is_shared) && !spec.tolerations.iter().any(decides_gpu_taint) {
+        let toleration = json!({"key": RESOURCE_GPU, "operator": "Exists"});
+        changes.push(append(["spec", "tolerations"], spec.tolerations.is_empty(), toleration));
+    }
+    Some(Patch(changes))
+}
+
+/// Whether a container or init container requests one of these resources. Extended resources are
+/// always in the limits. The API server refuses quantities that are not numbers.
+fn requests(pod: &PodObject, is_one: fn(&str) -> bool) -> bool {
+    let mut containers = pod.spec.containers.iter().chain(&pod.spec.init_containers);
+    containers.any(|container| {
+        container.resources.limits.iter().any(|(name, quantity)| is_one(name) && quantity.milli() != Some(0))
+    })
+}
+
+/// Whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for all taints. The pod's
+/// owner then decides which of these taints the pod tolerates.
+fn decides_gpu_taint(toleration: &Toleration) -> bool {
+    toleration.key == RESOURCE_GPU || toleration.key.is_empty() && toleration.operator == "Exists"
+}
+
+/// Returns the operation that appends a value to a list, or adds the list if the object does not
+/// have it.
+fn append(list: [&str; 2], is_missing: bool, value: serde_json::Value) -> PatchOperation {
+    let (path, value) = if is_missing {
+        (PointerBuf::from_tokens(list), json!([value]))
     } else {
-        (PointerBuf::from_tokens(gates.into_iter().chain(["-"])), gate)
+        (PointerBuf::from_tokens(list.into_iter().chain(["-"])), value)
     };
-    Some(Patch(vec![PatchOperation::Add(AddOperation { path, value })]))
+    PatchOperation::Add(AddOperation { path, value })
 }
 
 /// Returns the patch that adds a sleep before SIGTERM to containers with MPS shares, unless they
@@ -212,7 +244,11 @@ struct Reviewer {
 }
 
 async fn review_gate(State(reviewer): State<Reviewer>, body: Body) -> Response {
-    answer(Change::Gate, reviewer, body).await
+    answer(Change::Gate { tolerate: false }, reviewer, body).await
+}
+
+async fn review_gate_and_tolerate(State(reviewer): State<Reviewer>, body: Body) -> Response {
+    answer(Change::Gate { tolerate: true }, reviewer, body).await
 }
 
 async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u16>, body: Body) -> Response {
@@ -258,8 +294,11 @@ pub(crate) async fn serve(
     linger: Duration,
 ) -> Result<(), Infallible> {
     let reviewer = Reviewer { namespaces, bodies: Arc::new(Semaphore::new(MAX_CONCURRENT_BODIES)) };
-    let router =
-        Router::new().route(PATH, post(review_gate)).route(PRE_STOP_PATH, post(review_pre_stop)).with_state(reviewer);
+    let router = Router::new()
+        .route(PATH, post(review_gate))
+        .route(TOLERATE_PATH, post(review_gate_and_tolerate))
+        .route(PRE_STOP_PATH, post(review_pre_stop))
+        .with_state(reviewer);
     let acceptor = TlsAcceptor::from(tls);
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let open = GracefulShutdown::new();
@@ -373,21 +412,24 @@ mod tests {
         pod
     }
 
+    const GATE_ONLY: Change = Change::Gate { tolerate: false };
+
     /// The gates of the pod after the change.
     fn gates(spec: &Value, exempt: bool) -> Vec<String> {
-        let pod = changed_pod(Change::Gate, &of(spec), exempt);
+        let pod = changed_pod(GATE_ONLY, &of(spec), exempt);
         let gates = pod["spec"]["schedulingGates"].as_array().into_iter().flatten();
         gates.map(|gate| gate["name"].as_str().unwrap().to_owned()).collect()
     }
 
     #[test]
-    fn pods_that_request_shares_are_gated() {
+    fn pods_that_request_gpus_are_gated() {
         for limits in [
             json!({SHARES: "2"}),
             json!({SHARES: 2}),
             json!({"nvidia.com/gpu-10gb": "1"}),
             json!({"nvidia.com/gpu.shared": "1"}),
             json!({"nvidia.com/mig-1g.10gb": "1", "nvidia.com/gpu": "1"}),
+            json!({"nvidia.com/gpu": "8"}),
         ] {
             assert_eq!(gates(&requesting(&limits), false), [GATE]);
         }
@@ -399,7 +441,7 @@ mod tests {
 
     #[test]
     fn other_pods_are_not_gated() {
-        for limits in [json!({}), json!({"cpu": "1"}), json!({"nvidia.com/gpu": "1"}), json!({SHARES: "0"})] {
+        for limits in [json!({}), json!({"cpu": "1"}), json!({"nvidia.com/gpu": "0"}), json!({SHARES: "0"})] {
             assert!(gates(&requesting(&limits), false).is_empty());
         }
         assert!(gates(&json!({"containers": [{"name": "main"}]}), false).is_empty());
@@ -426,7 +468,7 @@ mod tests {
     #[test]
     fn exemptions_match_whole_words() {
         let labels = |allow: &str| BTreeMap::from([(ALLOW_LABEL.to_owned(), allow.to_owned())]);
-        for (change, word) in [(Change::Gate, "placement"), (Change::PreStop(1), "pre-stop")] {
+        for (change, word) in [(GATE_ONLY, "placement"), (Change::PreStop(1), "pre-stop")] {
             for allow in [word.to_owned(), "all".to_owned(), format!("size.{word}"), format!("{word}.environment")] {
                 assert!(change.is_exempt(Some(&labels(&allow))), "{allow}");
             }
@@ -436,7 +478,38 @@ mod tests {
             assert!(!change.is_exempt(None));
             assert!(!change.is_exempt(Some(&BTreeMap::new())));
         }
-        assert!(!Change::Gate.is_exempt(Some(&labels("pre-stop"))));
+        assert!(!GATE_ONLY.is_exempt(Some(&labels("pre-stop"))));
+    }
+
+    #[test]
+    fn pods_with_shares_tolerate_the_gpu_taint_unless_their_owner_decides() {
+        let tolerations = |limits: &Value, own: &Value, tolerate: bool| {
+            let mut spec = requesting(limits);
+            if !own.is_null() {
+                spec["tolerations"] = own.clone();
+            }
+            changed_pod(Change::Gate { tolerate }, &of(&spec), false)["spec"]["tolerations"].clone()
+        };
+        let shares = json!({SHARES: "1"});
+        let added = json!({"key": "nvidia.com/gpu", "operator": "Exists"});
+        let other = json!({"key": "team", "operator": "Equal", "value": "a", "effect": "NoSchedule"});
+        assert_eq!(tolerations(&shares, &Value::Null, true), json!([added]));
+        assert_eq!(tolerations(&shares, &json!([]), true), json!([added]));
+        assert_eq!(tolerations(&shares, &json!([other]), true), json!([other, added]));
+        assert_eq!(tolerations(&json!({"nvidia.com/mig-1g.10gb": 1}), &Value::Null, true), json!([added]));
+        for own in [
+            json!([{"key": "nvidia.com/gpu", "operator": "Equal", "value": "team-a"}]),
+            json!([{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]),
+            json!([{"operator": "Exists"}]),
+        ] {
+            assert_eq!(tolerations(&shares, &own, true), own, "the owner decides");
+        }
+        assert_eq!(tolerations(&json!({"nvidia.com/gpu": 1}), &Value::Null, true), Value::Null, "whole GPUs");
+        assert_eq!(tolerations(&shares, &Value::Null, false), Value::Null, "switched off");
+        // A second review of the changed pod changes nothing.
+        let mut again = of(&requesting(&shares));
+        again["request"]["object"] = changed_pod(Change::Gate { tolerate: true }, &again, false);
+        assert_eq!(changed_pod(Change::Gate { tolerate: true }, &again, false), again["request"]["object"]);
     }
 
     /// The preStop sleep of each container and init container of the pod after the change.
@@ -507,7 +580,7 @@ mod tests {
 
     #[test]
     fn bodies_that_are_no_reviews_are_refused() {
-        let answer = |body: &[u8]| review(Change::Gate, body, |_| false).map(|_| ()).unwrap_err().to_string();
+        let answer = |body: &[u8]| review(GATE_ONLY, body, |_| false).map(|_| ()).unwrap_err().to_string();
         let whole = of(&requesting(&json!({SHARES: "1"}))).to_string();
         for body in
             [&b""[..], b"{", b"null", b"[]", b"\xff\xfe", b"{\"kind\": 1}", &whole.as_bytes()[..whole.len() / 2]]
@@ -627,6 +700,12 @@ mod tests {
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_null() && answer["response"]["allowed"] == true, "{answer}");
+            let (status, body) =
+                server.send(&current, "POST /gate-and-tolerate?timeout=10s", &in_namespace("team")).await;
+            let answer: Value = serde_json::from_str(&body).unwrap();
+            let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
+            let patch = String::from_utf8(patch).unwrap();
+            assert!(status == 200 && patch.contains(GATE) && patch.contains("/spec/tolerations"), "{patch}");
             let (status, body) = server.send(&current, "POST /pre-stop/3?timeout=5s", &in_namespace("team")).await;
             let answer: Value = serde_json::from_str(&body).unwrap();
             let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();

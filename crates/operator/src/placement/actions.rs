@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use cleave_api::placement::Placement;
 use cleave_plan::ledger::DeviceRequest;
+use cleave_plan::snapshot::Requirement;
 use serde_json::Value;
 
 use super::stranded::Rescue;
@@ -17,6 +18,8 @@ pub enum ReleaseReason {
     Reserved(Placement),
     /// The pod requests nothing that Cleave serves.
     NotServed,
+    /// Cleave's nodes have no room for the pod, and nodes of another device plugin have.
+    OtherPlugin,
     /// The pod fits no GPU of the cluster. Contains the explanation for the pod's owner.
     Unschedulable(String),
 }
@@ -27,6 +30,7 @@ impl ReleaseReason {
         match self {
             Self::Reserved(_) => "reserved",
             Self::NotServed => "not_managed",
+            Self::OtherPlugin => "other_plugin",
             Self::Unschedulable(_) => "unschedulable",
         }
     }
@@ -95,6 +99,8 @@ pub(super) enum Destination<'a> {
     Anywhere,
     /// The nodes with these hostname labels.
     Hostnames(Vec<&'a str>),
+    /// Nodes that meet this requirement.
+    Matching(Requirement),
     /// Nodes whose GPUs are large enough for the largest of these requests. No GPU of the cluster
     /// is.
     LargerGpus(&'a [DeviceRequest]),

@@ -15,6 +15,7 @@ use super::cluster::{Cluster, Input, Now, is_living, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::mps_hosts;
 use super::nodes::Nodes;
+use super::other_nodes::{AgentLabels, OtherNodes};
 use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
@@ -40,6 +41,8 @@ const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of thi
 #[derive(Debug)]
 pub struct Gatekeeper {
     unschedulable_after: Duration,
+    /// Labels of all nodes with an agent.
+    agent_labels: AgentLabels,
     /// The ledger. `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
     nodes: Nodes,
@@ -69,6 +72,7 @@ impl Gatekeeper {
     pub fn new(unschedulable_after: Duration) -> Self {
         Self {
             unschedulable_after,
+            agent_labels: AgentLabels::new(),
             ledger: None,
             nodes: Nodes::default(),
             tracker: PodTracker::default(),
@@ -82,9 +86,17 @@ impl Gatekeeper {
         }
     }
 
+    /// Sets the labels that every node with an agent has. Without labels, the gatekeeper releases
+    /// no pod to nodes of another device plugin if Cleave serves the same resource.
+    #[must_use]
+    pub fn with_agent_labels(self, agent_labels: AgentLabels) -> Self {
+        Self { agent_labels, ..self }
+    }
+
     /// Drops all state. Call this while another process leads.
     pub fn reset(&mut self) {
-        *self = Self::new(self.unschedulable_after);
+        let agent_labels = std::mem::take(&mut self.agent_labels);
+        *self = Self::new(self.unschedulable_after).with_agent_labels(agent_labels);
     }
 
     /// Records that a pod could not be released, and ends its reservation.
@@ -236,24 +248,32 @@ impl Gatekeeper {
 
     /// Decides how to handle released pods that are not bound.
     fn rescue(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
-        let Self { unschedulable_after, nodes, tracker, stranded, claims, .. } = self;
+        let Self { unschedulable_after, agent_labels, nodes, tracker, stranded, claims, .. } = self;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
+        let mut at_other_nodes: Vec<Candidate<'_>> = Vec::new();
         for pod in input.unsettled.iter().copied().filter(|pod| is_released(pod)) {
             if let Some(reason) = stranded::Reason::find(pod, ledger, nodes, tracker) {
                 found.push((pod, reason));
             } else if pod.placement.is_none() && pod.unschedulable {
                 unschedulable.push(Candidate::unschedulable(pod, nodes));
+            } else if pod.placement.is_none() && pod.to_other_nodes && pod.is_refused_by_scheduler() {
+                at_other_nodes.push(Candidate::at_other_nodes(pod, nodes, agent_labels));
             }
         }
         let mut search = LazyCell::new(|| PlacementSearch::new(input, nodes, tracker, ledger));
         for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
                 Ok(_) => true,
-                Err(verdict) => verdict.explain(&candidate.device_requests, input.demand.get(&candidate.name)).1,
+                Err(verdict) => candidate.explain(verdict, input.demand.get(&candidate.name)).1,
             };
             if possible {
                 found.push((candidate.pod, stranded::Reason::Possible));
+            }
+        }
+        for candidate in at_other_nodes.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
+            if search.find(ledger, candidate).is_ok() {
+                found.push((candidate.pod, stranded::Reason::OtherNodesFull));
             }
         }
         claims.drop_renewals(input.unsettled);
@@ -302,13 +322,13 @@ impl Gatekeeper {
         if waiting.is_empty() {
             return;
         }
-        let Self { unschedulable_after, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
+        let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
+        let Self { agent_labels, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
         let Self { evictions, preemptors, .. } = self;
-        let candidates: Vec<Candidate<'_>> = queue
-            .skip_refused(ledger, waiting, up, actions)
-            .into_iter()
-            .map(|(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod)))
-            .collect();
+        let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
+        let waiting = queue.skip_refused(ledger, waiting, up, actions).into_iter();
+        let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
+        let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
         let mut search = PlacementSearch::new(input, nodes, tracker, ledger);
         let evictability = Evictability::new(&input.cluster.budgets, evictions);
         let is_paused = evictions.is_paused(up);
@@ -334,24 +354,26 @@ impl Gatekeeper {
             }
             let verdict = match search.find(ledger, candidate) {
                 Ok(fits) => {
-                    let expires = claims::expiry(input.now);
                     if ledger.reserve(name, &fits, expires).is_ok() {
                         search.reserve(candidate, &fits);
                         reserved.push((name.clone(), pod.uid().unwrap_or_default()));
-                        let hostnames = fits.iter().filter_map(|fit| nodes.hostname(fit.node())).collect();
-                        let reason = ReleaseReason::Reserved(placement(&pod.spec.device_requests, &fits, expires));
-                        actions.releases.push(candidate.release(reason, Destination::Hostnames(hostnames), waited));
+                        let placement = placement(&pod.spec.device_requests, &fits, expires);
+                        actions.releases.push(candidate.release_reserved(placement, nodes, waited));
                     }
                     continue;
                 }
                 Err(verdict) => verdict,
             };
             let waits = matches!(verdict, Verdict::Waits(_));
+            if let Some(requirement) = other_nodes.place(&candidate.plan_pod) {
+                actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
+                continue;
+            }
             let impossible = verdict.impossible();
-            let (message, may_pass) = verdict.explain(device_requests, input.demand.get(name));
+            let (message, may_pass) = candidate.explain(verdict, input.demand.get(name));
             let message = message + &rollout.describe_withheld(device_requests, &search.eligible(candidate));
             match queue.unplaceable_for(name, may_pass, up) {
-                Some(unplaceable) if unplaceable >= *unschedulable_after => {
+                Some(unplaceable) if unplaceable >= unschedulable_after => {
                     actions.releases.push(candidate.release_unplaceable(impossible, message, waited));
                     continue;
                 }

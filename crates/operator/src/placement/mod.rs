@@ -12,6 +12,7 @@
 //! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
+//! | | `other_nodes` | nodes of other device plugins |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
 //!
@@ -26,6 +27,7 @@
 //! | fits | It is released to one node, or to a few nodes if the scheduler applies rules that the operator does not evaluate. |
 //! | fits after a pod ends, a GPU is repartitioned, or a temporary obstacle (a cordon, a node's condition) ends | It waits, with the reason in an Event. |
 //! | fits no GPU for [`UNSCHEDULABLE_AFTER`], with temporary obstacles ignored | It is released as unschedulable, to nodes with larger GPUs than exist. |
+//! | fits on no node of Cleave, but on a node of another device plugin | It is released to the nodes of other plugins. |
 //! | requests nothing that Cleave serves | It is released unchanged. |
 //!
 //! `stranded` handles released pods that no node accepts.
@@ -40,6 +42,7 @@ mod free_resources;
 mod gatekeeper;
 mod mps_hosts;
 mod nodes;
+mod other_nodes;
 mod patch;
 mod pod_tracker;
 mod preemption;

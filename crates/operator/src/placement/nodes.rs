@@ -35,8 +35,15 @@ pub(super) struct NodeState {
     pub(super) mps: Mps,
     /// Resources that the node's GPUs offer now or after a repartitioning.
     offers: BTreeSet<String>,
+    /// Resources that Cleave served on the node before its `GpuNode` disappeared, and that the
+    /// kubelet still reports.
+    missing: BTreeSet<String>,
+    /// Number of GPUs that the agent reports.
+    gpus: usize,
     /// Whether the node has a `GpuNode`.
     pub(super) managed: bool,
+    /// Whether the agent has written the status of the `GpuNode`.
+    has_status: bool,
     /// Whether an agent of Cleave runs on the node, with or without a `GpuNode`.
     has_agent: bool,
     /// Pods with allocations on the node.
@@ -98,6 +105,8 @@ impl NodeState {
         self.blocked = blocked;
         self.allocated = facts.allocations.iter().map(|allocation| allocation.pod.clone()).collect();
         self.offers = facts.devices.iter().map(|device| device.resource.clone()).collect();
+        self.has_status = object.status.is_some();
+        self.gpus = object.status.as_ref().map_or(0, |status| status.gpus.len());
         facts
     }
 
@@ -113,16 +122,63 @@ impl NodeState {
     }
 
     /// The node's CPU, memory and other resources that no bound pod requests, in thousandths.
-    /// Negative if pods request more than the node has.
+    /// Excludes the resources that Cleave can serve. Negative if pods request more than the node has.
     pub(super) fn free_resources(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
+        let mut free = self.free_with_gpus(tracker);
+        free.retain(|resource, _| !is_served(resource));
+        free
+    }
+
+    /// All of the node's resources that no bound pod requests, in thousandths. Negative if pods
+    /// request more than the node has.
+    pub(super) fn free_with_gpus(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
         let requested = tracker.requested(&self.node.name);
-        let amounts = self.node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
-        let amounts = amounts.map(|(resource, quantity)| {
+        let amounts = self.node.allocatable.iter().map(|(resource, quantity)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
             let requested = i128::try_from(requested).unwrap_or(i128::MAX);
             (resource.as_str(), i128::from(quantity.milli().unwrap_or(0)) - requested)
         });
         amounts.collect()
+    }
+
+    /// Whether Cleave serves GPUs on the node, did so before, or may do so soon.
+    pub(super) fn is_of_cleave(&self) -> bool {
+        let has_gpus = !self.offers.is_empty() || self.node.allocatable.keys().any(|resource| is_served(resource));
+        has_gpus && (self.managed || self.has_agent || !self.missing.is_empty())
+    }
+
+    /// Whether another device plugin serves GPUs on the node.
+    pub(super) fn is_of_another_plugin(&self) -> bool {
+        let mut resources = self.node.allocatable.keys();
+        resources.any(|resource| self.provider(resource) == Provider::Another)
+    }
+
+    /// What serves a resource on this node.
+    fn provider(&self, resource: &str) -> Provider {
+        let is_reported = || self.node.allocatable.get(resource).and_then(Quantity::count) > Some(0);
+        if self.offers.contains(resource) {
+            Provider::Cleave
+        } else if !is_served(resource) || !is_reported() {
+            Provider::Nothing
+        } else if self.missing.contains(resource) || self.has_agent && !self.has_status {
+            Provider::Missing
+        } else if self.managed
+            || self.has_agent
+            || self.node.taints.iter().any(|taint| OUTDATED_TAINTS.contains(&taint.key.as_str()))
+        {
+            Provider::Unclear
+        } else {
+            Provider::Another
+        }
+    }
+
+    /// The resources that the node's kubelet still reports from before its `GpuNode` disappeared.
+    /// `before` is the node's previous state.
+    fn still_reported(&self, before: Option<&Self>) -> BTreeSet<String> {
+        let Some(before) = before.filter(|_| !self.has_status) else { return BTreeSet::new() };
+        let mut served: BTreeSet<String> = before.offers.union(&before.missing).cloned().collect();
+        served.retain(|resource| self.node.allocatable.get(resource).and_then(Quantity::count) > Some(0));
+        served
     }
 
     /// Whether Cleave serves the node's GPUs and pods can be narrowed to the node.
@@ -183,6 +239,7 @@ impl Nodes {
             }
             let mut state = NodeState::new(object, gpu_node, versions.into_owned());
             let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.read(object));
+            state.missing = state.still_reported(self.0.get(name));
             self.0.insert(name.to_owned(), state);
             changed.push((name.to_owned(), facts));
         }
@@ -305,7 +362,8 @@ impl Nodes {
         format!("No eligible GPU node: {}", clauses.join("; "))
     }
 
-    /// Identifies what serves a resource.
+    /// What serves a resource, for a pod that may run on any node. If several providers serve it,
+    /// the result is the one with which the pod waits the longest.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. Such a report alone does not prove that another plugin serves the
@@ -314,14 +372,12 @@ impl Nodes {
         if self.0.values().any(|state| state.offers.contains(resource)) {
             return Provider::Cleave;
         }
-        let offering = |state: &&NodeState| state.node.allocatable.get(resource).and_then(Quantity::count) > Some(0);
-        let without_cleave = |state: &NodeState| !state.managed && !state.has_agent;
-        let mut offering = self.0.values().filter(offering).map(without_cleave);
-        match offering.next() {
-            None => Provider::Nothing,
-            Some(first) if first || offering.any(|other| other) => Provider::Another,
-            Some(_) => Provider::Unclear,
-        }
+        self.0.values().map(|state| state.provider(resource)).max().unwrap_or(Provider::Nothing)
+    }
+
+    /// Number of GPUs of the node with the most GPUs.
+    pub(super) fn max_gpus(&self) -> usize {
+        self.0.values().map(|state| state.gpus).max().unwrap_or(0)
     }
 }
 
@@ -333,18 +389,25 @@ pub(super) struct NodeChecks<'a> {
     pub(super) has_room: &'a dyn Fn(&str) -> bool,
 }
 
+/// Taints of nodes whose kubelet may have stopped reporting.
+const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+
 /// What serves a resource.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Provider {
-    /// GPUs that Cleave manages, now or after a repartitioning.
-    Cleave,
-    /// A device plugin on nodes where Cleave does not run.
-    Another,
-    /// Kubelets report the resource on nodes where Cleave runs, but Cleave does not serve it.
-    /// Either another plugin serves it on these nodes, or the kubelet's report is old.
-    Unclear,
     /// No node offers the resource.
     Nothing,
+    /// A device plugin on nodes where Cleave does not run.
+    Another,
+    /// Kubelets report the resource on nodes where Cleave runs, but Cleave does not serve it, or on
+    /// nodes that are not ready. Either another plugin serves the resource, or the kubelet's report
+    /// is old.
+    Unclear,
+    /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
+    /// status is missing. The kubelet still reports the resource.
+    Missing,
+    /// GPUs that Cleave manages, now or after a repartitioning.
+    Cleave,
 }
 
 /// Whether `free` covers the requests and one more pod. Requests that Cleave serves do not count.

@@ -1,5 +1,5 @@
 //! Builds the patch that releases a pod.
-use cleave_api::names::{LARGEST_PREFIX, UNSCHEDULABLE_ANNOTATION};
+use cleave_api::names::{LARGEST_PREFIX, OTHER_NODES_ANNOTATION, UNSCHEDULABLE_ANNOTATION};
 use cleave_api::placement::ANNOTATION;
 use cleave_plan::affinity::{Present, among, narrow};
 use cleave_plan::ledger::DeviceRequest;
@@ -7,7 +7,7 @@ use cleave_plan::snapshot::{NodeSelectorTerm, Operator, Requirement};
 use serde_json::{Value, json};
 
 use super::actions::{Destination, ReleaseReason};
-use crate::pods::PodObject;
+use crate::pods::{PodObject, is_interchangeable};
 
 /// Returns the JSON Patch that narrows the pod, annotates it with its reservation and removes its
 /// only gate.
@@ -20,6 +20,7 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
     let requirement = match destination {
         Destination::Anywhere => None,
         Destination::Hostnames(hostnames) => among(hostnames),
+        Destination::Matching(requirement) => Some(requirement),
         Destination::LargerGpus(device_requests) => larger_gpus(device_requests),
     };
     // An affinity that matches no node needs no narrowing: the pod still matches no node.
@@ -28,6 +29,7 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
     let annotation = match reason {
         ReleaseReason::Reserved(placement) => Some((ANNOTATION, placement.text().unwrap_or_default())),
         ReleaseReason::Unschedulable(_) => Some((UNSCHEDULABLE_ANNOTATION, "true".to_owned())),
+        ReleaseReason::OtherPlugin => Some((OTHER_NODES_ANNOTATION, "true".to_owned())),
         ReleaseReason::NotServed => None,
     };
     if let Some((name, value)) = annotation {
@@ -54,9 +56,13 @@ fn existing_affinity(pod: &PodObject) -> Present<'_> {
 /// Requires a node whose GPUs are large enough for the largest request.
 ///
 /// Only autoscalers' node templates and administrators set the label of the requirement. The
-/// requirement names no node, so any node with the label may serve the pod.
+/// requirement names no node, so any node with the label may serve the pod. `None` for whole GPUs
+/// and whole MIG instances: the scheduler counts them correctly.
 fn larger_gpus(device_requests: &[DeviceRequest]) -> Option<Requirement> {
-    let request = device_requests.iter().max_by_key(|request| request.units)?;
+    let request = device_requests
+        .iter()
+        .filter(|request| !is_interchangeable(&request.resource))
+        .max_by_key(|request| request.units)?;
     let (_, name) = request.resource.split_once('/')?;
     let below = request.units.get() - 1;
     Some(Requirement {

@@ -3,8 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use cleave_api::names::is_served;
-
 use super::cluster::is_living;
 use crate::pods::{PodObject, full_name};
 
@@ -133,7 +131,7 @@ fn change_sums(
             None => drop(of_node.insert(resource.to_owned(), change(0, milli.into()))),
         }
     };
-    for (resource, quantity) in pod.spec.requests.iter().filter(|(name, _)| !is_served(name) && *name != PODS) {
+    for (resource, quantity) in pod.spec.requests.iter().filter(|(name, _)| *name != PODS) {
         change(resource, quantity.milli().unwrap_or(0));
     }
     change(PODS, 1000);
@@ -186,15 +184,15 @@ mod tests {
             (of("cpu"), of("pods"), of("nvidia.com/gpu-mps"))
         };
         tracker.update(&[Arc::clone(&a), Arc::clone(&b)]);
-        assert_eq!(requested(&tracker), (2500, 2000, 0));
+        assert_eq!(requested(&tracker), (2500, 2000, 2000));
         tracker.update(&[Arc::clone(&b)]);
-        assert_eq!(requested(&tracker), (1500, 1000, 0));
+        assert_eq!(requested(&tracker), (1500, 1000, 1000));
         // The sum of huge requests must not saturate. A saturated sum would be wrong after a pod is
         // deleted.
         let huge = pod("c", "n", "18000000000000000");
         tracker.update(&[Arc::clone(&b), Arc::clone(&huge), pod("d", "n", "18000000000000000")]);
         tracker.update(&[pod("b", "n", "3")]);
-        assert_eq!(requested(&tracker), (3000, 1000, 0));
+        assert_eq!(requested(&tracker), (3000, 1000, 1000));
         tracker.update(&[]);
         assert!(tracker.requested("n").is_none(), "a node without pods has no entry");
     }

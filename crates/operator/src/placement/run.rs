@@ -43,6 +43,8 @@ pub(crate) struct ControllerInputs {
     pub(crate) hosts: Option<Watched>,
     /// Time for which a pod must be unplaceable before it is released as unschedulable.
     pub(crate) unschedulable_after: Duration,
+    /// Labels that every node with an agent has.
+    pub(crate) agent_labels: BTreeMap<String, String>,
 }
 
 /// Why a pod was not released.
@@ -132,13 +134,13 @@ impl Controller for Gate {
 
 impl Gate {
     pub(crate) fn new(parts: ControllerInputs) -> Self {
-        let ControllerInputs { context, wakes, demand, hosts, unschedulable_after } = parts;
+        let ControllerInputs { context, wakes, demand, hosts, unschedulable_after, agent_labels } = parts;
         Self {
             context,
             wakes,
             demand,
             hosts,
-            keeper: Gatekeeper::new(unschedulable_after),
+            keeper: Gatekeeper::new(unschedulable_after).with_agent_labels(agent_labels),
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),

@@ -3,10 +3,12 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use cleave_api::names::RESOURCE_GPU;
+use cleave_api::placement::Placement;
 use cleave_plan::Quantity;
 use cleave_plan::constraints::NodeChecker;
 use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
-use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
+use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Requirement, Toleration};
 use kube::ResourceExt;
 
 use super::actions::{Destination, Release, ReleaseReason};
@@ -14,10 +16,12 @@ use super::cluster::{Input, plan_pod};
 use super::constraints::{ConstraintKey, Constraints, check};
 use super::free_resources::{FreeResources, Requester};
 use super::nodes::{NodeChecks, Nodes, Provider};
+use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
 use super::verdict::{PermanentObstacle, Verdict};
 use crate::pods::PodObject;
+use crate::policies::demand::WaitingPod;
 
 /// Maximum number of nodes that a pod is released to if the operator does not evaluate all rules of
 /// the pod. The scheduler may refuse some of these nodes.
@@ -39,16 +43,52 @@ pub(super) struct Candidate<'a> {
     /// Whether kubelets report all requested resources on nodes where Cleave runs, although Cleave
     /// does not serve the resources on these nodes.
     unclear: bool,
+    /// A requested resource that Cleave may serve on a node whose `GpuNode` is missing.
+    missing: Option<String>,
+    /// Whether no node has as many GPUs as the pod requests whole GPUs.
+    too_many_gpus: bool,
 }
 
 impl<'a> Candidate<'a> {
     pub(super) fn new(name: String, pod: &'a PodObject, nodes: &Nodes, avoided: Option<&'a BTreeSet<String>>) -> Self {
         let mut device_requests = pod.device_requests();
-        device_requests.retain(|request| nodes.provider(&request.resource) != Provider::Another);
         device_requests.sort();
-        let unclear = device_requests.iter().all(|request| nodes.provider(&request.resource) == Provider::Unclear);
-        let offered = device_requests.iter().any(|request| nodes.provider(&request.resource) == Provider::Cleave);
-        Self { name, pod, plan_pod: plan_pod(pod), device_requests, avoided, offered, unclear }
+        let mut providers: BTreeMap<String, Provider> = BTreeMap::new();
+        for request in &device_requests {
+            if !providers.contains_key(&request.resource) {
+                providers.insert(request.resource.clone(), nodes.provider(&request.resource));
+            }
+        }
+        providers.retain(|_, provider| *provider != Provider::Another);
+        device_requests.retain(|request| providers.contains_key(&request.resource));
+        let unclear = providers.values().all(|provider| *provider == Provider::Unclear);
+        let offered = providers.values().any(|provider| *provider == Provider::Cleave);
+        let missing = providers.into_iter().find(|(_, provider)| *provider == Provider::Missing);
+        let missing = missing.map(|(resource, _)| resource);
+        let whole_gpus = device_requests.iter().filter(|request| request.resource == RESOURCE_GPU).count();
+        let too_many_gpus = whole_gpus > nodes.max_gpus();
+        let plan_pod = plan_pod(pod);
+        Self { name, pod, plan_pod, device_requests, avoided, offered, unclear, missing, too_many_gpus }
+    }
+
+    /// Creates a candidate from a pod that was released to nodes of another device plugin, with the
+    /// affinity from before its release.
+    pub(super) fn at_other_nodes(pod: &'a PodObject, nodes: &Nodes, labels: &AgentLabels) -> Self {
+        let mut candidate = Self::new(crate::pods::full_name(&pod.metadata), pod, nodes, None);
+        candidate.plan_pod.affinity = without_requirement(&candidate.plan_pod.affinity, labels);
+        candidate
+    }
+
+    /// Returns the explanation for the pod's owner, and whether the pod may become placeable.
+    /// `demand` is set if a GPU may be repartitioned for the pod.
+    pub(super) fn explain(&self, verdict: Verdict, demand: Option<&WaitingPod>) -> (String, bool) {
+        let (message, may_pass) = verdict.explain(&self.device_requests, demand.filter(|_| !self.too_many_gpus));
+        match &self.missing {
+            Some(resource) if !may_pass => {
+                (format!("A node offers {resource}, but its GpuNode or the status of its GpuNode is missing"), true)
+            }
+            _ => (message, may_pass),
+        }
     }
 
     /// Creates a candidate from a pod that was released as unschedulable, with the affinity from
@@ -74,6 +114,18 @@ impl<'a> Candidate<'a> {
         let uid = self.pod.uid().unwrap_or_default();
         let patch = patch::release(self.pod, &reason, destination);
         Release { pod: self.name.clone(), uid, waited, patch, reason }
+    }
+
+    /// Returns the action that releases the pod to the nodes of its reservation.
+    pub(super) fn release_reserved(&self, placement: Placement, nodes: &Nodes, waited: Duration) -> Release {
+        let hostnames = placement.nodes.keys().filter_map(|node| nodes.hostname(node)).collect();
+        self.release(ReleaseReason::Reserved(placement), Destination::Hostnames(hostnames), waited)
+    }
+
+    /// Returns the action that releases the pod to nodes of another device plugin, which meet the
+    /// requirement.
+    pub(super) fn release_to_other_nodes(&self, requirement: Requirement, waited: Duration) -> Release {
+        self.release(ReleaseReason::OtherPlugin, Destination::Matching(requirement), waited)
     }
 
     /// Returns a release without a reservation, because the pod was unplaceable for too long.

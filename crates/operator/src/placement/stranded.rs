@@ -11,6 +11,7 @@
 //! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | at once |
 //! | All its nodes were deleted. | after [`MISSING_NODE_DELAY`] |
 //! | All its nodes are cordoned, tainted or full. | after the time that also releases a pod as unschedulable |
+//! | It was released to nodes of another device plugin, the scheduler refuses it, and it would fit on a node of Cleave now. | after [`MISSING_NODE_DELAY`] |
 //! | It was released as unschedulable, and would wait or fit now. | after [`MISSING_NODE_DELAY`] |
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -51,6 +52,9 @@ pub(super) enum Reason {
     Refused(String),
     /// The pod was released as unschedulable, but may fit a GPU now.
     Possible,
+    /// The pod was released to nodes of another device plugin, which have no room for it. A node of
+    /// Cleave has room now.
+    OtherNodesFull,
 }
 
 impl Reason {
@@ -89,6 +93,9 @@ impl Reason {
             }
             Self::Refused(refusals) => {
                 format!("The nodes to which this pod was released no longer accept it: {refusals}")
+            }
+            Self::OtherNodesFull => {
+                "This pod was released to nodes of another device plugin, which have no room for it. A GPU that Cleave serves could hold it now".to_owned()
             }
             Self::Possible => "This pod was released as unschedulable, but it would fit on a GPU now".to_owned(),
         }
@@ -179,7 +186,7 @@ impl Stranded {
             present.insert(uid.clone());
             let due = since.saturating_add(match reason {
                 Reason::Expired(_) => Duration::ZERO,
-                Reason::Gone(_) | Reason::Possible => MISSING_NODE_DELAY,
+                Reason::Gone(_) | Reason::Possible | Reason::OtherNodesFull => MISSING_NODE_DELAY,
                 Reason::Refused(_) => patience,
             });
             let due = due.max(self.failed.get(&uid).copied().unwrap_or_default());

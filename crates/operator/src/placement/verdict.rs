@@ -1,5 +1,5 @@
 //! Explains why a pod at the gate is not placeable, and whether that can change.
-use cleave_api::names::RESOURCE_MIG_PREFIX;
+use cleave_api::names::{RESOURCE_GPU, RESOURCE_MIG_PREFIX};
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::device::sized;
 use cleave_plan::ledger::DeviceRequest;
@@ -42,8 +42,8 @@ impl Verdict {
     /// Returns the explanation for the pod's owner, and whether the pod may become placeable.
     /// `demand` is set if a GPU may be repartitioned for the pod.
     pub(super) fn explain(self, device_requests: &[DeviceRequest], demand: Option<&WaitingPod>) -> (String, bool) {
-        let is_partitioned = |request: &DeviceRequest| {
-            sized(&request.resource).is_some() || request.resource.starts_with(RESOURCE_MIG_PREFIX)
+        let is_partitioned = |DeviceRequest { resource, .. }: &DeviceRequest| {
+            sized(resource).is_some() || resource.starts_with(RESOURCE_MIG_PREFIX) || resource == RESOURCE_GPU
         };
         match (self, demand) {
             // Demand decides which resources exist, so Cleave may create a missing resource for the

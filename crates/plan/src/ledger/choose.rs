@@ -35,6 +35,16 @@ pub enum NoFit {
     /// node is empty.
     #[error("each part of the request fits on a device, but no node has room for all parts, even if the node is empty")]
     TooMany,
+    /// No node has that many devices, even when the node is empty. Each request is for one unit.
+    #[error("no node has {requested} {resource}: the largest has {most}")]
+    TooFew {
+        /// The extended resource.
+        resource: String,
+        /// Number of units requested.
+        requested: u32,
+        /// Units of the node with the most units.
+        most: u32,
+    },
     /// A device is large enough, but does not have enough free units.
     #[error("no device has {requested} {resource} free: the emptiest has {most}")]
     NotFree {
@@ -43,6 +53,16 @@ pub enum NoFit {
         /// Units requested of one device.
         requested: Units,
         /// Free units of the device with the most free units.
+        most: u32,
+    },
+    /// A node has enough units, but too few of them are free. Each request is for one unit.
+    #[error("no node has {requested} {resource} free: one node has {most}")]
+    TooFewFree {
+        /// The extended resource.
+        resource: String,
+        /// Number of units requested.
+        requested: u32,
+        /// Free units of the node with the most free units.
         most: u32,
     },
     /// Each request fits now, but the requests do not fit together.
@@ -54,7 +74,7 @@ impl NoFit {
     /// Whether the reason can end when pods terminate. Otherwise only another node or another
     /// policy helps.
     pub fn may_pass(&self) -> bool {
-        matches!(self, Self::NotFree { .. } | Self::NotFreeTogether)
+        matches!(self, Self::NotFree { .. } | Self::TooFewFree { .. } | Self::NotFreeTogether)
     }
 }
 
@@ -217,6 +237,16 @@ fn no_fit(resource: &str, units: &[Units], stocks: &UnitsByDevice) -> NoFit {
             NoFit::NotOffered { resource }
         } else {
             NoFit::TooLarge { resource, requested, most: largest }
+        };
+    }
+    if units.len() > 1 && units.iter().all(|units| units.get() == 1) {
+        let sum = |amount: fn(&DeviceUnits) -> u32| stocks.values().map(amount).fold(0, u32::saturating_add);
+        let requested = u32::try_from(units.len()).unwrap_or(u32::MAX);
+        let (capacity, free) = (sum(DeviceUnits::capacity), sum(DeviceUnits::free));
+        return if requested > capacity {
+            NoFit::TooFew { resource, requested, most: capacity }
+        } else {
+            NoFit::TooFewFree { resource, requested, most: free }
         };
     }
     let sizes: Vec<u32> = units.iter().map(|units| units.get()).collect();

@@ -91,6 +91,11 @@ fn the_reason_is_that_of_the_closest_node() {
     assert_eq!(why(&[6], &["n", "small"]), NoFit::NotFree { resource: R.to_owned(), requested: units(6), most: 5 });
     assert_eq!(why(&[6, 6, 6], &["n", "small"]), NoFit::TooMany);
     assert_eq!(why(&[3, 3, 3], &["n"]), NoFit::NotFreeTogether);
+    let (few, more) = (vec![1; 11], vec![1; 21]);
+    let too_few_free = NoFit::TooFewFree { resource: R.to_owned(), requested: 11, most: 10 };
+    assert_eq!(why(&few, &["n", "small"]), too_few_free);
+    assert_eq!(why(&few, &["small"]), NoFit::TooFew { resource: R.to_owned(), requested: 11, most: 4 });
+    assert_eq!(why(&more, &["n", "small"]), NoFit::TooFew { resource: R.to_owned(), requested: 21, most: 20 });
     let other = vec![DeviceRequest { resource: "other".to_owned(), units: units(1) }];
     let why = ledger.fit(&other, ["n"], 1, &Tightest).unwrap_err();
     assert_eq!(why, NoFit::NotOffered { resource: "other".to_owned() });

@@ -194,7 +194,11 @@ pub(super) const REVIEW: Target = Target {
         "cleave.dev/placement",
         "cleave.dev/pre-stop",
         "nvidia.com/gpu-mps",
+        "nvidia.com/gpu",
         "limits",
+        "tolerations",
+        "operator",
+        "Exists",
         "restartPolicy",
         "Always",
         "terminationGracePeriodSeconds",
@@ -227,7 +231,7 @@ pub(super) const REVIEW: Target = Target {
     inputs: 2_000,
     run: |bytes| {
         let mut seen = ReadResult::Refused;
-        for change in [Review::Gate, Review::PreStop(5)] {
+        for change in [Review::Gate { tolerate: false }, Review::Gate { tolerate: true }, Review::PreStop(5)] {
             match review(change, bytes, |_| false) {
                 Err(error) => assert_printable(&error.to_string()),
                 Ok(answer) => {

@@ -1,4 +1,4 @@
-//! Tests that pods that request shares are gated when they are created, in the same way by the
+//! Tests that pods that request GPUs are gated when they are created, in the same way by the
 //! admission policy and by the webhook, and that other pods are not affected.
 //!
 //! Most tests create pods in dry runs, so they check each pod as admitted, before the operator can
@@ -90,6 +90,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
         json!({"nvidia.com/gpu.shared": 1}),
         json!({"nvidia.com/mig-1g.10gb": 1}),
         json!({SHARES: 1, "nvidia.com/mig-1g.10gb": 1, "nvidia.com/gpu": 1}),
+        json!({"nvidia.com/gpu": 1}),
     ] {
         check_gates(scope, &pod_requesting(&limits), &[GATE])?;
     }
@@ -108,7 +109,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     for limits in [
         json!({}),
         json!({"cpu": "10m"}),
-        json!({"nvidia.com/gpu": 1}),
+        json!({"nvidia.com/gpu": 0}),
         json!({SHARES: 0}),
         json!({"example.com/gpu-mps": 1}),
     ] {
@@ -126,7 +127,37 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
         .context("a pod without containers was admitted")?
         .downcast::<Refused>()?;
     ensure!(refused.message.contains("spec.containers: Required value"), "{refused}");
+    check_tolerations(scope)?;
     check_exceptions(scope)
+}
+
+/// Checks which pods get a toleration of taints with the key `nvidia.com/gpu`.
+fn check_tolerations(scope: &Scope) -> Result<()> {
+    let added = json!({"key": "nvidia.com/gpu", "operator": "Exists"});
+    let other = json!({"key": "team", "operator": "Equal", "value": "a", "effect": "NoSchedule"});
+    let own = json!({"key": "nvidia.com/gpu", "operator": "Equal", "value": "team-a"});
+    let all = json!({"operator": "Exists"});
+    let (shares, whole, plain) = (json!({SHARES: 1}), json!({"nvidia.com/gpu": 1}), json!({"cpu": "10m"}));
+    for (limits, given, expected) in [
+        (&shares, vec![], vec![&added]),
+        (&shares, vec![&other], vec![&other, &added]),
+        (&shares, vec![&own], vec![&own]),
+        (&shares, vec![&all], vec![&all]),
+        (&whole, vec![], vec![]),
+        (&plain, vec![], vec![]),
+    ] {
+        let mut pod = requesting(limits);
+        if !given.is_empty() {
+            pod["spec"]["tolerations"] = json!(given);
+        }
+        let admitted = admitted(scope, &pod)?;
+        let tolerations = admitted["spec"]["tolerations"].as_array().cloned().unwrap_or_default();
+        // The API server adds tolerations of its own.
+        let default = |toleration: &Value| text(&toleration["key"]).starts_with("node.kubernetes.io/");
+        let tolerations: Vec<&Value> = tolerations.iter().filter(|toleration| !default(toleration)).collect();
+        ensure!(tolerations == expected, "{limits} with {given:?}: {tolerations:?}");
+    }
+    Ok(())
 }
 
 /// Checks which exceptions of a namespace turn the gate off.

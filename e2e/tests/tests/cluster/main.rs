@@ -24,6 +24,7 @@ mod shares;
 mod stranded;
 mod tenants;
 mod upgrades;
+mod whole_gpus;
 
 use anyhow::Result;
 use cleave_e2e::{Cluster, Scope, text, wait_until};

@@ -46,7 +46,7 @@ fn node_path(node: &str) -> String {
 }
 
 /// Checks that a pod remains gated for this time.
-fn check_stays_gated(scope: &Scope, pod: &str, time: Duration) -> Result<()> {
+pub(crate) fn check_stays_gated(scope: &Scope, pod: &str, time: Duration) -> Result<()> {
     let until = Instant::now() + time;
     while Instant::now() < until {
         let object = scope.cluster.get(&scope.pod_path(pod))?;

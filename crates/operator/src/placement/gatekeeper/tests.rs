@@ -2,9 +2,11 @@
 mod constraints;
 mod lag;
 mod mps_hosts;
+mod other_nodes;
 mod preemption;
 mod release;
 mod reservations;
 mod stranded;
 mod waiting;
+mod whole_gpus;
 mod world;

@@ -180,6 +180,33 @@ impl TestCluster {
     }
 }
 
+/// A pod's spec with one container that requests this many of a resource.
+pub(super) fn requesting(resource: &str, count: u32) -> Value {
+    json!({"containers": [{"name": "main", "resources": {"limits": {resource: count.to_string()}}}]})
+}
+
+/// Adds a node with whole GPUs. `used` has 1 for each GPU in use.
+pub(super) fn whole_gpus(world: TestCluster, name: &str, used: &[u32]) -> TestCluster {
+    const GPU: &str = "nvidia.com/gpu";
+    let mut world = world.node(name, used);
+    world.change(
+        |world| &mut world.nodes,
+        name,
+        |node| node["status"]["allocatable"] = json!({"cpu": "8", "pods": "110", GPU: used.len().to_string()}),
+    );
+    world.change(
+        |world| &mut world.gpu_nodes,
+        name,
+        |node| {
+            for gpu in node["status"]["gpus"].as_array_mut().unwrap() {
+                gpu["mode"] = json!("Whole");
+                (gpu["slices"][0]["resource"], gpu["slices"][0]["total"]) = (json!(GPU), json!(1));
+            }
+        },
+    );
+    world
+}
+
 /// Creates a `ControllerRevision`, or a pod that the `DaemonSet` of MPS hosts owns.
 pub(super) fn revision(hash: &str, number: i64) -> Value {
     let owner =

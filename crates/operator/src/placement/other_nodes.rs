@@ -1,0 +1,115 @@
+//! Nodes on which another device plugin serves GPUs, in clusters where Cleave serves the same
+//! resources on other nodes.
+//!
+//! A pod that fits on no node of Cleave is released to such nodes if they have room for it. The
+//! pod gets no reservation, because the other plugin would not follow it. A label keeps the pod
+//! away from Cleave's nodes: agents run only on nodes with the labels of the chart's
+//! `nodes.nodeSelector`, so no node without one of these labels is Cleave's, now or later.
+use std::collections::BTreeMap;
+
+use cleave_api::names::is_served;
+use cleave_plan::scheduling;
+use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Operator, Pod as PlanPod, Requirement};
+
+use super::cluster::{is_released, plan_pod};
+use super::nodes::Nodes;
+use super::pod_tracker::PodTracker;
+use crate::pods::PodObject;
+
+/// Labels that every node with an agent has.
+pub(super) type AgentLabels = BTreeMap<String, String>;
+
+/// Free resources of the nodes on which another device plugin serves GPUs, within one reconcile.
+pub(super) struct OtherNodes<'a>(Vec<OtherNode<'a>>);
+
+struct OtherNode<'a> {
+    node: &'a PlanNode,
+    /// Free resources, GPUs included, in thousandths.
+    free: BTreeMap<&'a str, i128>,
+    /// Label that all of Cleave's nodes have and this node lacks.
+    label: (&'a str, &'a str),
+}
+
+impl<'a> OtherNodes<'a> {
+    /// Computes the free resources. Pods in `unsettled` that were released to these nodes but are
+    /// not bound count as bound.
+    pub(super) fn new(
+        nodes: &'a Nodes,
+        tracker: &PodTracker,
+        labels: &'a AgentLabels,
+        unsettled: &[&PodObject],
+    ) -> Self {
+        let others: Vec<_> = nodes.0.values().filter(|state| state.is_of_another_plugin()).collect();
+        if others.is_empty() {
+            return Self(Vec::new());
+        }
+        // A node that had an agent before the labels changed may lack a label.
+        let is_reliable = |(key, value): &(&String, &String)| {
+            let has_label = |node: &PlanNode| node.labels.get(*key) == Some(*value);
+            nodes.0.values().filter(|state| state.is_of_cleave()).all(|state| has_label(&state.node))
+        };
+        let reliable: Vec<(&String, &String)> = labels.iter().filter(is_reliable).collect();
+        let other = |state: &'a super::nodes::NodeState| {
+            let (key, value) = reliable.iter().find(|(key, value)| state.node.labels.get(*key) != Some(*value))?;
+            Some(OtherNode { node: &state.node, free: state.free_with_gpus(tracker), label: (key, value) })
+        };
+        let mut found = Self(others.into_iter().filter_map(other).collect());
+        for pod in unsettled.iter().filter(|pod| pod.to_other_nodes && is_released(pod)) {
+            found.place(&plan_pod(pod));
+        }
+        found
+    }
+
+    /// Finds a node with room for the pod, and subtracts the pod's requests. Returns a requirement
+    /// that keeps the pod away from all of Cleave's nodes.
+    pub(super) fn place(&mut self, pod: &PlanPod) -> Option<Requirement> {
+        let other =
+            self.0.iter_mut().find(|other| other.has_room(pod) && scheduling::admit(pod, other.node).is_ok())?;
+        other.subtract(pod);
+        let (key, value) = other.label;
+        Some(Requirement { key: key.to_owned(), operator: Operator::NotIn, values: vec![value.to_owned()] })
+    }
+}
+
+impl OtherNode<'_> {
+    fn has_room(&self, pod: &PlanPod) -> bool {
+        let free = |resource: &str| self.free.get(resource).copied().unwrap_or(0);
+        let fits = pod.requests.iter().all(|(resource, quantity)| match quantity.milli() {
+            Some(wanted) => i128::from(wanted) <= free(resource),
+            None => !is_served(resource),
+        });
+        fits && free(PODS) >= 1000
+    }
+
+    fn subtract(&mut self, pod: &PlanPod) {
+        let one = (PODS, 1000);
+        let requested =
+            pod.requests.iter().map(|(resource, quantity)| (resource.as_str(), quantity.milli().unwrap_or(0)));
+        for (resource, milli) in requested.chain([one]) {
+            if let Some(free) = self.free.get_mut(resource) {
+                *free -= i128::from(milli);
+            }
+        }
+    }
+}
+
+/// The resource with which the scheduler counts pods.
+const PODS: &str = "pods";
+
+/// The affinity terms of a pod that was released to other nodes, without the requirement that its
+/// release appended.
+pub(super) fn without_requirement(terms: &[NodeSelectorTerm], labels: &AgentLabels) -> Vec<NodeSelectorTerm> {
+    let is_appended = |requirement: &Requirement| {
+        let [value] = requirement.values.as_slice() else { return false };
+        requirement.operator == Operator::NotIn && labels.get(&requirement.key) == Some(value)
+    };
+    let mut terms = terms.to_vec();
+    for term in &mut terms {
+        drop(term.match_expressions.pop_if(|last| is_appended(last)));
+    }
+    // If the only term has no other requirement, the release added the whole term.
+    if matches!(terms.as_slice(), [term] if term.match_expressions.is_empty() && term.match_fields.is_empty()) {
+        terms.clear();
+    }
+    terms
+}

@@ -1,0 +1,140 @@
+//! Tests that pods for whole GPUs wait at the gate, and that GPUs of nodes with another device
+//! plugin stay usable.
+use std::io::Write as _;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{Cluster, POLICIES, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
+use serde_json::{Value, json};
+
+use crate::gate::{is_gated, wait_for_event};
+use crate::stranded::check_stays_gated;
+use crate::{GPUS, NODE, SHARES, offers, ten_shares};
+
+const WHOLE_GPU: &str = "nvidia.com/gpu";
+const SLEEP_FOREVER: &str = "exec sleep 1000000";
+/// The node that has the other device plugin.
+const OTHER_NODE: &str = "other-plugin";
+/// GPUs of [`OTHER_NODE`].
+const OTHER_GPUS: u64 = 2;
+
+#[test]
+fn a_pod_for_a_whole_gpu_waits_while_the_gpu_has_shares_in_use() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "whole-gate")?;
+    for index in 0..GPUS {
+        scope.pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER)?;
+    }
+    for index in 0..GPUS {
+        scope.wait_until_running(&format!("seven-{index}"))?;
+    }
+    cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
+    scope.pod_on(NODE, "whole", &json!({WHOLE_GPU: 1}), SLEEP_FOREVER)?;
+    check_stays_gated(&scope, "whole", Duration::from_secs(6))?;
+    wait_for_event(&scope, "whole", WHOLE_GPU)?;
+    scope.delete_pod("seven-0", 0)?;
+    scope.wait_until_running("whole").map(drop)
+}
+
+#[test]
+fn no_pod_for_whole_gpus_is_refused_while_gpus_are_repartitioned() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "whole-again")?;
+    let spec = cluster.get(&format!("{POLICIES}/ten-shares"))?["spec"].clone();
+    for round in 0..5 {
+        let name = format!("whole-{round}");
+        // The kubelet reports whole GPUs for some time after the policy was applied.
+        cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
+        offers(&cluster, WHOLE_GPU, GPUS)?;
+        scope.policy("ten-shares", &spec)?;
+        wait_until("the operator has decided to repartition the GPUs", || {
+            let gpus = cluster.gpunode(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
+            Ok(gpus.len() as u64 == GPUS && gpus.iter().all(|gpu| !gpu["partition"]["mps"].is_null()))
+        })?;
+        scope.pod_on(NODE, &name, &json!({WHOLE_GPU: GPUS}), SLEEP_FOREVER)?;
+        offers(&cluster, SHARES, 10 * GPUS)?;
+        ensure!(is_gated(&cluster.get(&scope.pod_path(&name))?), "{name} was released");
+        cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
+        scope.wait_until_running(&name)?;
+        scope.delete_pod(&name, 0)?;
+        scope.policy("ten-shares", &spec)?;
+        offers(&cluster, SHARES, 10 * GPUS)?;
+    }
+    Ok(())
+}
+
+/// A node without a kubelet, on which another device plugin serves whole GPUs. Agents do not run on
+/// it, because it has no label `kubernetes.io/os`. Dropping it deletes the node.
+struct OtherNode<'a>(&'a Cluster);
+
+impl<'a> OtherNode<'a> {
+    fn new(cluster: &'a Cluster) -> Result<Self> {
+        let path = format!("/api/v1/nodes/{OTHER_NODE}");
+        if cluster.find(&path)?.is_some() {
+            cluster.delete(&path, None)?;
+        }
+        let labels = json!({"kubernetes.io/hostname": OTHER_NODE});
+        let node =
+            json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": OTHER_NODE, "labels": labels}, "spec": {}});
+        cluster.create("/api/v1/nodes", &node)?;
+        let added = Self(cluster);
+        let amounts = json!({"cpu": "8", "memory": "8Gi", "pods": "110", WHOLE_GPU: OTHER_GPUS.to_string()});
+        let conditions = json!([{"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "ready"}]);
+        let status = json!({"capacity": amounts, "allocatable": amounts, "conditions": conditions});
+        cluster.patch(&format!("{path}/status"), &json!({"status": status}))?;
+        wait_until("the other node has no taint", || Ok(cluster.get(&path)?["spec"]["taints"].is_null()))?;
+        Ok(added)
+    }
+}
+
+impl Drop for OtherNode<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.delete(&format!("/api/v1/nodes/{OTHER_NODE}"), None) {
+            let _ = writeln!(std::io::stderr(), "the node {OTHER_NODE} stays: {error:#}");
+        }
+    }
+}
+
+/// Waits until a pod is bound, and returns the name of its node and its required node affinity.
+fn bound(scope: &Scope, name: &str) -> Result<(String, Value)> {
+    wait_for(&format!("{name} is bound"), WAIT_TIMEOUT, || {
+        let pod = scope.cluster.get(&scope.pod_path(name))?;
+        let node = text(&pod["spec"]["nodeName"]);
+        ensure!(!node.is_empty(), "{} {}", pod["spec"]["schedulingGates"], pod["status"]);
+        let required = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution";
+        Ok(Some((node, pod.pointer(required).cloned().unwrap_or_default())))
+    })
+}
+
+#[test]
+fn pods_use_nodes_of_another_plugin_when_cleaves_nodes_are_full() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "mixed-fleet")?;
+    let nodes = cluster.nodes()?;
+    for node in &nodes {
+        let gpus = cluster.allocatable(node, WHOLE_GPU)?;
+        scope.pod_on(node, &format!("all-{node}"), &json!({WHOLE_GPU: gpus}), SLEEP_FOREVER)?;
+        scope.wait_until_running(&format!("all-{node}"))?;
+    }
+    // Without a kubelet the node becomes unreachable after less than a minute.
+    let other = OtherNode::new(&cluster)?;
+    let pods = format!("/api/v1/namespaces/{}/pods", scope.namespace);
+    for name in ["first", "second"] {
+        scope.pod(name, &json!({WHOLE_GPU: 1}), SLEEP_FOREVER)?;
+        let (node, required) = bound(&scope, name)?;
+        ensure!(node == OTHER_NODE, "{name} is on {node}");
+        let expression = &required["nodeSelectorTerms"][0]["matchExpressions"][0];
+        ensure!(expression["operator"] == "NotIn" && expression["key"] == "kubernetes.io/os", "{required}");
+    }
+    scope.pod("third", &json!({WHOLE_GPU: 1}), SLEEP_FOREVER)?;
+    check_stays_gated(&scope, "third", Duration::from_secs(3))?;
+    scope.delete_pod(&format!("all-{NODE}"), 0)?;
+    scope.wait_until_running("third")?;
+    ensure!(bound(&scope, "third")?.0 == NODE, "the pod is not on {NODE}");
+    // No kubelet ends these pods.
+    for name in ["first", "second"] {
+        cluster.delete(&format!("{pods}/{name}"), Some(0)).context("failed to delete a pod")?;
+    }
+    drop(other);
+    Ok(())
+}
