@@ -38,6 +38,10 @@ const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of thi
 #[derive(Debug)]
 pub struct Gatekeeper {
     unschedulable_after: Duration,
+    /// Time after the ledger was built in which nothing is reserved.
+    settle_time: Duration,
+    /// Earliest time at which pods get reservations.
+    next_reservation: Duration,
     /// The ledger. `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
     nodes: Nodes,
@@ -66,6 +70,8 @@ impl Gatekeeper {
     pub fn new(unschedulable_after: Duration) -> Self {
         Self {
             unschedulable_after,
+            settle_time: Duration::ZERO,
+            next_reservation: Duration::ZERO,
             ledger: None,
             nodes: Nodes::default(),
             tracker: PodTracker::default(),
@@ -78,9 +84,19 @@ impl Gatekeeper {
         }
     }
 
+    /// Reserves nothing for some seconds after each time that the ledger is built from the cluster.
+    ///
+    /// A pod that was deleted without a grace period just before may still use shares, and its node
+    /// may not have reported them. A gatekeeper that saw the pod keeps its claim; see
+    /// [`claims::UNREPORTED_CLAIM_TIME`]. A new one must wait as long.
+    #[must_use]
+    pub fn settle_first(self) -> Self {
+        Self { settle_time: claims::UNREPORTED_CLAIM_TIME, ..self }
+    }
+
     /// Drops all state. Call this while another process leads.
     pub fn reset(&mut self) {
-        *self = Self::new(self.unschedulable_after);
+        *self = Self { settle_time: self.settle_time, ..Self::new(self.unschedulable_after) };
     }
 
     /// Records that a pod could not be released, and ends its reservation.
@@ -132,6 +148,7 @@ impl Gatekeeper {
             }
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
+                self.next_reservation = now.up.saturating_add(self.settle_time);
                 self.claims.rebuild(nodes, &living, now)
             }
         };
@@ -273,6 +290,10 @@ impl Gatekeeper {
             return;
         }
         let up = input.now.up;
+        if up < self.next_reservation {
+            actions.requeue_in(self.next_reservation.saturating_sub(up));
+            return;
+        }
         self.protected.retain(|_, until| *until > up);
         // No watch reports when a budget allows disruptions again.
         self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));

@@ -99,6 +99,7 @@ impl Controller for Gate {
     async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {
         if !self.context.claim.is_current() {
             self.keeper.reset();
+            self.context.metrics.reset_placement();
             // Read the clock while another process leads, so that `clock` is current when this
             // process becomes the leader.
             self.clock = SteadyClock::read();
@@ -135,7 +136,7 @@ impl Gate {
             wake,
             demand,
             hosts,
-            keeper: Gatekeeper::new(unschedulable_after),
+            keeper: Gatekeeper::new(unschedulable_after).settle_first(),
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::world::{ActualAllocations, GPUS, NODES, TestCluster, at, reconcile, reservation};
+use crate::catch_up::Versions;
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
 
@@ -30,6 +31,8 @@ enum Step {
     Delete(usize),
     /// The operator restarts.
     Restart,
+    /// Another process acquires the lease. Its watches lag.
+    FailOver,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -43,6 +46,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => any::<usize>().prop_map(Step::Allocate),
         2 => any::<usize>().prop_map(Step::Delete),
         1 => Just(Step::Restart),
+        1 => Just(Step::FailOver),
     ]
 }
 
@@ -58,8 +62,10 @@ proptest! {
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
         let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
         let mut reality = ActualAllocations::default();
-        let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default(), 0_u32);
-        let mut thorough = Gatekeeper::default();
+        let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default().settle_first(), 0_u32);
+        let mut thorough = Gatekeeper::default().settle_first();
+        // The version of the watched pods, and the version that a new leader must have seen.
+        let (mut stored, mut required) = (Versions::default(), Versions::default());
         for (second, step) in steps.into_iter().enumerate() {
             let ActualAllocations { given, ending } = &mut reality;
             given.retain(|name, _| ending.get(name).is_none_or(|end| *end > second));
@@ -68,6 +74,7 @@ proptest! {
                     names += 1;
                     world = world.pod(&format!("p{names}"), units);
                 }
+                Step::Reconcile(_) if !stored.reach(required) => {}
                 Step::Reconcile(written) => {
                     let actions = keeper.reconcile(&watched, &BTreeMap::new(), at(second as u64));
                     let copied = Cluster { pods: watched.pods.iter().map(|pod| Arc::new((**pod).clone())).collect(), ..watched.clone() };
@@ -80,7 +87,10 @@ proptest! {
                         }
                     }
                 }
-                Step::ReportPods => watched.pods = world.changed_pods(&watched.pods),
+                Step::ReportPods => {
+                    watched.pods = world.changed_pods(&watched.pods);
+                    stored.pods = world.version;
+                }
                 Step::ReportGpuNodes => watched.gpu_nodes = world.cluster().gpu_nodes,
                 Step::ReportAllocations => reality.report(&mut world),
                 Step::Bind(which) => {
@@ -116,6 +126,12 @@ proptest! {
                     keeper.reset();
                     thorough.reset();
                     watched = world.cluster();
+                    stored.pods = world.version;
+                }
+                Step::FailOver => {
+                    keeper.reset();
+                    thorough.reset();
+                    required.pods = world.version;
                 }
             }
         }
