@@ -56,7 +56,9 @@ impl Live {
             // Only the operator knows which MPS hosts it replaces. It reports them in Events of the
             // pods that wait for such a host.
             hosts: None,
-            ..Cluster::default()
+            volume_claims: objects.volume_claims.into_iter().map(Arc::new).collect(),
+            volumes: objects.volumes.into_iter().map(Arc::new).collect(),
+            namespaces: objects.namespaces.into_iter().map(Arc::new).collect(),
         };
         Self { cluster, observed, now }
     }
