@@ -50,6 +50,38 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// Without [`crate::catch_up`], a new leader would reserve shares twice.
+#[test]
+fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_it() {
+    let world = TestCluster::default().node("n1", &[0]).pod("p2", 6);
+    let (lagging, stored) = (world.cluster(), Versions { pods: world.version, ..Versions::default() });
+    let mut world = world.pod_with("p1", 6, json!({"priority": 10}));
+    let released = reconcile(&mut Gatekeeper::default(), &world, 0).releases;
+    assert_eq!(released.iter().map(|release| &*release.pod).collect::<Vec<_>>(), ["team/p1"]);
+    assert!(world.patch(&released[0]), "the former leader releases one pod");
+    // What the new leader's own write requires.
+    let required = Versions { pods: world.version, ..Versions::default() };
+    let second = Gatekeeper::default().reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
+    assert!(world.patch(&second[0]), "6 and 6 of 10 shares are reserved");
+    assert!(!stored.reach(required), "so the new leader does not act on this watch");
+}
+
+/// The seed that found this: a pod of 3 shares is allocated, and deleted without a grace period.
+/// The operator restarts before the node reports the allocation.
+#[test]
+fn after_a_restart_shares_of_a_pod_that_was_just_deleted_are_not_reserved() {
+    let world = TestCluster::default().node("n1", &[0]).pod("next", 8);
+    let mut keeper = Gatekeeper::default().settle_first();
+    for second in [100, 104] {
+        let actions = reconcile(&mut keeper, &world, second);
+        assert!(actions.releases.is_empty(), "second {second}: the deleted pod may still use its shares");
+        assert_eq!(actions.requeue.map(|requeue| requeue.as_secs()), Some(105 - second));
+    }
+    assert_eq!(reconcile(&mut keeper, &world, 105).releases.len(), 1);
+    keeper.reset();
+    assert!(reconcile(&mut keeper, &world, 200).releases.is_empty(), "another process led");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
