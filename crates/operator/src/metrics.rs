@@ -198,7 +198,7 @@ impl Metrics {
     pub(crate) fn reset_demand(&self) {
         self.pods_waiting.clear();
         self.fragmentation.set(0.0);
-        self.left_out.set(0);
+        self.nodes_excluded.set(0);
     }
 
     /// Clears what placement measures; see [`Metrics::reset_passes`].
@@ -237,7 +237,7 @@ mod tests {
         metrics.pods_waiting.get_or_create(&Reason { reason: "no_room" }).set(1);
         metrics.gated.get_or_create(&Reason { reason: "no_room" }).set(1);
         for gauge in
-            [&metrics.policies, &metrics.nodes, &metrics.left_out, &metrics.hosts_outdated, &metrics.rollout_stopped]
+            [&metrics.policies, &metrics.nodes, &metrics.nodes_excluded, &metrics.hosts_outdated, &metrics.rollout_stopped]
         {
             gauge.set(1);
         }

@@ -160,7 +160,7 @@ impl Passes {
     }
 
     /// Sends what each pod waits for to the gate, if it has changed.
-    fn send_waiting(&self, waiting: &BTreeMap<String, Waiting>) {
+    fn send_waiting(&self, waiting: &BTreeMap<String, WaitingPod>) {
         let modified = self.demand.send_if_modified(|sent| {
             let modified = **sent != *waiting;
             if modified {
@@ -437,7 +437,7 @@ mod tests {
     }
 
     /// The controller of an empty cluster, and the receiver of what pods wait for.
-    fn passes() -> (Passes, watch::Receiver<Arc<BTreeMap<String, Waiting>>>) {
+    fn passes() -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
         let (service, _) = tower_test::mock::pair::<http::Request<Body>, http::Response<Body>>();
         let client = Client::new(service, "default");
         let stores = Stores {
@@ -459,21 +459,21 @@ mod tests {
             listed: Arc::new(AtomicBool::new(true)),
             stop: CancellationToken::new(),
         };
-        let waits = Waiting { reason: Reason::Scheduler, message: "On n1".to_owned() };
+        let waits = WaitingPod { reason: Reason::Scheduler, message: "On n1".to_owned() };
         let (demand, gated) = watch::channel(Arc::new(BTreeMap::from([("team/p".to_owned(), waits)])));
-        (Passes::new(Parts { context, wakes: Wakes::default(), demand, taint: false }), gated)
+        (Passes::new(ControllerInputs { context, wakes: Wakers::default(), demand, taint: false }), gated)
     }
 
     #[tokio::test]
     async fn without_a_policy_on_demand_no_pod_waits_for_a_plan() {
         let (mut passes, gated) = passes();
         let metrics = passes.context.metrics.clone();
-        metrics.left_out.set(3);
+        metrics.nodes_excluded.set(3);
         metrics.fragmentation.set(0.5);
         passes.pass(Instant::now()).await.unwrap();
         assert!(gated.borrow().is_empty(), "the gate would act on the plan of a deleted policy");
         assert!(passes.wakes.gate.notified().now_or_never().is_some(), "the gate decides again");
-        assert_eq!((metrics.left_out.get(), metrics.fragmentation.get()), (0, 0.0));
+        assert_eq!((metrics.nodes_excluded.get(), metrics.fragmentation.get()), (0, 0.0));
         passes.pass(Instant::now()).await.unwrap();
         assert!(passes.wakes.gate.notified().now_or_never().is_none(), "nothing has changed");
     }
