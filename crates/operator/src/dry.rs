@@ -79,20 +79,29 @@ impl Objects {
     /// The API server refused a list request.
     pub async fn list(client: &Client, namespace: &str, agent_selector: &str) -> Result<Self> {
         let all = ListParams::default();
-        let everything = || client.clone();
+        let nodes = list(&Api::all(client.clone()), all.clone()).await.context("failed to list Nodes")?;
         let agents = Api::<AgentPod>::namespaced(client.clone(), namespace);
         let agents = list(&agents, all.clone().labels(agent_selector)).await;
-        let mut pods = list(&Api::<PodObject>::all(everything()), all.clone().fields(RUNNING)).await;
-        pods.iter_mut().flatten().for_each(PodObject::trim);
+        let agents = agents.with_context(|| format!("failed to list the agents' Pods in namespace {namespace}"))?;
+        let gpu_nodes = list(&Api::all(client.clone()), all.clone()).await.context("failed to list GpuNodes")?;
+        let policies = list(&Api::all(client.clone()), all.clone()).await.context("failed to list SharingPolicies")?;
+        let pods = list(&Api::<PodObject>::all(client.clone()), all.fields(RUNNING)).await;
+        let mut pods = pods.context("failed to list Pods")?;
+        pods.iter_mut().for_each(PodObject::trim);
+        Ok(Self { nodes, agents, gpu_nodes, policies, pods, ..Self::default() })
+    }
+
+    /// Lists the objects that only placement reads: volumes, volume claims and namespaces.
+    ///
+    /// # Errors
+    /// A list request failed, other than by a lack of rights.
+    pub async fn list_for_placement(self, client: &Client) -> Result<Self> {
+        let all = ListParams::default();
         Ok(Self {
-            nodes: list(&Api::all(everything()), all.clone()).await.context("failed to list Nodes")?,
-            agents: agents.with_context(|| format!("failed to list the agents' Pods in namespace {namespace}"))?,
-            gpu_nodes: list(&Api::all(everything()), all.clone()).await.context("failed to list GpuNodes")?,
-            policies: list(&Api::all(everything()), all.clone()).await.context("failed to list SharingPolicies")?,
-            pods: pods.context("failed to list Pods")?,
-            volume_claims: if_allowed("PersistentVolumeClaims", list(&Api::all(everything()), all.clone()).await)?,
-            volumes: if_allowed("PersistentVolumes", list(&Api::all(everything()), all.clone()).await)?,
-            namespaces: if_allowed("Namespaces", list(&Api::all(everything()), all).await)?,
+            volume_claims: if_allowed("PersistentVolumeClaims", list(&Api::all(client.clone()), all.clone()).await)?,
+            volumes: if_allowed("PersistentVolumes", list(&Api::all(client.clone()), all.clone()).await)?,
+            namespaces: if_allowed("Namespaces", list(&Api::all(client.clone()), all).await)?,
+            ..self
         })
     }
 

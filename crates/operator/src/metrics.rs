@@ -236,9 +236,13 @@ mod tests {
         metrics.malformed.get_or_create(&Kind { kind: "GpuNode" }).set(1);
         metrics.pods_waiting.get_or_create(&Reason { reason: "no_room" }).set(1);
         metrics.gated.get_or_create(&Reason { reason: "no_room" }).set(1);
-        for gauge in
-            [&metrics.policies, &metrics.nodes, &metrics.nodes_excluded, &metrics.hosts_outdated, &metrics.rollout_stopped]
-        {
+        for gauge in [
+            &metrics.policies,
+            &metrics.nodes,
+            &metrics.nodes_excluded,
+            &metrics.hosts_outdated,
+            &metrics.rollout_stopped,
+        ] {
             gauge.set(1);
         }
         metrics.fragmentation.set(1.0);

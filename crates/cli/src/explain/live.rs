@@ -31,7 +31,8 @@ impl Live {
     /// # Errors
     /// The API server rejected a request.
     pub(super) async fn observe(client: &Client, install: &InstallArgs, pod: &str) -> Result<Self> {
-        let mut objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
+        let objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
+        let mut objects = objects.list_for_placement(client).await?;
         if !objects.pods.iter().any(|one| full_name(&one.metadata) == pod)
             && let Some((namespace, name)) = pod.split_once('/')
         {
