@@ -24,8 +24,8 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete};
 use crate::rollout::{Revision, Watched};
 
-/// Seconds after which a watch is restarted where it ended. A watch whose connection is lost without
-/// notice, and on which nothing arrives, ends 5 s later.
+/// Seconds after which a watch is restarted where it ended. A watch on which nothing arrives,
+/// because its connection is lost without notice, ends 5 s later.
 pub(crate) const WATCH_TIMEOUT: u32 = 30;
 
 /// The configuration of all watches.
