@@ -147,8 +147,8 @@ impl View<'_> {
         }
     }
 
-    /// Whether the operator keeps the reservation of a released pod. It renews an expired reservation
-    /// without a change of the annotation, unless the scheduler has refused the pod.
+    /// Whether the operator keeps the reservation of a released pod. It renews an expired
+    /// reservation without a change of the annotation, unless the scheduler has refused the pod.
     fn has_reservation(&self) -> bool {
         self.ledger.claim(self.name).is_some()
     }

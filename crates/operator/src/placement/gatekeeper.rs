@@ -165,7 +165,12 @@ impl Gatekeeper {
         if let Some(requeue) = actions.rescue.requeue {
             actions.requeue_in(requeue);
         }
-        self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+        let settling = self.next_reservation.saturating_sub(now.up);
+        if settling.is_zero() {
+            self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+        } else {
+            actions.requeue_in(settling);
+        }
         self.ledger = Some(ledger);
         actions
     }
@@ -290,10 +295,6 @@ impl Gatekeeper {
             return;
         }
         let up = input.now.up;
-        if up < self.next_reservation {
-            actions.requeue_in(self.next_reservation.saturating_sub(up));
-            return;
-        }
         self.protected.retain(|_, until| *until > up);
         // No watch reports when a budget allows disruptions again.
         self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
