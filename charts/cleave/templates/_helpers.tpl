@@ -334,3 +334,56 @@ out of GPUs, which CUDA images request by default.
 {{- define "cleave.isOverride" -}}
 (e.name.startsWith('CUDA_MPS_') || (e.name == 'NVIDIA_VISIBLE_DEVICES' && (variables.sharing.exists(s, s.name == c.name) || has(e.valueFrom) || !(e.?value.orValue('') in ['', 'void', 'none']))))
 {{- end }}
+
+
+{{/*
+Variable of an admission policy: the fields of an object's metadata that a request changes, without
+annotations of Cleave. The API server writes managedFields, generation and resourceVersion.
+*/}}
+{{- define "cleave.changedMetadata" -}}
+- name: annotationsBefore
+  expression: "oldObject.metadata.?annotations.orValue({})"
+- name: annotationsAfter
+  expression: "object.metadata.?annotations.orValue({})"
+- name: metadata
+  expression: >-
+    ['labels', 'ownerReferences', 'finalizers'].filter(k, dyn(object.metadata)[?k] != dyn(oldObject.metadata)[?k])
+    .map(k, 'metadata.' + k)
+    + (variables.annotationsAfter.map(k, k) + variables.annotationsBefore.map(k, k).filter(k, !(k in variables.annotationsAfter)))
+    .filter(k, !{{ include "cleave.isCleaveAnnotation" . }} && variables.annotationsAfter[?k] != variables.annotationsBefore[?k])
+    .map(k, 'metadata.annotations[' + k + ']')
+{{- end }}
+
+{{/* The binding with which an admission policy denies requests: (list . NAME). */}}
+{{- define "cleave.denies" -}}
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata:
+  name: {{ index . 1 }}
+  labels:
+    {{- include "cleave.labels" (index . 0) | nindent 4 }}
+spec:
+  policyName: {{ index . 1 }}
+  validationActions: [Deny]
+{{- end }}
+
+{{/*
+Readiness probe of the MPS host: (list . NAME). With mpsHost.upgrade Never it belongs to the image
+that the DaemonSet keeps: an older MPS host does not have the command.
+*/}}
+{{- define "cleave.mpsHostProbe" -}}
+{{- $root := index . 0 -}}
+{{- $probe := dict "exec" (dict "command" (list "/usr/bin/cleave-mps-host" "ready")) "periodSeconds" 5 "timeoutSeconds" 5 -}}
+{{- $found := lookup "apps/v1" "DaemonSet" $root.Release.Namespace (index . 1) -}}
+{{- if and $found (eq (include "cleave.mpsHostUpgrade" $root) "Never") -}}
+{{- range $found.spec.template.spec.containers -}}
+{{- if eq .name "mps-host" -}}
+{{- $probe = .readinessProbe -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with $probe -}}
+readinessProbe:
+  {{- toYaml . | nindent 2 }}
+{{- end -}}
+{{- end }}

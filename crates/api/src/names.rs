@@ -94,6 +94,9 @@ pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
 /// Annotation of a pod that the operator released to nodes on which another device plugin serves
 /// the requested resource.
 pub const OTHER_NODES_ANNOTATION: &str = "cleave.dev/other-nodes";
+/// Annotation of the operator's own pod: when it last acquired the lease. The operator waits until
+/// its watch of pods delivers this write.
+pub const LEADING_SINCE_ANNOTATION: &str = "cleave.dev/leading-since";
 /// Prefix of node labels such as `largest.cleave.dev/gpu-mps`. The value is the number of units of
 /// this resource on the node's largest GPU. If a pod fits on no GPU of the cluster, the operator
 /// releases it with a requirement on this label. An autoscaler then adds only nodes on which the

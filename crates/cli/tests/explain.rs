@@ -26,7 +26,7 @@ struct Fixture {
 fn live() -> Live {
     let Fixture { nodes, agents, gpu_nodes, policies, pods } =
         serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();
-    Live::new(Objects { nodes, agents, gpu_nodes, policies, pods }, 1000)
+    Live::new(Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() }, 1000)
 }
 
 fn explanation_of(name: &str) -> Explanation {
@@ -58,6 +58,56 @@ fn each_pod_has_its_state() {
         assert_eq!(explanation_of(name).verdict.state, state, "{name}");
     }
     assert_eq!(explain(&live(), "demo/nobody"), None);
+}
+
+/// The objects of `explain/cluster.yaml` after `change`, at this time.
+fn changed(change: impl FnOnce(&mut Objects), now: u64) -> Live {
+    let Fixture { nodes, agents, gpu_nodes, policies, pods } =
+        serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();
+    let mut objects = Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() };
+    change(&mut objects);
+    Live::new(objects, now)
+}
+
+#[test]
+fn a_reservation_that_the_operator_renews_is_valid_after_its_first_expiry() {
+    let at = |now| explain(&changed(|_| {}, now), "demo/soon").unwrap();
+    assert_eq!(at(1000).verdict.state, State::Reserved);
+    let renewed = at(100_000);
+    assert_eq!(renewed.verdict.state, State::Reserved, "{}", renewed.verdict.message);
+    assert!(renewed.verdict.message.contains("renewed reservation"), "{}", renewed.verdict.message);
+    assert_eq!(renewed.assignments.len(), at(1000).assignments.len());
+}
+
+#[test]
+fn a_pod_whose_volume_is_on_another_node_does_not_fit() {
+    let claim = serde_json::from_value(serde_json::json!({
+        "metadata": {"name": "data", "namespace": "demo"}, "spec": {"volumeName": "disk"},
+    }));
+    let volume = serde_json::from_value(serde_json::json!({
+        "metadata": {"name": "disk"},
+        "spec": {"nodeAffinity": {"required": {"nodeSelectorTerms": [
+            {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["elsewhere"]}]},
+        ]}}},
+    }));
+    let mount = serde_json::from_value(serde_json::json!({
+        "metadata": {"name": "mounts", "namespace": "demo", "uid": "mounts"},
+        "spec": {
+            "schedulingGates": [{"name": "cleave.dev/placement"}],
+            "containers": [{"name": "main", "resources": {"limits": {"nvidia.com/gpu-mps": 1}}}],
+            "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+        },
+    }));
+    let live = changed(
+        |objects| {
+            objects.volume_claims.push(claim.unwrap());
+            objects.volumes.push(volume.unwrap());
+            objects.pods.push(mount.unwrap());
+        },
+        1000,
+    );
+    let found = explain(&live, "demo/mounts").unwrap();
+    assert_ne!(found.verdict.state, State::Fits, "{}", found.verdict.message);
 }
 
 #[test]

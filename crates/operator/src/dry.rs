@@ -1,4 +1,5 @@
 //! Computes the operator's decisions without writing anything, for `cleave plan --live`.
+use std::fmt::Debug;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -6,14 +7,17 @@ use cleave_api::{GpuNode, SharingPolicy};
 use kube::api::ListParams;
 use kube::core::DeserializeGuard;
 use kube::{Api, Client};
+use serde::de::DeserializeOwned;
 
 use crate::pods::PodObject;
 use crate::policies::apply::{self, Change};
 use crate::policies::demand::{self, Outcome};
 use crate::policies::plan::{self, Plan};
 use crate::policies::snapshot::History;
-use crate::read::{AgentPod, NodeObject, Observed};
+use crate::read::{AgentPod, NamespaceObject, NodeObject, Observed, VolumeClaimObject, VolumeObject};
 
+/// Objects per request of a list.
+const PAGE: u32 = 500;
 /// Selects pods that have not ended.
 const RUNNING: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
@@ -56,6 +60,12 @@ pub struct Objects {
     pub policies: Vec<DeserializeGuard<SharingPolicy>>,
     /// All pods that have not ended, trimmed.
     pub pods: Vec<PodObject>,
+    /// All volume claims. Empty if the user may not list them.
+    pub volume_claims: Vec<VolumeClaimObject>,
+    /// All volumes. Empty if the user may not list them.
+    pub volumes: Vec<VolumeObject>,
+    /// All namespaces with their labels. Empty if the user may not list them.
+    pub namespaces: Vec<NamespaceObject>,
 }
 
 impl Objects {
@@ -69,23 +79,29 @@ impl Objects {
     /// The API server refused a list request.
     pub async fn list(client: &Client, namespace: &str, agent_selector: &str) -> Result<Self> {
         let all = ListParams::default();
-        let nodes = Api::<NodeObject>::all(client.clone()).list(&all).await.context("failed to list Nodes")?;
+        let nodes = list(&Api::all(client.clone()), all.clone()).await.context("failed to list Nodes")?;
         let agents = Api::<AgentPod>::namespaced(client.clone(), namespace);
-        let agents = agents.list(&all.clone().labels(agent_selector)).await;
+        let agents = list(&agents, all.clone().labels(agent_selector)).await;
         let agents = agents.with_context(|| format!("failed to list the agents' Pods in namespace {namespace}"))?;
-        let gpu_nodes = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
-        let gpu_nodes = gpu_nodes.list(&all).await.context("failed to list GpuNodes")?;
-        let policies = Api::<DeserializeGuard<SharingPolicy>>::all(client.clone());
-        let policies = policies.list(&all).await.context("failed to list SharingPolicies")?;
-        let pods = Api::<PodObject>::all(client.clone());
-        let mut pods = pods.list(&all.fields(RUNNING)).await.context("failed to list Pods")?.items;
+        let gpu_nodes = list(&Api::all(client.clone()), all.clone()).await.context("failed to list GpuNodes")?;
+        let policies = list(&Api::all(client.clone()), all.clone()).await.context("failed to list SharingPolicies")?;
+        let pods = list(&Api::<PodObject>::all(client.clone()), all.fields(RUNNING)).await;
+        let mut pods = pods.context("failed to list Pods")?;
         pods.iter_mut().for_each(PodObject::trim);
+        Ok(Self { nodes, agents, gpu_nodes, policies, pods, ..Self::default() })
+    }
+
+    /// Lists the objects that only placement reads: volumes, volume claims and namespaces.
+    ///
+    /// # Errors
+    /// A list request failed, other than by a lack of rights.
+    pub async fn list_for_placement(self, client: &Client) -> Result<Self> {
+        let all = ListParams::default();
         Ok(Self {
-            nodes: nodes.items,
-            agents: agents.items,
-            gpu_nodes: gpu_nodes.items,
-            policies: policies.items,
-            pods,
+            volume_claims: if_allowed("PersistentVolumeClaims", list(&Api::all(client.clone()), all.clone()).await)?,
+            volumes: if_allowed("PersistentVolumes", list(&Api::all(client.clone()), all.clone()).await)?,
+            namespaces: if_allowed("Namespaces", list(&Api::all(client.clone()), all).await)?,
+            ..self
         })
     }
 
@@ -101,10 +117,62 @@ impl Objects {
     }
 }
 
+/// Lists objects in pages, so that no answer of a large cluster is huge.
+async fn list<K>(api: &Api<K>, params: ListParams) -> kube::Result<Vec<K>>
+where
+    K: Clone + DeserializeOwned + Debug,
+{
+    let mut page = params.limit(PAGE);
+    let mut items = Vec::new();
+    loop {
+        let list = api.list(&page).await?;
+        items.extend(list.items);
+        match list.metadata.continue_.filter(|token| !token.is_empty()) {
+            None => return Ok(items),
+            Some(token) => page = page.continue_token(&token),
+        }
+    }
+}
+
+/// The objects, or none if the user may not list them: users need not have all of the operator's
+/// rights.
+fn if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec<K>> {
+    match listed {
+        Err(kube::Error::Api(status)) if status.code == 403 => {
+            tracing::warn!(kind, "not allowed to list these objects; the result ignores them");
+            Ok(Vec::new())
+        }
+        listed => listed.with_context(|| format!("failed to list {kind}")),
+    }
+}
+
 /// Lists a cluster's objects and converts them to the operator's view; see [`Objects::list`].
 ///
 /// # Errors
 /// The API server refused a list request.
 pub async fn observe(client: &Client, namespace: &str, agent_selector: &str) -> Result<Observed> {
     Ok(Objects::list(client, namespace, agent_selector).await?.observed())
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::client::Body;
+    use serde_json::json;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn objects_are_listed_in_pages() {
+        let service = tower::service_fn(|request: http::Request<Body>| async move {
+            let query = request.uri().query().unwrap_or_default();
+            assert!(query.contains("limit=500"), "{query}");
+            let (name, next) = if query.contains("continue=more") { ("b", "") } else { ("a", "more") };
+            let list = json!({"metadata": {"continue": next}, "items": [{"metadata": {"name": name}}]});
+            Ok::<_, std::convert::Infallible>(http::Response::new(Body::from(list.to_string().into_bytes())))
+        });
+        let api = Api::<NodeObject>::all(Client::new(service, "default"));
+        let nodes = list(&api, ListParams::default()).await.unwrap();
+        let names: Vec<_> = nodes.iter().filter_map(|node| node.metadata.name.as_deref()).collect();
+        assert_eq!(names, ["a", "b"]);
+    }
 }

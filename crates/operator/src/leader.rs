@@ -5,14 +5,18 @@
 //! cannot reach the API server stops writing before another process starts to write. Processes
 //! never compare each other's clocks: a process measures the age of a renewal from the moment when
 //! it reads the changed lease.
+//!
+//! [`start`] runs the elector on a thread of its own. A long pass, or many TLS handshakes of the
+//! webhook, keep the main thread busy, but must not delay a renewal.
 use std::time::Duration;
 
+use anyhow::Context as _;
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
-use kube::Api;
 use kube::api::PostParams;
-use tokio::sync::watch;
+use kube::{Api, Client};
+use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -101,33 +105,96 @@ fn released_lease(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
 
 /// Permission to write to the cluster. Check [`LeaseGuard::is_current`] before each write.
 #[derive(Debug, Clone)]
-pub struct LeaseGuard(watch::Receiver<Term>);
+pub struct LeaseGuard {
+    terms: watch::Receiver<Term>,
+    /// The last term for which this process is ready to write. `None` if the lease suffices.
+    ready: Option<watch::Receiver<u64>>,
+}
 
 /// The state that the elector reports to the guards.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Term {
     /// Whether the lease was read or written at least once.
     known: bool,
+    /// Number of times that this process acquired the lease. Another process may have led in
+    /// between.
+    number: u64,
     /// When the guard expires. `None` while another process leads.
     until: Option<Instant>,
 }
 
+impl Term {
+    /// The number of the current term. `None` if this process does not lead.
+    fn current(self) -> Option<u64> {
+        self.until.is_some_and(|until| Instant::now() < until).then_some(self.number)
+    }
+}
+
 impl LeaseGuard {
-    /// Whether the lease remains valid long enough for this process to complete a write.
+    /// Whether the lease remains valid long enough for this process to complete a write, and the
+    /// process is ready to write.
     pub fn is_current(&self) -> bool {
-        self.0.borrow().until.is_some_and(|until| Instant::now() < until)
+        let term = self.term();
+        term.is_some_and(|term| self.ready.as_ref().is_none_or(|ready| *ready.borrow() >= term))
+    }
+
+    /// The number of the current term, whether or not this process is ready to write. `None` if
+    /// this process does not lead.
+    pub(crate) fn term(&self) -> Option<u64> {
+        self.terms.borrow().current()
+    }
+
+    /// Returns the number of the first term after `last` in which this process leads. Cancel-safe.
+    pub(crate) async fn term_after(&mut self, last: u64) -> u64 {
+        loop {
+            if let Some(term) = self.term().filter(|term| *term > last) {
+                return term;
+            }
+            if self.terms.changed().await.is_err() {
+                // The elector has exited. `crate::run` handles its exit.
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
+    /// A guard of the same lease that is current only in terms up to the one that `ready` contains.
+    pub(crate) fn when_ready(&self, ready: watch::Receiver<u64>) -> Self {
+        Self { terms: self.terms.clone(), ready: Some(ready) }
+    }
+
+    /// A guard that is current for an hour.
+    #[cfg(test)]
+    pub(crate) fn leading() -> Self {
+        let (terms, guard) = guard();
+        let until = Instant::now() + Duration::from_secs(3600);
+        terms.send_replace(Term { known: true, number: 1, until: Some(until) });
+        guard
     }
 
     /// Whether the lease has been read, so that this process either leads or stands by.
     pub fn is_known(&self) -> bool {
-        self.0.borrow().known
+        self.terms.borrow().known
     }
 
-    /// Returns when this process becomes the leader or stops being the leader. Cancel-safe, as
-    /// `watch::Receiver::changed` is.
+    /// Returns when this process may write for the first time in a term, or may no longer write.
+    /// Cancel-safe, as `watch::Receiver::changed` is.
     pub async fn changed(&mut self) {
         let led = self.is_current();
-        while self.0.changed().await.is_ok() {
+        loop {
+            let Self { terms, ready } = self;
+            let ready_changed = async {
+                let changed = match ready {
+                    Some(ready) => ready.changed().await.is_ok(),
+                    None => false,
+                };
+                if !changed {
+                    std::future::pending::<()>().await;
+                }
+            };
+            tokio::select! {
+                changed = terms.changed() => if changed.is_err() { break },
+                () = ready_changed => {}
+            }
             if self.is_current() != led {
                 return;
             }
@@ -135,6 +202,41 @@ impl LeaseGuard {
         // The elector has exited. `crate::run` handles its exit.
         std::future::pending::<()>().await;
     }
+}
+
+/// Starts an elector on a thread of its own. Returns the guard, and a future that resolves when the
+/// elector has ended; see [`Elector::run`] for `stop` and `released`.
+///
+/// `connect` runs on that thread: a client's tasks belong to the runtime that creates it.
+///
+/// # Errors
+/// The thread could not be started. The future fails if the client could not be created, or the
+/// elector panicked.
+pub(crate) fn start(
+    connect: impl FnOnce() -> anyhow::Result<Client> + Send + 'static,
+    (namespace, name, me): (String, String, String),
+    (stop, released): (CancellationToken, CancellationToken),
+) -> anyhow::Result<(LeaseGuard, impl Future<Output = anyhow::Result<()>>)> {
+    let (term, guard) = guard();
+    let (report, ended) = oneshot::channel();
+    let elect = move || -> anyhow::Result<()> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.context("failed to start the runtime")?.block_on(async {
+            let api = Api::namespaced(connect()?, &namespace);
+            Elector::with_term(api, name, me, term).run(stop, released).await;
+            Ok(())
+        })
+    };
+    let thread = std::thread::Builder::new().name("lease".to_owned());
+    // The process ends when the future resolves, so nobody joins the thread.
+    thread.spawn(move || drop(report.send(elect()))).context("failed to start the thread of the lease")?;
+    Ok((guard, async { ended.await.context("the thread of the lease panicked")? }))
+}
+
+/// A guard, and the sender of its terms.
+fn guard() -> (watch::Sender<Term>, LeaseGuard) {
+    let (sender, terms) = watch::channel(Term::default());
+    (sender, LeaseGuard { terms, ready: None })
 }
 
 /// The lease could not be read or written.
@@ -155,14 +257,20 @@ pub struct Elector {
     me: String,
     started: Instant,
     last: Option<ObservedLease>,
+    /// Whether this process was not the holder at some read since the last term began.
+    interrupted: bool,
     term: watch::Sender<Term>,
 }
 
 impl Elector {
     /// Creates an elector and the guard that it renews.
     pub fn new(api: Api<Lease>, name: String, me: String) -> (Self, LeaseGuard) {
-        let (term, guard) = watch::channel(Term::default());
-        (Self { api, name, me, started: Instant::now(), last: None, term }, LeaseGuard(guard))
+        let (term, guard) = guard();
+        (Self::with_term(api, name, me, term), guard)
+    }
+
+    fn with_term(api: Api<Lease>, name: String, me: String, term: watch::Sender<Term>) -> Self {
+        Self { api, name, me, started: Instant::now(), last: None, interrupted: true, term }
     }
 
     /// Acquires and renews the lease until `stop` is cancelled. Then waits for `released`, which is
@@ -195,7 +303,9 @@ impl Elector {
         self.last = lease
             .as_ref()
             .map(|lease| ObservedLease::next(self.last.take(), lease.spec.clone().unwrap_or_default(), now));
-        let written = match evaluate(self.last.as_ref(), &self.me, now) {
+        let decision = evaluate(self.last.as_ref(), &self.me, now);
+        self.interrupted |= decision != Decision::Renew;
+        let written = match decision {
             Decision::Wait(left) => {
                 self.set_term(None);
                 return Ok(left.min(POLL_INTERVAL));
@@ -227,17 +337,18 @@ impl Elector {
         }
     }
 
-    fn set_term(&self, until: Option<Instant>) {
-        let led = self.term.borrow().until.is_some_and(|until| Instant::now() < until);
-        if led != until.is_some() {
+    fn set_term(&mut self, until: Option<Instant>) {
+        let before = *self.term.borrow();
+        if before.current().is_some() != until.is_some() {
             tracing::info!(lease = self.name, identity = self.me, leader = until.is_some(), "leadership changed");
         }
-        self.term.send_replace(Term { known: true, until });
+        let begins = until.is_some() && std::mem::take(&mut self.interrupted);
+        self.term.send_replace(Term { known: true, number: before.number + u64::from(begins), until });
     }
 
     /// Releases the lease, so that the next leader need not wait for the lease to expire.
     async fn release(&mut self) {
-        self.term.send_replace(Term { known: true, until: None });
+        self.set_term(None);
         let released_lease = async {
             let Some(mut lease) = within(self.api.get_opt(&self.name)).await? else { return Ok(()) };
             let Some(spec) = lease.spec.take().filter(|spec| spec.holder_identity.as_deref() == Some(&self.me)) else {
@@ -258,6 +369,8 @@ async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, 
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -329,6 +442,65 @@ mod tests {
     fn a_guard_expires_before_another_process_may_take_the_lease() {
         assert!(GUARD + REQUEST_TIMEOUT < LEASE);
         assert!(RENEW_INTERVAL + POLL_INTERVAL + REQUEST_TIMEOUT <= GUARD, "a guard outlives one failed renewal");
+    }
+
+    /// An API server that stores one lease, and sends the number of writes after each one.
+    fn lease_server(writes: std::sync::mpsc::Sender<u64>) -> Client {
+        let state = std::sync::Arc::new(std::sync::Mutex::new((json!({"metadata": {"name": "l"}}), 0_u64)));
+        let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
+            let (state, writes) = (std::sync::Arc::clone(&state), writes.clone());
+            async move {
+                let body = request.into_body().collect_bytes().await.unwrap();
+                let mut state = state.lock().unwrap();
+                if !body.is_empty() {
+                    *state = (serde_json::from_slice(&body).unwrap(), state.1 + 1);
+                    let _ = writes.send(state.1);
+                }
+                Ok::<_, std::convert::Infallible>(http::Response::new(kube::client::Body::from(
+                    state.0.to_string().into_bytes(),
+                )))
+            }
+        });
+        Client::new(service, "default")
+    }
+
+    #[tokio::test]
+    async fn a_blocked_main_thread_does_not_delay_renewals() {
+        let (written, writes) = std::sync::mpsc::channel();
+        let (stop, released) = (CancellationToken::new(), CancellationToken::new());
+        let names = ("default".to_owned(), "l".to_owned(), "me".to_owned());
+        let connect = move || Ok(lease_server(written));
+        let (guard, ended) = start(connect, names, (stop.clone(), released.clone())).unwrap();
+        let began = std::time::Instant::now();
+        // Blocks this thread, and with it the runtime of the test.
+        while began.elapsed() <= LEASE {
+            writes.recv_timeout(LEASE).unwrap();
+        }
+        assert!(guard.is_current(), "the lease was renewed meanwhile");
+        stop.cancel();
+        released.cancel();
+        ended.await.unwrap();
+        assert!(!guard.is_current(), "the lease was released");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guard_that_waits_for_readiness_is_current_only_in_terms_that_are_ready() {
+        let (written, _writes) = std::sync::mpsc::channel();
+        let api = Api::namespaced(lease_server(written), "default");
+        let (mut elector, lease) = Elector::new(api, "l".to_owned(), "me".to_owned());
+        let (ready, caught_up) = watch::channel(0);
+        let mut guard = lease.when_ready(caught_up);
+        assert_eq!((lease.term(), guard.is_current()), (None, false));
+        elector.poll().await.unwrap();
+        assert_eq!((lease.term(), lease.is_current(), guard.is_current()), (Some(1), true, false));
+        ready.send_replace(1);
+        assert!(guard.is_current());
+        elector.poll().await.unwrap();
+        assert_eq!((lease.term(), guard.is_current()), (Some(1), true), "a renewal continues the term");
+        tokio::join!(guard.changed(), elector.release());
+        assert!(!guard.is_current());
+        elector.poll().await.unwrap();
+        assert_eq!((lease.term(), guard.is_current()), (Some(2), false), "another process may have led");
     }
 
     #[test]

@@ -14,7 +14,7 @@
 //!
 //! ```text
 //!  watches ──▶ stores ───────────────┬──▶ passes (policies) ──────────▶ writes
-//!  lease task ──▶ lease guard ───────┼──▶ gate (placement, rollout) ──▶ writes
+//!  lease thread ──▶ lease guard ─────┼──▶ gate (placement, rollout) ──▶ writes
 //!  signals ──▶ cancellation token ───┴──▶ tenants ────────────────────▶ writes
 //!  http task: /metrics /healthz /readyz
 //!  webhook tasks, if the webhook is enabled
@@ -26,6 +26,7 @@
 //! nothing while the API server is unreachable.
 pub mod admission;
 mod args;
+mod catch_up;
 pub mod dry;
 mod events;
 pub mod evict;

@@ -193,6 +193,29 @@ impl Metrics {
         registry.register("leader", "1 while this process is the leader", self.leader.clone());
     }
 
+    /// Clears what the passes measure. A process that does not lead measures nothing, and the sum
+    /// over all replicas is then the leader's value.
+    pub(crate) fn reset_passes(&self) {
+        self.malformed.clear();
+        self.policies.set(0);
+        self.nodes.set(0);
+        self.reset_demand();
+    }
+
+    /// Clears what the plans of GPUs measure that are partitioned on demand.
+    pub(crate) fn reset_demand(&self) {
+        self.pods_waiting.clear();
+        self.fragmentation.set(0.0);
+        self.nodes_excluded.set(0);
+    }
+
+    /// Clears what placement measures; see [`Metrics::reset_passes`].
+    pub(crate) fn reset_placement(&self) {
+        self.gated.clear();
+        self.hosts_outdated.set(0);
+        self.rollout_stopped.set(0);
+    }
+
     /// Updates the metrics that are read on each scrape.
     pub(crate) fn refresh(&self, leads: bool) {
         self.leader.set(i64::from(leads));
@@ -210,7 +233,47 @@ fn resident(status: &str) -> Option<i64> {
 
 #[cfg(test)]
 mod tests {
-    use super::resident;
+    use prometheus_client::encoding::text::encode;
+    use prometheus_client::registry::Registry;
+
+    use super::{Kind, Metrics, Reason, resident};
+
+    #[test]
+    fn a_process_that_does_not_lead_reports_no_state_of_the_cluster() {
+        let metrics = Metrics::default();
+        metrics.malformed.get_or_create(&Kind { kind: "GpuNode" }).set(1);
+        metrics.pods_waiting.get_or_create(&Reason { reason: "no_room" }).set(1);
+        metrics.gated.get_or_create(&Reason { reason: "no_room" }).set(1);
+        for gauge in [
+            &metrics.policies,
+            &metrics.nodes,
+            &metrics.nodes_excluded,
+            &metrics.hosts_outdated,
+            &metrics.rollout_stopped,
+        ] {
+            gauge.set(1);
+        }
+        metrics.fragmentation.set(1.0);
+        let mut registry = Registry::default();
+        metrics.register(&mut registry);
+        // The gauges with a value other than zero.
+        let set = || {
+            let mut text = String::new();
+            encode(&mut text, &registry).unwrap();
+            let gauge = |line: &str| Some(line.strip_prefix("# TYPE ")?.strip_suffix(" gauge")?.to_owned());
+            let gauges: Vec<String> = text.lines().filter_map(gauge).collect();
+            let series = text.lines().filter_map(|line| line.rsplit_once(' '));
+            let named = series.filter(|(name, _)| gauges.iter().any(|gauge| name.split('{').next() == Some(gauge)));
+            named
+                .filter(|(_, value)| value.parse() != Ok(0.0))
+                .map(|(name, _)| name.to_owned())
+                .collect::<Vec<String>>()
+        };
+        assert_eq!(set().len(), 9, "{:?}", set());
+        metrics.reset_passes();
+        metrics.reset_placement();
+        assert_eq!(set(), Vec::<String>::new());
+    }
 
     #[test]
     fn resident_memory_is_read_in_bytes() {

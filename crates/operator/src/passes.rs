@@ -68,6 +68,16 @@ pub(crate) struct Passes {
     retry: Option<Duration>,
 }
 
+/// The result of planning the GPUs that are partitioned on demand.
+enum Demand {
+    /// No policy partitions GPUs on demand.
+    None,
+    /// The operator waits for more pods before it plans.
+    Gathering,
+    /// A plan.
+    Planned(Box<demand::Outcome>),
+}
+
 /// At least one write of a pass failed. Each failure is already logged.
 #[derive(Debug)]
 struct PassFailed;
@@ -117,6 +127,7 @@ impl Passes {
     async fn pass(&mut self, seen: Instant) -> Result<(), PassFailed> {
         self.next = None;
         if !self.context.claim.is_current() {
+            self.context.metrics.reset_passes();
             return Ok(());
         }
         let now = self.now();
@@ -128,18 +139,17 @@ impl Passes {
         let outcome = self.plan_demand(&mut plan, &observed, now);
         self.set_gauges(&observed, &plan);
         let nodes = self.apply(&plan, &observed, seen).await;
-        if let Some(outcome) = &outcome {
-            let modified = self.demand.send_if_modified(|waiting| {
-                let modified = **waiting != outcome.waiting;
-                if modified {
-                    *waiting = Arc::new(outcome.waiting.clone());
-                }
-                modified
-            });
-            if modified {
-                self.wakes.gate.notify_one();
+        match &outcome {
+            Demand::Planned(outcome) => {
+                self.send_waiting(&outcome.waiting);
+                self.report_demand(outcome, &observed).await;
             }
-            self.report_demand(outcome, &observed).await;
+            Demand::None => {
+                self.send_waiting(&BTreeMap::new());
+                self.context.metrics.reset_demand();
+                self.publisher = EventPublisher::default();
+            }
+            Demand::Gathering => {}
         }
         let policies = self.report_policies(&plan, &observed).await;
         let tainted = self.update_taints(&observed).await;
@@ -149,21 +159,37 @@ impl Passes {
         if all { Ok(()) } else { Err(PassFailed) }
     }
 
-    /// Plans the GPUs that are partitioned on demand. Returns `None` while the operator waits for
-    /// more pods.
-    fn plan_demand(&mut self, plan: &mut plan::Plan, observed: &Observed, now: Duration) -> Option<demand::Outcome> {
+    /// Sends what each pod waits for to the gate, if it has changed.
+    fn send_waiting(&self, waiting: &BTreeMap<String, WaitingPod>) {
+        let modified = self.demand.send_if_modified(|sent| {
+            let modified = **sent != *waiting;
+            if modified {
+                *sent = Arc::new(waiting.clone());
+            }
+            modified
+        });
+        if modified {
+            self.wakes.gate.notify_one();
+        }
+    }
+
+    /// Plans the GPUs that are partitioned on demand.
+    fn plan_demand(&mut self, plan: &mut plan::Plan, observed: &Observed, now: Duration) -> Demand {
+        if plan.demand.is_empty() {
+            return Demand::None;
+        }
         let rules = || plan.demand.values().flat_map(BTreeMap::values).map(|by_demand| by_demand.gathering);
         let idle = rules().filter_map(|rule| rule.idle).min();
         let timeout = rules().filter_map(|rule| rule.timeout).min();
         let waiting = observed.pods.iter().filter(|claimant| claimant.node.is_none());
         if let Err(wait) = self.quiet.due(waiting.map(|claimant| claimant.pod.name.as_str()), (idle, timeout), now) {
             self.next = Some(wait);
-            return None;
+            return Demand::Gathering;
         }
         let started = Instant::now();
         let outcome = demand::overlay(plan, observed, &mut self.history, now);
         let took = started.elapsed();
-        let planned = outcome.planned.as_ref()?;
+        let Some(planned) = outcome.planned.as_ref() else { return Demand::None };
         self.context.metrics.plan_seconds.observe(took.as_secs_f64());
         let result = match (outcome.violations.as_slice(), planned.plan.changed) {
             ([], true) => "changed",
@@ -194,7 +220,7 @@ impl Passes {
         if !outcome.waiting.is_empty() {
             self.next = Some(self.next.map_or(WAITING_PODS_INTERVAL, |next| next.min(WAITING_PODS_INTERVAL)));
         }
-        Some(outcome)
+        Demand::Planned(Box::new(outcome))
     }
 
     /// Counts the steps that nodes have reported since the last pass.
@@ -387,5 +413,68 @@ impl Passes {
         let in_force = plan.policies.values().filter(|report| report.invalid.is_none()).count();
         self.context.metrics.policies.set(size(in_force));
         self.context.metrics.nodes.set(size(plan.nodes.len()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use futures::FutureExt as _;
+    use kube::Client;
+    use kube::client::Body;
+    use kube::runtime::events::{Recorder, Reporter};
+    use kube::runtime::reflector::{self, Store};
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::leader::LeaseGuard;
+    use crate::metrics::Metrics;
+    use crate::read::Stores;
+
+    fn empty<K: kube::Resource<DynamicType = ()> + Clone + 'static>() -> Store<K> {
+        reflector::store().0
+    }
+
+    /// The controller of an empty cluster, and the receiver of what pods wait for.
+    fn passes() -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
+        let (service, _) = tower_test::mock::pair::<http::Request<Body>, http::Response<Body>>();
+        let client = Client::new(service, "default");
+        let stores = Stores {
+            policies: empty(),
+            gpu_nodes: empty(),
+            nodes: empty(),
+            agents: empty(),
+            pods: empty(),
+            volume_claims: empty(),
+            volumes: empty(),
+            namespaces: empty(),
+        };
+        let context = Context {
+            recorder: Recorder::new(client.clone(), Reporter { controller: "test".to_owned(), instance: None }),
+            client,
+            stores,
+            claim: LeaseGuard::leading(),
+            metrics: Metrics::default(),
+            listed: Arc::new(AtomicBool::new(true)),
+            stop: CancellationToken::new(),
+        };
+        let waits = WaitingPod { reason: Reason::Scheduler, message: "On n1".to_owned() };
+        let (demand, gated) = watch::channel(Arc::new(BTreeMap::from([("team/p".to_owned(), waits)])));
+        (Passes::new(ControllerInputs { context, wakes: Wakers::default(), demand, taint: false }), gated)
+    }
+
+    #[tokio::test]
+    async fn without_a_policy_on_demand_no_pod_waits_for_a_plan() {
+        let (mut passes, gated) = passes();
+        let metrics = passes.context.metrics.clone();
+        metrics.nodes_excluded.set(3);
+        metrics.fragmentation.set(0.5);
+        passes.pass(Instant::now()).await.unwrap();
+        assert!(gated.borrow().is_empty(), "the gate would act on the plan of a deleted policy");
+        assert!(passes.wakes.gate.notified().now_or_never().is_some(), "the gate decides again");
+        assert_eq!((metrics.nodes_excluded.get(), metrics.fragmentation.get()), (0, 0.0));
+        passes.pass(Instant::now()).await.unwrap();
+        assert!(passes.wakes.gate.notified().now_or_never().is_none(), "nothing has changed");
     }
 }

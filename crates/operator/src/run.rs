@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow};
 use k8s_openapi::api::core::v1::Namespace;
+use kube::Client;
 use kube::core::PartialObjectMeta;
 use kube::runtime::events::{Recorder, Reporter};
 use kube::runtime::reflector::Store;
-use kube::{Api, Client};
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -20,8 +20,9 @@ use tokio_util::sync::CancellationToken;
 use crate::admission::certificate::{self, CertificateManager, Served};
 use crate::admission::webhook;
 use crate::args::{Label, OperatorArgs};
+use crate::catch_up::{self, Versions};
 use crate::http::{Health, serve};
-use crate::leader::Elector;
+use crate::leader::{self, LeaseGuard};
 use crate::metrics::Metrics;
 use crate::passes::{self, Passes};
 use crate::placement::{self, Gate};
@@ -32,13 +33,13 @@ use crate::watches::{Wakers, Watches};
 /// The operator's tasks. Each task returns its name and its result.
 type Tasks = JoinSet<(&'static str, Result<()>)>;
 
-/// Connects to the API server, without the client's own retries. Each task retries within its own
+/// Finds the API server, for clients without their own retries. Each task retries within its own
 /// deadline. The default client would retry a 429 for minutes, but the API server returns 429 when
 /// a disruption budget protects a pod.
-async fn connect() -> Result<Client> {
-    let mut config = kube::Config::infer().await?;
+async fn find_api_server() -> Result<kube::Config> {
+    let mut config = kube::Config::infer().await.context("failed to find the API server")?;
     config.default_retry = false;
-    Ok(Client::try_from(config)?)
+    Ok(config)
 }
 
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends unexpectedly.
@@ -54,7 +55,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         None => None,
         Some(name) => Some((name, listen(webhook_addr).await?)),
     };
-    let client = connect().await.context("failed to find the API server")?;
+    let config = find_api_server().await?;
+    let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
     let (stop, released) = (CancellationToken::new(), CancellationToken::new());
     let metrics = Metrics::default();
     let mut registry = Registry::default();
@@ -62,28 +64,26 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
 
     let mut tasks = Tasks::new();
     let wakes = Wakers::default();
-    let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, stop: &stop };
+    let (versions, stored) = watch::channel(Versions::default());
+    let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, versions: &versions, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
     let hosts = args.replace_mps_hosts.map(|selector| watches.hosts(&client, &namespace, &selector));
     let namespaces = webhook.is_some().then(|| watches.exempt_namespaces(&client));
 
-    let (elector, claim) = Elector::new(Api::namespaced(client.clone(), &namespace), lease, identity.clone());
-    let (until, writers_done) = (stop.clone(), released.clone());
-    tasks.spawn(async move {
-        elector.run(until, writers_done).await;
-        ("lease", Ok(()))
-    });
+    let names = (namespace.clone(), lease, identity.clone());
+    let tokens = (stop.clone(), released.clone());
+    let (lease, claim) = spawn_lease(&mut tasks, config, &client, names, stored, tokens)?;
     let certified = match webhook.zip(namespaces) {
         None => None,
         Some(((name, listener), exempt)) => {
-            let (manager, served) = CertificateManager::new(&client, &namespace, name, claim.clone());
+            let (manager, served) = CertificateManager::new(&client, &namespace, name, lease.clone());
             spawn_webhook(&mut tasks, (listener, manager, &served), exempt, &stop)?;
             Some(served)
         }
     };
     let listed = Arc::new(AtomicBool::new(false));
     let (registry, all) = (Arc::new(registry), Arc::clone(&listed));
-    let health = Health { listed: all, claim: claim.clone(), metrics: metrics.clone(), registry, certified };
+    let health = Health { listed: all, claim: lease, metrics: metrics.clone(), registry, certified };
     let until = stop.clone();
     tasks.spawn(async move { ("http", serve(listener, health, until).await.map_err(Into::into)) });
     let recorder =
@@ -114,6 +114,31 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         ("passes", passes.and(gate).and(tenants))
     });
     finish(tasks, stop).await
+}
+
+/// Starts the thread that renews the lease, and the task that waits until the stores are as new as
+/// the lease. `names` are the namespace, the name of the lease and this process's identity. Returns
+/// the guard of the lease alone, and the guard for everything that the stores decide.
+fn spawn_lease(
+    tasks: &mut Tasks,
+    config: kube::Config,
+    client: &Client,
+    names: (String, String, String),
+    stored: watch::Receiver<Versions>,
+    (stop, released): (CancellationToken, CancellationToken),
+) -> Result<(LeaseGuard, LeaseGuard)> {
+    let pod = (names.0.clone(), names.2.clone());
+    let connect = || Client::try_from(config).context("failed to create the Kubernetes client");
+    let (lease, elector) = leader::start(connect, names, (stop.clone(), released))?;
+    tasks.spawn(async move { ("lease", elector.await) });
+    let (ready, caught_up) = watch::channel(0);
+    let (client, held) = (client.clone(), lease.clone());
+    tasks.spawn(async move {
+        catch_up::run(client, pod, held, (stored, ready), stop).await;
+        ("catch-up", Ok(()))
+    });
+    let claim = lease.when_ready(caught_up);
+    Ok((lease, claim))
 }
 
 /// Starts the webhook and the task that manages its certificate.

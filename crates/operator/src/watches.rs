@@ -14,16 +14,26 @@ use kube::runtime::WatchStreamExt;
 use kube::runtime::reflector::{self, Store};
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client, Resource};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use crate::catch_up::{OfKind, StoreVersion, Versions};
 use crate::metrics::{Kind, Metrics};
 use crate::pods::PodObject;
 use crate::read::{
     AgentPod, BudgetObject, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
 };
 use crate::rollout::{Revision, Watched};
+
+/// Seconds after which a watch is restarted where it ended. A watch on which nothing arrives,
+/// because its connection is lost without notice, ends 5 s later.
+pub(crate) const WATCH_TIMEOUT: u32 = 30;
+
+/// The configuration of all watches.
+fn config() -> watcher::Config {
+    watcher::Config::default().timeout(WATCH_TIMEOUT)
+}
 
 /// A function that drops unused fields before an object is stored, and a predicate for changes that
 /// wake a controller.
@@ -93,16 +103,18 @@ pub(crate) struct Watches<'a> {
     pub(crate) tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
     pub(crate) wakes: &'a Wakers,
     pub(crate) metrics: &'a Metrics,
+    /// Receives the versions that the stores have reached.
+    pub(crate) versions: &'a watch::Sender<Versions>,
     pub(crate) stop: &'a CancellationToken,
 }
 
 impl Watches<'_> {
     /// Starts the watches that fill [`Stores`].
     pub(crate) fn stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
-        let everything = watcher::Config::default();
-        let agents = watcher::Config::default().labels(agent_selector);
+        let everything = config();
+        let agents = config().labels(agent_selector);
         // Ended pods use no devices, so the API server need not send them.
-        let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
+        let living = config().fields("status.phase!=Succeeded,status.phase!=Failed");
         let gate: fn(&Wakers) = |wakes| wakes.gate.notify_one();
         Stores {
             policies: self.store_objects(
@@ -111,7 +123,7 @@ impl Watches<'_> {
                 (trim_metadata, |_| true),
                 Wakers::all,
             ),
-            gpu_nodes: self.store_objects(
+            gpu_nodes: self.store_version(
                 "GpuNode",
                 watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
                 (
@@ -122,12 +134,14 @@ impl Watches<'_> {
                     |_| true,
                 ),
                 Wakers::all,
+                Some(|versions| &mut versions.gpu_nodes),
             ),
-            nodes: self.store_objects(
+            nodes: self.store_version(
                 "Node",
                 watcher(Api::<NodeObject>::all(client.clone()), everything),
                 (trim_metadata, |_| true),
                 Wakers::all,
+                Some(|versions| &mut versions.nodes),
             ),
             agents: self.store_objects(
                 "AgentPod",
@@ -137,11 +151,12 @@ impl Watches<'_> {
             ),
             // Other pods have little influence on plans, so they do not wake passes. The next pass
             // reads them in any case.
-            pods: self.store_objects(
+            pods: self.store_version(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
                 (PodObject::trim, |pod| pod.requests_gpus() || pod.waits_at_gate()),
                 Wakers::pod,
+                Some(|versions| &mut versions.pods),
             ),
             // The scheduler also reads volumes and namespaces' labels. Only the gate needs these
             // objects.
@@ -153,19 +168,19 @@ impl Watches<'_> {
             ),
             volumes: self.store_objects(
                 "PersistentVolume",
-                watcher(Api::<VolumeObject>::all(client.clone()), watcher::Config::default()),
+                watcher(Api::<VolumeObject>::all(client.clone()), config()),
                 (trim_metadata, |_| true),
                 gate,
             ),
             budgets: self.store_objects(
                 "PodDisruptionBudget",
-                watcher(Api::<BudgetObject>::all(client.clone()), watcher::Config::default()),
+                watcher(Api::<BudgetObject>::all(client.clone()), config()),
                 (trim_metadata, |_| true),
                 Wakers::budget,
             ),
             namespaces: self.store_objects(
                 "NamespaceLabels",
-                watcher(Api::<NamespaceObject>::all(client.clone()), watcher::Config::default()),
+                watcher(Api::<NamespaceObject>::all(client.clone()), config()),
                 (trim_metadata, |_| false),
                 gate,
             ),
@@ -174,17 +189,17 @@ impl Watches<'_> {
 
     /// Watches the namespaces that are exempt from admission.
     pub(crate) fn exempt_namespaces(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
-        let exempt = watcher::Config::default().labels(ALLOW_LABEL);
+        let exempt = config().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), exempt);
         self.store_objects("Namespace", watch, (trim_metadata, |_| false), Wakers::all)
     }
 
     /// Watches the objects that decide which MPS hosts to replace. Only the gate reads them.
     pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
-        let labelled = watcher::Config::default().labels(selector);
+        let labelled = config().labels(selector);
         let wake = |wakes: &Wakers| wakes.gate.notify_one();
         let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled);
-        let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), watcher::Config::default());
+        let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), config());
         Watched {
             pods: self.store_objects("MpsHostPod", pods, (trim_metadata, |_| true), wake),
             revisions: self.store_objects("ControllerRevision", revisions, (trim_metadata, |_| true), wake),
@@ -192,25 +207,47 @@ impl Watches<'_> {
         }
     }
 
+    /// Stores the objects of a watch; see [`Watches::store_version`].
+    fn store_objects<K>(
+        &mut self,
+        kind: &'static str,
+        watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
+        rules: WatchRules<K>,
+        wake: fn(&Wakers),
+    ) -> Store<K>
+    where
+        K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
+    {
+        self.store_version(kind, watch, rules, wake, None)
+    }
+
     /// Stores the objects of a watch until the process stops. `trim` drops unused fields before an
     /// object is stored. A change of an object for which `is_relevant` returns true calls `wake`.
-    fn store_objects<K>(
+    /// `of_kind` selects where the version of the store is reported.
+    fn store_version<K>(
         &mut self,
         kind: &'static str,
         watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
         (trim, is_relevant): WatchRules<K>,
         wake: fn(&Wakers),
+        of_kind: Option<OfKind>,
     ) -> Store<K>
     where
         K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
     {
         let (store, writer) = reflector::store();
         let (wakes, metrics, stop) = (self.wakes.clone(), self.metrics.clone(), self.stop.clone());
+        let (versions, mut version) = (self.versions.clone(), StoreVersion::default());
         // Without a backoff, a watcher retries a failed request immediately. The default backoff
         // grows from 0.8 s to 30 s.
         let events = watch.default_backoff().modify(trim).reflect(writer);
         self.tasks.spawn(async move {
             let handled = events.for_each(|event| {
+                if let (Some(of_kind), Ok(event)) = (of_kind, &event)
+                    && let Some(version) = version.after(event)
+                {
+                    versions.send_modify(|versions| *of_kind(versions) = version.max(*of_kind(versions)));
+                }
                 match event {
                     // An incomplete list is not yet the state of the cluster.
                     Ok(Event::Init | Event::InitApply(_)) => {}

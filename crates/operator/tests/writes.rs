@@ -275,11 +275,11 @@ async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
     assert_eq!(
         requests,
         [
-            "GET /api/v1/nodes?",
-            "GET /api/v1/namespaces/cleave-system/pods?&labelSelector=a%3Db",
-            "GET /apis/cleave.dev/v1alpha1/gpunodes?",
-            "GET /apis/cleave.dev/v1alpha1/sharingpolicies?",
-            "GET /api/v1/pods?&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed",
+            "GET /api/v1/nodes?&limit=500",
+            "GET /api/v1/namespaces/cleave-system/pods?&labelSelector=a%3Db&limit=500",
+            "GET /apis/cleave.dev/v1alpha1/gpunodes?&limit=500",
+            "GET /apis/cleave.dev/v1alpha1/sharingpolicies?&limit=500",
+            "GET /api/v1/pods?&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed&limit=500",
         ]
     );
     let run = dry::dry_run(&observed.unwrap()).unwrap();

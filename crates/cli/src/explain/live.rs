@@ -31,7 +31,8 @@ impl Live {
     /// # Errors
     /// The API server refused a request.
     pub(super) async fn observe(client: &Client, install: &InstallArgs, pod: &str) -> Result<Self> {
-        let mut objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
+        let objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
+        let mut objects = objects.list_for_placement(client).await?;
         if !objects.pods.iter().any(|one| full_name(&one.metadata) == pod)
             && let Some((namespace, name)) = pod.split_once('/')
         {
@@ -56,7 +57,9 @@ impl Live {
             // Only the operator knows which MPS hosts it replaces. It reports them in Events of the
             // pods that wait for such a host.
             hosts: None,
-            ..Cluster::default()
+            volume_claims: objects.volume_claims.into_iter().map(Arc::new).collect(),
+            volumes: objects.volumes.into_iter().map(Arc::new).collect(),
+            namespaces: objects.namespaces.into_iter().map(Arc::new).collect(),
         };
         Self { cluster, observed, now }
     }

@@ -125,11 +125,16 @@ impl PodContext<'_> {
     /// The verdict on a pod that has no gate and no node.
     fn released_verdict(&self) -> Verdict {
         match self.pod.placement.as_ref() {
-            Some(placement) if placement.until > self.live.now => {
+            Some(placement) if self.has_reservation() => {
                 let nodes: Vec<&str> = placement.nodes.keys().map(String::as_str).collect();
-                let (nodes, left) = (nodes.join(", "), placement.until - self.live.now);
-                let message =
-                    format!("The pod has a reservation on {nodes} for another {left} s and waits for the scheduler.");
+                let nodes = nodes.join(", ");
+                let message = match placement.until.checked_sub(self.live.now) {
+                    Some(left @ 1..) => format!(
+                        "The pod has a reservation on {nodes} for another {left} s and waits for the scheduler."
+                    ),
+                    // The annotation still states the first expiry.
+                    _ => format!("The pod has a renewed reservation on {nodes} and waits for the scheduler."),
+                };
                 verdict(State::Reserved, message)
             }
             Some(_) => verdict(
@@ -144,6 +149,12 @@ impl PodContext<'_> {
                 "The pod waits for the scheduler. It has no placement gate and no reservation.",
             ),
         }
+    }
+
+    /// Whether the operator keeps the reservation of a released pod. It renews an expired
+    /// reservation without a change of the annotation, unless the scheduler has refused the pod.
+    fn has_reservation(&self) -> bool {
+        self.ledger.claim(self.name).is_some()
     }
 
     fn has_ended(&self) -> bool {
@@ -181,7 +192,7 @@ impl PodContext<'_> {
         let Some(placement) = self.pod.placement.as_ref() else { return assignments };
         // The reservations of an unbound pod are valid until they expire. Once the pod is bound,
         // only the reservation on its node is valid.
-        let valid = |node: &str| self.pod.node().map_or(placement.until > self.live.now, |bound| bound == node);
+        let valid = |node: &str| self.pod.node().map_or(self.has_reservation(), |bound| bound == node);
         for (node, reserved) in placement.nodes.iter().filter(|(node, _)| valid(node)) {
             assignments.extend(reserved.iter().map(|reserved| Assignment {
                 node: node.clone(),

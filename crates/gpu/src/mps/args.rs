@@ -52,4 +52,11 @@ pub(crate) enum HostCommand {
         #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
         nvml_library: Option<PathBuf>,
     },
+    /// Fail unless the MPS host of this node answers on its socket. The readiness probe of its pod.
+    #[command(hide = true)]
+    Ready {
+        /// Directory that the agent and the MPS host share.
+        #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
+        run_dir: PathBuf,
+    },
 }

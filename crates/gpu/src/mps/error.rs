@@ -40,6 +40,14 @@ pub enum HostError {
     /// Another MPS host has locked this directory.
     #[error("another MPS host is running in {0}")]
     Taken(PathBuf),
+    /// The MPS host did not answer a probe.
+    #[error("the MPS host does not answer on {path}")]
+    NoAnswer {
+        /// Path of its socket.
+        path: PathBuf,
+        /// Why the exchange failed.
+        source: io::Error,
+    },
     /// A system call for signals, inotify or standard output failed.
     #[error("system call failed")]
     System(#[from] io::Error),

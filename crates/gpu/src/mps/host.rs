@@ -38,8 +38,12 @@ const MAX_DESCRIPTORS: u64 = 65_536;
 /// # Errors
 /// [`HostError`] if the MPS host cannot start. Later errors are part of the status.
 pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
-    if let Some(HostCommand::ComputeMode { device, mode, nvml_library }) = &args.command {
-        return set_compute_mode(nvml_library.as_deref(), device, *mode);
+    match &args.command {
+        Some(HostCommand::ComputeMode { device, mode, nvml_library }) => {
+            return set_compute_mode(nvml_library.as_deref(), device, *mode);
+        }
+        Some(HostCommand::Ready { run_dir }) => return socket::probe(&Paths::new(run_dir).socket()).await,
+        None => {}
     }
     LocalSet::new().run_until(serve(args.paths, subcommand)).await
 }

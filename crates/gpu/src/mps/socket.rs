@@ -24,6 +24,8 @@ const MAX_REQUEST: u64 = 64 * 1024;
 const IDLE_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time limit for the peer to accept a reply.
 const REPLY_DEADLINE: Duration = Duration::from_secs(5);
+/// Time limit for the answer to a probe. Shorter than the timeout of the pod's probe.
+const PROBE_DEADLINE: Duration = Duration::from_secs(3);
 /// Delay after a failed `accept`.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
@@ -37,6 +39,24 @@ pub(crate) fn listen(path: &Path) -> Result<UnixListener, HostError> {
     let listener = UnixListener::bind(path).map_err(failed)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
     Ok(listener)
+}
+
+/// Asks the MPS host at this socket for its status.
+pub(crate) async fn probe(path: &Path) -> Result<(), HostError> {
+    let exchange = async {
+        let mut stream = UnixStream::connect(path).await?;
+        let mut request = serde_json::to_vec(&Request::Status).map_err(io::Error::other)?;
+        request.push(b'\n');
+        stream.write_all(&request).await?;
+        let mut answer = Vec::new();
+        BufReader::new(stream).read_until(b'\n', &mut answer).await?;
+        match serde_json::from_slice(&answer).map_err(io::Error::other)? {
+            Reply::Status(_) => Ok(()),
+            other => Err(io::Error::other(format!("unexpected answer: {other:?}"))),
+        }
+    };
+    let answered = timeout(PROBE_DEADLINE, exchange).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+    answered.map_err(|source| HostError::NoAnswer { path: path.to_owned(), source })
 }
 
 /// Serves all connections, forever.

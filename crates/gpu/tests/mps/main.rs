@@ -516,6 +516,26 @@ fn an_unknown_handshake_is_relayed_unchanged() {
 }
 
 #[test]
+fn the_readiness_probe_succeeds_only_while_the_host_answers() {
+    let mut node = Node::with_host(1);
+    let ready = |node: &Node| {
+        let mut probe = Command::new(node::host_program());
+        probe.args(["mps-host", "ready", "--run-dir"]).arg(node.paths.run()).output().unwrap()
+    };
+    let first = ready(&node);
+    assert!(first.status.success(), "{}", String::from_utf8_lossy(&first.stderr));
+    let pid = rustix::process::Pid::from_raw(i32::try_from(node.host_pid()).unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    let hung = ready(&node);
+    rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
+    assert!(!hung.status.success());
+    assert!(String::from_utf8_lossy(&hung.stderr).contains("does not answer"), "{hung:?}");
+    assert!(ready(&node).status.success());
+    node.stop_host(rustix::process::Signal::TERM);
+    assert!(!ready(&node).status.success());
+}
+
+#[test]
 fn valid_and_invalid_requests_are_answered() {
     let node = two_tenants();
     assert!(matches!(node.request(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));

@@ -43,6 +43,10 @@ pub struct Gatekeeper {
     unschedulable_after: Duration,
     /// Labels of all nodes with an agent.
     agent_labels: AgentLabels,
+    /// Time after the ledger was built in which nothing is reserved.
+    settle_time: Duration,
+    /// Earliest time at which pods get reservations.
+    next_reservation: Duration,
     /// The ledger. `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
     nodes: Nodes,
@@ -73,6 +77,8 @@ impl Gatekeeper {
         Self {
             unschedulable_after,
             agent_labels: AgentLabels::new(),
+            settle_time: Duration::ZERO,
+            next_reservation: Duration::ZERO,
             ledger: None,
             nodes: Nodes::default(),
             tracker: PodTracker::default(),
@@ -93,10 +99,21 @@ impl Gatekeeper {
         Self { agent_labels, ..self }
     }
 
+    /// Reserves nothing for some seconds after each time that the ledger is built from the cluster.
+    ///
+    /// A pod that was deleted without a grace period just before may still use shares, and its node
+    /// may not have reported them. A gatekeeper that saw the pod keeps its claim; see
+    /// [`claims::UNREPORTED_CLAIM_TIME`]. A new one must wait as long.
+    #[must_use]
+    pub fn settle_first(self) -> Self {
+        Self { settle_time: claims::UNREPORTED_CLAIM_TIME, ..self }
+    }
+
     /// Drops all state. Call this while another process leads.
     pub fn reset(&mut self) {
         let agent_labels = std::mem::take(&mut self.agent_labels);
-        *self = Self::new(self.unschedulable_after).with_agent_labels(agent_labels);
+        let new = Self::new(self.unschedulable_after).with_agent_labels(agent_labels);
+        *self = Self { settle_time: self.settle_time, ..new };
     }
 
     /// Records that a pod could not be released, and ends its reservation.
@@ -149,6 +166,7 @@ impl Gatekeeper {
             }
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
+                self.next_reservation = now.up.saturating_add(self.settle_time);
                 self.claims.rebuild(nodes, &living, now)
             }
         };
@@ -168,7 +186,12 @@ impl Gatekeeper {
         if let Some(requeue) = actions.rescue.requeue {
             actions.requeue_in(requeue);
         }
-        self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+        let settling = self.next_reservation.saturating_sub(now.up);
+        if settling.is_zero() {
+            self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+        } else {
+            actions.requeue_in(settling);
+        }
         self.ledger = Some(ledger);
         actions
     }

@@ -102,6 +102,7 @@ impl Controller for Gate {
     async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {
         if !self.context.claim.is_current() {
             self.keeper.reset();
+            self.context.metrics.reset_placement();
             // Read the clock while another process leads, so that `clock` is current when this
             // process becomes the leader.
             self.clock = SteadyClock::read();
@@ -140,7 +141,7 @@ impl Gate {
             wakes,
             demand,
             hosts,
-            keeper: Gatekeeper::new(unschedulable_after).with_agent_labels(agent_labels),
+            keeper: Gatekeeper::new(unschedulable_after).with_agent_labels(agent_labels).settle_first(),
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),

@@ -76,7 +76,14 @@ fn set_exceptions(scope: &Scope, allow: &str) -> Result<()> {
 #[test]
 fn the_policies_are_type_checked_and_deny() -> Result<()> {
     let cluster = Cluster::connect()?;
-    for name in ["cleave-pods", "cleave-annotations"] {
+    for name in [
+        "cleave-pods",
+        "cleave-annotations",
+        "cleave-operator-pods",
+        "cleave-operator-deletes",
+        "cleave-agent",
+        "cleave-agent-events",
+    ] {
         let path = format!("{REGISTRATIONS}/validatingadmissionpolicies/{name}");
         wait_until(&format!("{name} was type-checked"), || {
             let policy = cluster.get(&path)?;

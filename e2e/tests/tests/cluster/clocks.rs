@@ -13,6 +13,7 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
+use crate::chart::Setting;
 use crate::gate::is_gated;
 use crate::health::{RepairGuard, cleave_path, gpu_status, wait_for_health};
 use crate::restarts::{component_pod, is_ready};
@@ -30,11 +31,14 @@ const IGNORE_SIGTERM: &str = "trap '' TERM; exec cleave-client --hold forever";
 /// Sets the clock that Cleave's programs read. Dropping the value restores the machine's clock.
 struct Clocks<'a> {
     cluster: &'a Cluster,
+    /// One operator: a process is found by its node, and two operators may be on one node. Restored
+    /// after the clock.
+    _operators: Setting,
 }
 
 impl<'a> Clocks<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
-        let clocks = Self { cluster };
+        let clocks = Self { cluster, _operators: Setting::of("operator.replicas", 1)? };
         clocks.environment(&format!("LD_PRELOAD={LIBRARY}"))?;
         for (node, pid) in clocks.processes()? {
             on_node(&node, &["grep", "-q", LIBRARY, &format!("/proc/{pid}/maps")])

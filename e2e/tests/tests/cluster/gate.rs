@@ -12,7 +12,7 @@ use cleave_e2e::{
 use serde_json::{Value, json};
 
 use crate::gate_admission::GATE;
-use crate::restarts::query_agent;
+use crate::restarts::{component_pod, query_agent};
 use crate::{GPUS, NODE, SHARES, allocations, ten_shares};
 
 /// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
@@ -351,17 +351,11 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
         *killed.entry(what).or_default() += 1;
         match what {
             "agent" => kill_agent(&scope),
-            "operator" => {
-                let pods = cluster.list(&format!(
-                    "/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=operator"
-                ))?;
-                pods.iter().try_for_each(|pod| {
-                    cluster.delete(
-                        &format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&pod["metadata"]["name"])),
-                        Some(0),
-                    )
-                })
-            }
+            // Only the leader, so that the other replica takes over. If the last leader is gone and
+            // nobody leads yet, there is nothing to kill.
+            "operator" => component_pod(&cluster, "operator").map_or(Ok(()), |pod| {
+                cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&pod["metadata"]["name"])), Some(0))
+            }),
             _ => {
                 launcher(&["kill", &format!("kubelet@{NODE}")])?;
                 launcher(&["start", &format!("kubelet@{NODE}")]).map(drop)

@@ -16,6 +16,7 @@ mod gate_admission;
 mod health;
 mod hostile;
 mod network;
+mod operators;
 mod policies;
 mod preemption;
 mod reboot;

@@ -62,14 +62,25 @@ fn fewer_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>
     }
 }
 
-/// Finds the pod of a component of Cleave: the operator's pod, or the component's pod on [`NODE`].
+/// Name of the operator's pod that holds the lease.
+pub(crate) fn leader(cluster: &Cluster) -> Result<String> {
+    let lease = cluster.get(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/cleave-operator"))?;
+    Ok(text(&lease["spec"]["holderIdentity"]))
+}
+
+/// Finds the pod of a component of Cleave: the leading operator's pod, or the component's pod on
+/// [`NODE`].
 pub(crate) fn component_pod(cluster: &Cluster, component: &str) -> Result<Value> {
     let pods = cluster
         .list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
-    let on_node = |pod: &&Value| component == "operator" || pod["spec"]["nodeName"] == NODE;
+    let leader = if component == "operator" { Some(leader(cluster)?) } else { None };
+    let is_meant = |pod: &&Value| match &leader {
+        Some(leader) => text(&pod["metadata"]["name"]) == *leader,
+        None => pod["spec"]["nodeName"] == NODE,
+    };
     pods.iter()
         .filter(|pod| pod["metadata"]["deletionTimestamp"].is_null())
-        .find(on_node)
+        .find(is_meant)
         .cloned()
         .with_context(|| format!("no {component} pod"))
 }
@@ -252,7 +263,7 @@ fn a_killed_operator_disturbs_no_pod() -> Result<()> {
     let old = text(&component_pod(&cluster, "operator")?["metadata"]["name"]);
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), Some(0))?;
     wait_without_violation(
-        "the operator is ready",
+        "another operator leads",
         || {
             Ok(component_pod(&cluster, "operator")
                 .is_ok_and(|pod| text(&pod["metadata"]["name"]) != old && is_ready(&pod)))

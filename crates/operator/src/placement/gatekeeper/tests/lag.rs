@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::world::{ActualAllocations, GPUS, NODES, TestCluster, at, reconcile, reservation};
+use crate::catch_up::Versions;
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
 
@@ -30,6 +31,8 @@ enum Step {
     Delete(usize),
     /// The operator restarts.
     Restart,
+    /// Another process acquires the lease. Its watches lag.
+    FailOver,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -43,7 +46,40 @@ fn step() -> impl Strategy<Value = Step> {
         4 => any::<usize>().prop_map(Step::Allocate),
         2 => any::<usize>().prop_map(Step::Delete),
         1 => Just(Step::Restart),
+        1 => Just(Step::FailOver),
     ]
+}
+
+/// Without [`crate::catch_up`], a new leader would reserve shares twice.
+#[test]
+fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_it() {
+    let world = TestCluster::default().node("n1", &[0]).pod("p2", 6);
+    let (lagging, stored) = (world.cluster(), Versions { pods: world.version, ..Versions::default() });
+    let mut world = world.pod_with("p1", 6, json!({"priority": 10}));
+    let released = reconcile(&mut Gatekeeper::default(), &world, 0).releases;
+    assert_eq!(released.iter().map(|release| &*release.pod).collect::<Vec<_>>(), ["team/p1"]);
+    assert!(world.patch(&released[0]), "the former leader releases one pod");
+    // What the new leader's own write requires.
+    let required = Versions { pods: world.version, ..Versions::default() };
+    let second = Gatekeeper::default().reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
+    assert!(world.patch(&second[0]), "6 and 6 of 10 shares are reserved");
+    assert!(!stored.reach(required), "so the new leader does not act on this watch");
+}
+
+/// The seed that found this: a pod of 3 shares is allocated, and deleted without a grace period.
+/// The operator restarts before the node reports the allocation.
+#[test]
+fn after_a_restart_shares_of_a_pod_that_was_just_deleted_are_not_reserved() {
+    let world = TestCluster::default().node("n1", &[0]).pod("next", 8);
+    let mut keeper = Gatekeeper::default().settle_first();
+    for second in [100, 104] {
+        let actions = reconcile(&mut keeper, &world, second);
+        assert!(actions.releases.is_empty(), "second {second}: the deleted pod may still use its shares");
+        assert_eq!(actions.requeue.map(|requeue| requeue.as_secs()), Some(105 - second));
+    }
+    assert_eq!(reconcile(&mut keeper, &world, 105).releases.len(), 1);
+    keeper.reset();
+    assert!(reconcile(&mut keeper, &world, 200).releases.is_empty(), "another process led");
 }
 
 proptest! {
@@ -58,8 +94,10 @@ proptest! {
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
         let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
         let mut reality = ActualAllocations::default();
-        let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default(), 0_u32);
-        let mut thorough = Gatekeeper::default();
+        let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default().settle_first(), 0_u32);
+        let mut thorough = Gatekeeper::default().settle_first();
+        // The version of the watched pods, and the version that a new leader must have seen.
+        let (mut stored, mut required) = (Versions::default(), Versions::default());
         for (second, step) in steps.into_iter().enumerate() {
             let ActualAllocations { given, ending } = &mut reality;
             given.retain(|name, _| ending.get(name).is_none_or(|end| *end > second));
@@ -68,6 +106,7 @@ proptest! {
                     names += 1;
                     world = world.pod(&format!("p{names}"), units);
                 }
+                Step::Reconcile(_) if !stored.reach(required) => {}
                 Step::Reconcile(written) => {
                     let actions = keeper.reconcile(&watched, &BTreeMap::new(), at(second as u64));
                     let copied = Cluster { pods: watched.pods.iter().map(|pod| Arc::new((**pod).clone())).collect(), ..watched.clone() };
@@ -80,7 +119,10 @@ proptest! {
                         }
                     }
                 }
-                Step::ReportPods => watched.pods = world.changed_pods(&watched.pods),
+                Step::ReportPods => {
+                    watched.pods = world.changed_pods(&watched.pods);
+                    stored.pods = world.version;
+                }
                 Step::ReportGpuNodes => watched.gpu_nodes = world.cluster().gpu_nodes,
                 Step::ReportAllocations => reality.report(&mut world),
                 Step::Bind(which) => {
@@ -116,6 +158,12 @@ proptest! {
                     keeper.reset();
                     thorough.reset();
                     watched = world.cluster();
+                    stored.pods = world.version;
+                }
+                Step::FailOver => {
+                    keeper.reset();
+                    thorough.reset();
+                    required.pods = world.version;
                 }
             }
         }

@@ -1,0 +1,323 @@
+//! After this process acquires the lease, waits until its stores are as new as the lease.
+//!
+//! Watches may lag. A new leader that does not see the former leader's last releases would reserve
+//! the same shares again. So it must not write before its watches have stored everything that was
+//! written before it acquired the lease:
+//!
+//! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order,
+//!   so once it delivers this one, the store contains all earlier changes of pods. One write costs
+//!   less than a list of all pods.
+//! - **Nodes and `GpuNode`s**, and pods if the process has no pod. It lists the objects' metadata
+//!   from etcd, and waits for the newest version. This does not show deletions, which endanger no
+//!   reservation.
+//!
+//! [`Versions::reach`] decides and is pure.
+use std::fmt::Debug;
+use std::time::Duration;
+
+use cleave_api::GpuNode;
+use cleave_api::names::LEADING_SINCE_ANNOTATION;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::api::{ListParams, Patch, PatchParams};
+use kube::runtime::watcher::Event;
+use kube::{Api, Client, Resource};
+use serde::de::DeserializeOwned;
+use serde_json::json;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::leader::LeaseGuard;
+
+/// Objects per request of a list.
+const PAGE: u32 = 500;
+/// Time limit of one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Delay after a failed request.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Time after which a log line reports that the stores still lag.
+const WARN_AFTER: Duration = Duration::from_secs(10);
+
+/// A resource version of each kind of object that reservations depend on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Versions {
+    pub(crate) pods: u64,
+    pub(crate) nodes: u64,
+    pub(crate) gpu_nodes: u64,
+}
+
+/// Selects one kind of [`Versions`].
+pub(crate) type OfKind = fn(&mut Versions) -> &mut u64;
+
+impl Versions {
+    /// Whether stores of these versions contain everything up to the `required` versions.
+    pub(crate) const fn reach(self, required: Self) -> bool {
+        self.pods >= required.pods && self.nodes >= required.nodes && self.gpu_nodes >= required.gpu_nodes
+    }
+}
+
+/// Computes the version that a store has reached from the events of its watch.
+#[derive(Debug, Default)]
+pub(crate) struct StoreVersion {
+    /// The newest object of a list that is not complete yet.
+    listed: u64,
+}
+
+impl StoreVersion {
+    /// The version that the store contains after this event. `None` if the event does not show it.
+    pub(crate) fn after<K: Resource>(&mut self, event: &Event<K>) -> Option<u64> {
+        match event {
+            Event::Init => self.listed = 0,
+            Event::InitApply(object) => self.listed = self.listed.max(version(object)),
+            Event::InitDone => return Some(self.listed),
+            // The event of a deletion has the version of the deletion.
+            Event::Apply(object) | Event::Delete(object) => return Some(version(object)),
+        }
+        None
+    }
+}
+
+/// The version of an object. 0 if it is absent or not a number: then nothing waits for it.
+fn version(object: &impl Resource) -> u64 {
+    object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
+}
+
+/// Sends the number of each term in which this process leads, once `stored` shows that the stores
+/// are as new as the lease. Runs until `stop` is cancelled. `pod` is the namespace and the name of
+/// this process's pod.
+pub(crate) async fn run(
+    client: Client,
+    pod: (String, String),
+    mut lease: LeaseGuard,
+    (mut stored, ready): (watch::Receiver<Versions>, watch::Sender<u64>),
+    stop: CancellationToken,
+) {
+    let follow = async {
+        loop {
+            let last = *ready.borrow();
+            let term = lease.term_after(last).await;
+            let required = match required(&client, &pod).await {
+                Ok(required) => required,
+                Err(error) => {
+                    tracing::warn!(error = &error as &dyn std::error::Error, "failed to read the cluster's versions");
+                    tokio::time::sleep(RETRY_DELAY).await;
+                    continue;
+                }
+            };
+            wait_until_stored(&mut stored, required).await;
+            tracing::info!(term, "the stores are as new as the lease");
+            ready.send_replace(term);
+        }
+    };
+    // Dropping the requests is safe: after `stop` nothing waits for the answer.
+    tokio::select! {
+        () = stop.cancelled() => {}
+        () = follow => {}
+    }
+}
+
+/// Waits until the stores contain the required versions. A watch that lags for long may have lost
+/// its connection. It then connects again within [`crate::watches::WATCH_TIMEOUT`].
+async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) {
+    loop {
+        let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.reach(required))).await;
+        match reached.map(|reached| reached.is_ok()) {
+            Ok(true) => return,
+            // The watches have stopped. `crate::run` handles that.
+            Ok(false) => std::future::pending().await,
+            Err(_) => {
+                let stored = *stored.borrow();
+                tracing::warn!(?stored, ?required, "watches lag; nothing is written until they are current");
+            }
+        }
+    }
+}
+
+/// A request about the cluster's versions failed.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    /// The API server refused the request.
+    #[error("the API server refused the request")]
+    Api(#[from] kube::Error),
+    /// The API server did not answer in time.
+    #[error("the API server did not answer within {} s", REQUEST_TIMEOUT.as_secs())]
+    Timeout,
+}
+
+/// The versions that the stores must contain: nothing that was written before this call is newer.
+async fn required(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
+    let pods = match mark(client, pod).await? {
+        Some(version) => version,
+        None => newest::<Pod>(client).await?,
+    };
+    Ok(Versions { pods, nodes: newest::<Node>(client).await?, gpu_nodes: newest::<GpuNode>(client).await? })
+}
+
+/// Writes an annotation to this process's pod. Returns the version of the write, or `None` if the
+/// process has no pod or may not change it.
+async fn mark(client: &Client, (namespace, name): &(String, String)) -> Result<Option<u64>, Error> {
+    let api = Api::<Pod>::namespaced(client.clone(), namespace);
+    let annotation = json!({LEADING_SINCE_ANNOTATION: Timestamp::now().to_string()});
+    let patch = Patch::Merge(json!({"metadata": {"annotations": annotation}}));
+    match within(api.patch_metadata(name, &PatchParams::default(), &patch)).await {
+        Ok(pod) => Ok(Some(version(&pod)).filter(|version| *version > 0)),
+        Err(Error::Api(kube::Error::Api(status))) if matches!(status.code, 403 | 404) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The version of the newest object of a kind, read from etcd.
+async fn newest<K>(client: &Client) -> Result<u64, Error>
+where
+    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
+{
+    let api = Api::<K>::all(client.clone());
+    let mut page = ListParams::default().limit(PAGE);
+    let mut newest = 0;
+    loop {
+        let list = within(api.list_metadata(&page)).await?;
+        newest = list.items.iter().map(version).fold(newest, u64::max);
+        match list.metadata.continue_.filter(|token| !token.is_empty()) {
+            None => return Ok(newest),
+            Some(token) => page = page.continue_token(&token),
+        }
+    }
+}
+
+async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+    tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| Error::Timeout)?.map_err(Error::Api)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::{Arc, Mutex};
+
+    use kube::client::Body;
+    use serde_json::Value;
+
+    use super::*;
+    use crate::leader::Elector;
+
+    fn versions(pods: u64, nodes: u64, gpu_nodes: u64) -> Versions {
+        Versions { pods, nodes, gpu_nodes }
+    }
+
+    fn pod(version: u64) -> Pod {
+        let mut pod = Pod::default();
+        pod.metadata.resource_version = Some(version.to_string());
+        pod
+    }
+
+    #[test]
+    fn stores_are_current_only_if_no_kind_lags() {
+        let required = versions(5, 6, 7);
+        assert!(required.reach(required) && versions(9, 9, 9).reach(required));
+        for lagging in [versions(4, 6, 7), versions(5, 5, 7), versions(5, 6, 6)] {
+            assert!(!lagging.reach(required), "{lagging:?}");
+        }
+    }
+
+    #[test]
+    fn a_store_reaches_a_lists_version_when_the_list_is_complete() {
+        let mut store = StoreVersion::default();
+        let events = [
+            (Event::Init, None),
+            (Event::InitApply(pod(7)), None),
+            (Event::InitApply(pod(3)), None),
+            (Event::InitDone, Some(7)),
+            (Event::Apply(pod(8)), Some(8)),
+            (Event::Delete(pod(9)), Some(9)),
+            (Event::Init, None),
+            (Event::InitDone, Some(0)),
+        ];
+        for (event, expected) in events {
+            assert_eq!(store.after(&event), expected, "{event:?}");
+        }
+        let mut foreign = pod(0);
+        foreign.metadata.resource_version = Some("x".to_owned());
+        assert_eq!(store.after(&Event::Apply(foreign)), Some(0));
+    }
+
+    /// An API server with a lease, two pages of nodes, one `GpuNode`, and this process's pod if
+    /// `has_pod`. Records the requests other than those about the lease.
+    fn server(has_pod: bool) -> (Client, Arc<Mutex<Vec<String>>>) {
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));
+        let seen = Arc::clone(&requests);
+        let meta = |version: &str| json!({"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata", "metadata": {"name": "o", "resourceVersion": version}});
+        let list = move |items: &[&str], next: &str| json!({"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadataList", "metadata": {"resourceVersion": "99", "continue": next}, "items": items.iter().map(|version| meta(version)).collect::<Vec<_>>()});
+        let service = tower::service_fn(move |request: http::Request<Body>| {
+            let (lease, seen) = (Arc::clone(&lease), Arc::clone(&seen));
+            async move {
+                let line = format!("{} {}", request.method(), request.uri());
+                let body = request.into_body().collect_bytes().await.unwrap();
+                let mut status = 200;
+                let answer: Value = if line.contains("/leases/") {
+                    let mut lease = lease.lock().unwrap();
+                    if !body.is_empty() {
+                        *lease = serde_json::from_slice(&body).unwrap();
+                    }
+                    lease.clone()
+                } else {
+                    seen.lock().unwrap().push(line.clone());
+                    match line.as_str() {
+                        patch if patch.starts_with("PATCH") && has_pod => meta("50"),
+                        patch if patch.starts_with("PATCH") => {
+                            status = 404;
+                            json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "none", "reason": "NotFound", "code": 404})
+                        }
+                        pods if pods.contains("/pods") => list(&["48"], ""),
+                        second if second.contains("continue=more") => list(&["30"], ""),
+                        nodes if nodes.contains("/api/v1/nodes") => list(&["20", "40"], "more"),
+                        _ => list(&["45"], ""),
+                    }
+                };
+                let response = http::Response::builder().status(status);
+                Ok::<_, Infallible>(response.body(Body::from(answer.to_string().into_bytes())).unwrap())
+            }
+        });
+        (Client::new(service, "default"), requests)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_new_leader_may_write_only_when_lagging_watches_have_caught_up() {
+        let (client, requests) = server(true);
+        let (elector, lease) =
+            Elector::new(Api::namespaced(client.clone(), "default"), "l".to_owned(), "me".to_owned());
+        let (stop, released) = (CancellationToken::new(), CancellationToken::new());
+        let (progress, stored) = watch::channel(versions(49, 40, 45));
+        let (ready, caught_up) = watch::channel(0);
+        let mut guard = lease.when_ready(caught_up);
+        let own = ("ns".to_owned(), "me".to_owned());
+        let test = async {
+            while requests.lock().unwrap().len() < 4 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            tokio::time::sleep(Duration::from_secs(30)).await;
+            assert!(!guard.is_current(), "the watch of pods lags by one version");
+            progress.send_replace(versions(50, 40, 45));
+            guard.changed().await;
+            assert!(guard.is_current());
+            stop.cancel();
+            released.cancel();
+        };
+        tokio::join!(
+            test,
+            run(client, own, lease, (stored, ready), stop.clone()),
+            elector.run(stop.clone(), released.clone())
+        );
+        let lines = requests.lock().unwrap().clone();
+        assert!(lines[0].starts_with("PATCH /api/v1/namespaces/ns/pods/me?"), "{lines:?}");
+        assert!(lines[1..].iter().all(|line| !line.contains("resourceVersion")), "lists are read from etcd: {lines:?}");
+    }
+
+    #[tokio::test]
+    async fn a_process_without_a_pod_lists_the_pods() {
+        let (client, _) = server(false);
+        let own = ("ns".to_owned(), "me".to_owned());
+        assert_eq!(required(&client, &own).await.unwrap(), versions(48, 40, 45));
+        let (client, _) = server(true);
+        assert_eq!(required(&client, &own).await.unwrap(), versions(50, 40, 45));
+    }
+}

@@ -1,0 +1,167 @@
+//! Tests the replicas of the operator: where they run, how another one takes over, and what the
+//! operator's and the agents' tokens can change.
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, pod, text, wait_until};
+use serde_json::{Value, json};
+
+use crate::gate_admission::{GATE, OTHER};
+use crate::restarts::{component_pod, leader, ready};
+use crate::{HOLD, NODE, SHARES, ten_shares};
+
+/// The operator's pods that are not being deleted.
+fn operators(cluster: &Cluster) -> Result<Vec<Value>> {
+    let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=operator");
+    Ok(cluster.list(&path)?.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null()).collect())
+}
+
+/// Waits until two operators are ready and one of them leads.
+fn wait_for_two(cluster: &Cluster) -> Result<()> {
+    wait_until("two operators are ready and one leads", || {
+        let (pods, leader) = (operators(cluster)?, leader(cluster)?);
+        Ok(pods.len() == 2 && pods.iter().all(ready) && pods.iter().any(|pod| text(&pod["metadata"]["name"]) == leader))
+    })
+}
+
+#[test]
+fn two_operators_run_and_a_drain_may_evict_one() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    wait_for_two(&cluster)?;
+    let budget = format!("/apis/policy/v1/namespaces/{SYSTEM}/poddisruptionbudgets/cleave-operator");
+    wait_until("the disruption budget allows one eviction", || {
+        let status = cluster.get(&budget)?["status"].clone();
+        Ok(status["disruptionsAllowed"] == 1 && status["expectedPods"] == 2)
+    })?;
+    let deployment = cluster.get(&format!("/apis/apps/v1/namespaces/{SYSTEM}/deployments/cleave-operator"))?;
+    let spread = &deployment["spec"]["template"]["spec"]["topologySpreadConstraints"];
+    ensure!(
+        spread[0]["topologyKey"] == "kubernetes.io/hostname" && spread[0]["whenUnsatisfiable"] == "ScheduleAnyway",
+        "{spread}"
+    );
+    Ok(())
+}
+
+#[test]
+fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "takeover")?;
+    wait_for_two(&cluster)?;
+    scope.pod("before", &json!({SHARES: 7}), HOLD)?;
+    scope.wait_until_running("before")?;
+    let old = leader(&cluster)?;
+    let names: Vec<String> = operators(&cluster)?.iter().map(|pod| text(&pod["metadata"]["name"])).collect();
+    let standby = names.iter().find(|name| **name != old).context("no second operator")?;
+    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), Some(0))?;
+    // Created while nobody leads. The new leader must see the shares of both.
+    scope.pod("first", &json!({SHARES: 7}), HOLD)?;
+    scope.pod("second", &json!({SHARES: 7}), HOLD)?;
+    wait_until("the standby leads", || Ok(leader(&cluster)? == *standby))?;
+    for name in ["first", "second"] {
+        scope.wait_until_running(name)?;
+    }
+    let marked = cluster.get(&format!("/api/v1/namespaces/{SYSTEM}/pods/{standby}"))?;
+    ensure!(
+        marked["metadata"]["annotations"]["cleave.dev/leading-since"].is_string(),
+        "the new leader has not waited for its watch of pods: {}",
+        marked["metadata"]["annotations"]
+    );
+    wait_for_two(&cluster)
+}
+
+/// Checks that a request is forbidden by a policy, with this text.
+fn check_forbidden(result: Result<Value>, says: &str) -> Result<()> {
+    let refused = result.err().with_context(|| format!("not refused: {says}"))?.downcast::<Refused>()?;
+    ensure!(refused.code == 403 && refused.message.contains(says), "{refused} does not say {says:?}");
+    Ok(())
+}
+
+#[test]
+fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "operator-token")?;
+    let mut waits = pod("waits", &json!({SHARES: 1}), "true");
+    // The operator itself does not release a pod that has another gate too.
+    waits["spec"]["schedulingGates"] = json!([{"name": OTHER}, {"name": GATE}]);
+    cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &waits)?;
+    let path = scope.pod_path("waits");
+    let operator = Cluster::by_token(&cluster.token(SYSTEM, "cleave-operator", None)?, None)?;
+    let only = "may change only the placement gate";
+    let container = cluster.get(&path)?["spec"]["containers"][0].clone();
+    let mut other = container.clone();
+    other["image"] = json!("localhost/other:dev");
+    for (change, field) in [
+        (json!({"spec": {"containers": [other]}}), "spec.containers"),
+        (json!({"spec": {"activeDeadlineSeconds": 1}}), "spec.activeDeadlineSeconds"),
+        (json!({"spec": {"nodeSelector": {"a": "b"}}}), "spec.nodeSelector"),
+        (json!({"spec": {"schedulingGates": [{"name": GATE}]}}), "spec.schedulingGates"),
+        (json!({"metadata": {"labels": {"a": "b"}}}), "metadata.labels"),
+        (json!({"metadata": {"annotations": {"a": "b"}}}), "metadata.annotations[a]"),
+        (json!({"metadata": {"finalizers": ["example.com/hold"]}}), "metadata.finalizers"),
+        (
+            json!({"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "x", "uid": "x"}]}}),
+            "metadata.ownerReferences",
+        ),
+    ] {
+        check_forbidden(operator.patch(&path, &change), only)?;
+        check_forbidden(operator.patch(&path, &change), field)?;
+    }
+    let status = format!("{path}/status");
+    let conditions = cluster.get(&path)?["status"]["conditions"].clone();
+    let with = |type_: &str| {
+        let mut all = conditions.as_array().cloned().unwrap_or_default();
+        all.push(json!({"type": type_, "status": "False", "reason": "Test", "message": "a test"}));
+        json!({"status": {"conditions": all}})
+    };
+    check_forbidden(operator.patch(&status, &with("Ready")), "status.conditions[Ready]")?;
+    check_forbidden(operator.patch(&status, &json!({"status": {"phase": "Failed"}})), "status.phase")?;
+    operator.patch(&status, &with("cleave.dev/Placed"))?;
+    // What a release changes.
+    operator.patch(
+        &path,
+        &json!({
+            "metadata": {"annotations": {"cleave.dev/placement": "{}"}},
+            "spec": {
+                "schedulingGates": [{"name": OTHER}],
+                "tolerations": cluster.get(&path)?["spec"]["tolerations"].as_array().into_iter().flatten().cloned()
+                    .chain([json!({"key": "nvidia.com/gpu", "operator": "Exists"})]).collect::<Vec<_>>(),
+                "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+                    {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [NODE]}]},
+                ]}}},
+            },
+        }),
+    )?;
+    let agent = component_pod(&cluster, "agent")?;
+    let path = format!("/api/v1/namespaces/{SYSTEM}/pods/{}?dryRun=All", text(&agent["metadata"]["name"]));
+    let deleted = operator.delete(&path, None).err().context("the operator may delete an agent's pod")?;
+    let refused = deleted.downcast::<Refused>()?;
+    ensure!(refused.code == 403 && refused.message.contains("only pods of MPS hosts"), "{refused}");
+    scope.delete_pod("waits", 0)
+}
+
+#[test]
+fn an_agents_token_writes_only_events_of_its_own_node_and_of_pods() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "agent-events")?;
+    let agent = component_pod(&cluster, "agent")?;
+    let agent = Cluster::by_token(&cluster.token(SYSTEM, "cleave-agent", Some(&agent))?, None)?;
+    let events = |namespace: &str| format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events?dryRun=All");
+    let event = |reporter: &str, kind: &str, name: &str| {
+        json!({
+            "apiVersion": "events.k8s.io/v1", "kind": "Event", "metadata": {"generateName": "test-"},
+            "eventTime": "2027-01-15T08:00:00.000000Z", "reportingController": "cleave-agent",
+            "reportingInstance": reporter, "action": "Test", "reason": "Test", "type": "Normal",
+            "regarding": {"apiVersion": "v1", "kind": kind, "name": name},
+        })
+    };
+    let mut of_pod = event(NODE, "Pod", "p");
+    of_pod["regarding"]["namespace"] = json!(scope.namespace);
+    agent.create(&events(&scope.namespace), &of_pod)?;
+    agent.create(&events("default"), &event(NODE, "Node", NODE))?;
+    agent.create(&events("default"), &event(NODE, "GpuNode", NODE))?;
+    let (reporter, about) = ("name cleave-agent and this node as their reporter", "only Events about this node");
+    check_forbidden(agent.create(&events("default"), &event("node2", "Node", NODE)), reporter)?;
+    check_forbidden(agent.create(&events("default"), &event(NODE, "Node", "node2")), about)?;
+    check_forbidden(agent.create(&events("default"), &event(NODE, "Namespace", NODE)), about)?;
+    let mut forged = event(NODE, "Node", NODE);
+    forged["reportingController"] = json!("kubelet");
+    check_forbidden(agent.create(&events("default"), &forged), reporter)
+}
