@@ -14,7 +14,7 @@ use crate::policies::apply::{self, Change};
 use crate::policies::demand::{self, Outcome};
 use crate::policies::plan::{self, Plan};
 use crate::policies::snapshot::History;
-use crate::read::{AgentPod, NamespaceObject, NodeObject, Observed, VolumeClaimObject, VolumeObject};
+use crate::read::{AgentPod, BudgetObject, NamespaceObject, NodeObject, Observed, VolumeClaimObject, VolumeObject};
 
 /// Objects per request of a list.
 const PAGE: u32 = 500;
@@ -64,6 +64,8 @@ pub struct Objects {
     pub volume_claims: Vec<VolumeClaimObject>,
     /// All volumes. Empty if the user may not list them.
     pub volumes: Vec<VolumeObject>,
+    /// All disruption budgets. Empty if the user may not list them.
+    pub budgets: Vec<BudgetObject>,
     /// All namespaces with their labels. Empty if the user may not list them.
     pub namespaces: Vec<NamespaceObject>,
 }
@@ -91,7 +93,8 @@ impl Objects {
         Ok(Self { nodes, agents, gpu_nodes, policies, pods, ..Self::default() })
     }
 
-    /// Lists the objects that only placement reads: volumes, volume claims and namespaces.
+    /// Lists the objects that only placement reads: volumes, volume claims, disruption budgets and
+    /// namespaces.
     ///
     /// # Errors
     /// A list request failed, other than by a lack of rights.
@@ -100,6 +103,7 @@ impl Objects {
         Ok(Self {
             volume_claims: if_allowed("PersistentVolumeClaims", list(&Api::all(client.clone()), all.clone()).await)?,
             volumes: if_allowed("PersistentVolumes", list(&Api::all(client.clone()), all.clone()).await)?,
+            budgets: if_allowed("PodDisruptionBudgets", list(&Api::all(client.clone()), all.clone()).await)?,
             namespaces: if_allowed("Namespaces", list(&Api::all(client.clone()), all).await)?,
             ..self
         })

@@ -59,6 +59,7 @@ impl Live {
             hosts: None,
             volume_claims: objects.volume_claims.into_iter().map(Arc::new).collect(),
             volumes: objects.volumes.into_iter().map(Arc::new).collect(),
+            budgets: objects.budgets.into_iter().map(Arc::new).collect(),
             namespaces: objects.namespaces.into_iter().map(Arc::new).collect(),
         };
         Self { cluster, observed, now }
