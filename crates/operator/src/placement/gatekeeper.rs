@@ -280,6 +280,13 @@ impl Gatekeeper {
         rescue
     }
 
+    /// Ends the protection of pods whose time is over.
+    fn expire_protections(&mut self, actions: &mut Actions, up: Duration) {
+        self.protected.retain(|_, until| *until > up);
+        // No watch reports when a budget allows disruptions again.
+        self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
+    }
+
     /// Reserves shares for the pods that fit, and explains what the others wait for.
     fn reserve_or_explain(
         &mut self,
@@ -293,9 +300,7 @@ impl Gatekeeper {
             return;
         }
         let (up, expires, unschedulable_after) = (input.now.up, claims::expiry(input.now), self.unschedulable_after);
-        self.protected.retain(|_, until| *until > up);
-        // No watch reports when a budget allows disruptions again.
-        self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
+        self.expire_protections(actions, up);
         let Self { agent_labels, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.skip_refused(ledger, waiting, up, actions).into_iter();
