@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
-use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
+use cleave_plan::ledger::{DeviceRequest, Chooser, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
 use kube::ResourceExt;
 
 use super::actions::{Actions, Destination, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_living, is_released};
-use super::mps_hosts;
+use super::{learning, mps_hosts};
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
@@ -40,6 +40,8 @@ pub struct Gatekeeper {
     unschedulable_after: Duration,
     /// The ledger. `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
+    /// Ranks nodes and GPUs for the ledger.
+    chooser: Chooser,
     nodes: Nodes,
     tracker: PodTracker,
     claims: PodClaims,
@@ -67,6 +69,7 @@ impl Gatekeeper {
         Self {
             unschedulable_after,
             ledger: None,
+            chooser: Chooser::default(),
             nodes: Nodes::default(),
             tracker: PodTracker::default(),
             claims: PodClaims::default(),
@@ -132,7 +135,11 @@ impl Gatekeeper {
             }
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
-                self.claims.rebuild(nodes, &living, now)
+                let mut ledger = self.claims.rebuild(nodes, &living, now);
+                self.chooser = Chooser::default();
+                ledger.synchronize(&mut self.chooser);
+                learning::count_running(&mut self.chooser, &living);
+                ledger
             }
         };
         let (unsettled, maybe_deleted) = self.tracker.update(&cluster.pods);
@@ -144,6 +151,7 @@ impl Gatekeeper {
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
         let input = Input { cluster, living: &living, unsettled: &unsettled, demand, now };
+        ledger.synchronize(&mut self.chooser);
         actions.rescue = self.rescue(&ledger, &input);
         if let Some(requeue) = actions.rescue.requeue {
             actions.requeue_in(requeue);
@@ -185,7 +193,9 @@ impl Gatekeeper {
             present.insert(name);
         }
         self.claims.remove_gone(ledger, &present, maybe_deleted, now.up);
-        self.queue.update(&present, &waiting, now.up);
+        let arrived = self.queue.update(&present, &waiting, now.up);
+        ledger.synchronize(&mut self.chooser);
+        learning::count_arrived(&mut self.chooser, &self.nodes, &arrived);
         for name in &settled {
             present.remove(name);
         }
@@ -227,7 +237,7 @@ impl Gatekeeper {
 
     /// Decides how to handle released pods that are not bound.
     fn rescue(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
-        let Self { unschedulable_after, nodes, tracker, stranded, claims, .. } = self;
+        let Self { unschedulable_after, chooser, nodes, tracker, stranded, claims, .. } = self;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
         for pod in input.unsettled.iter().copied().filter(|pod| is_released(pod)) {
@@ -237,7 +247,8 @@ impl Gatekeeper {
                 unschedulable.push(Candidate::unschedulable(pod, nodes));
             }
         }
-        let mut search = LazyCell::new(|| PlacementSearch::new(input, nodes, tracker, ledger));
+        let (nodes, parts) = (&*nodes, (&*nodes, &*tracker, claims.replicas()));
+        let mut search = LazyCell::new(|| PlacementSearch::new(input, parts, ledger, chooser));
         for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
                 Ok(_) => true,
@@ -276,16 +287,18 @@ impl Gatekeeper {
         self.protected.retain(|_, until| *until > up);
         // No watch reports when a budget allows disruptions again.
         self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
-        let Self { unschedulable_after, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
+        let Self { unschedulable_after, chooser, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
         let candidates: Vec<Candidate<'_>> = queue
             .skip_refused(ledger, waiting, up, actions)
             .into_iter()
             .map(|(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod)))
             .collect();
-        let mut search = PlacementSearch::new(input, nodes, tracker, ledger);
+        let requests = candidates.iter().map(|candidate| (candidate.device_requests.as_slice(), learning::cpu(&candidate.plan_pod.requests)));
+        chooser.learn(requests);
+        let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
         let holders = LazyCell::new(|| nodes.holders(input.living, protected));
         let mut preemption = PreemptionSearch { holders: &holders, protected, claims, considered: 0 };
-        let mut reserved: Vec<(String, String)> = Vec::new();
+        let mut reserved: Vec<(String, &PodObject)> = Vec::new();
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {
                 actions.more = true;
@@ -307,8 +320,8 @@ impl Gatekeeper {
                 Ok(fits) => {
                     let expires = claims::expiry(input.now);
                     if ledger.reserve(name, &fits, expires).is_ok() {
-                        search.reserve(candidate, &fits);
-                        reserved.push((name.clone(), pod.uid().unwrap_or_default()));
+                        search.reserve(ledger, candidate, &fits);
+                        reserved.push((name.clone(), pod));
                         let hostnames = fits.iter().filter_map(|fit| nodes.hostname(fit.node())).collect();
                         let reason = ReleaseReason::Reserved(placement(&pod.spec.device_requests, &fits, expires));
                         actions.releases.push(candidate.release(reason, Destination::Hostnames(hostnames), waited));
@@ -340,7 +353,7 @@ impl Gatekeeper {
             }
             actions.waiting.insert(name.clone(), no_room(message));
         }
-        reserved.into_iter().for_each(|(name, uid)| claims.add(name, uid));
+        reserved.into_iter().for_each(|(name, pod)| claims.add(name, pod));
     }
 }
 

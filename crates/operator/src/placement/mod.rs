@@ -9,6 +9,7 @@
 //! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and what the ledger and the scheduler's rules need of them |
 //! | decide | `gatekeeper` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
+//! | | `learning`, `replicas` | what the search ranks nodes by |
 //! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `stranded` | pods to evict |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
@@ -35,12 +36,14 @@ mod constraints;
 mod facts;
 mod free_resources;
 mod gatekeeper;
+mod learning;
 mod mps_hosts;
 mod nodes;
 mod patch;
 mod pod_tracker;
 mod preemption;
 mod queue;
+mod replicas;
 mod run;
 mod search;
 mod stranded;

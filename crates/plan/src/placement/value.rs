@@ -174,14 +174,11 @@ impl Score for Value {
 
 /// Sizes in hundredths, rounded up, and weights of the typical pods that share one GPU.
 fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
-    let mut sizes: BTreeMap<u32, f64> = BTreeMap::new();
+    let mut sizes: BTreeMap<usize, f64> = BTreeMap::new();
     for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
-        *sizes.entry(kind.per_gpu).or_default() += kind.weight;
+        *sizes.entry((kind.per_gpu as usize * STEPS_PER_GPU).div_ceil(GPU as usize)).or_default() += kind.weight;
     }
-    sizes
-        .into_iter()
-        .map(|(per_gpu, weight)| ((per_gpu as usize * STEPS_PER_GPU).div_ceil(GPU as usize), weight))
-        .collect()
+    sizes.into_iter().collect()
 }
 
 /// The value of a GPU with x hundredths free, for each x. This is the highest sum of prices of
@@ -294,9 +291,9 @@ mod tests {
 
     #[test]
     fn learning_from_nothing_does_not_divide_by_zero() {
-        let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, memory: 0, gpus: vec![GPU] };
+        let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, gpus: vec![GPU] };
         let value = Value::learn(&[], std::slice::from_ref(&node));
-        let demand = Demand { cpu: 0, memory: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
+        let demand = Demand { cpu: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
         assert!(value.rank(&node, &value.precompute(&node), &demand, Some(0)).score.is_finite());
     }
 }
