@@ -7,8 +7,8 @@ use cleave_api::names::{
     CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, REPLICA_PLACEMENT, RESOURCE_GPU, RESOURCE_MIG_PREFIX,
     UNSCHEDULABLE_ANNOTATION, is_served,
 };
-use cleave_api::sharingpolicy::ReplicaPlacement;
 use cleave_api::placement::{self, Placement};
+use cleave_api::sharingpolicy::ReplicaPlacement;
 use cleave_plan::Quantity;
 use cleave_plan::constraints::{HostPort, PodAffinityTerm, Rules, SpreadConstraint};
 use cleave_plan::device::SHARED_SUFFIX;
@@ -388,8 +388,7 @@ impl PodObject {
         self.status.conditions.shrink_to_fit();
         if let Some(owner) = owner.as_ref().filter(|_| self.requests_gpus()) {
             self.controller_id = Some(ControllerId::of(&owner.uid));
-            // Pods of a Job do not serve requests, and the Job retries them. The scheduler's default
-            // spreading excludes them too.
+            // The Job retries its pods. The scheduler's default spreading excludes them too.
             if owner.kind == "Job" && self.replica_placement.is_none() {
                 self.replica_placement = Some(ReplicaPlacement::Pack);
             }

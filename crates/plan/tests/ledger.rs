@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
-    Allocation, DeviceRequest, Beside, Chooser, Claim, DeviceFacts, Facts, Fit, Fits, Ledger, Moment, NodeFacts, Place,
-    Reservation, Siblings, Tightest, Units, PendingPod,
+    Allocation, Beside, Chooser, Claim, DeviceFacts, DeviceRequest, Facts, Fit, Fits, Ledger, Moment, NodeFacts,
+    PendingPod, Place, Reservation, Siblings, Tightest, Units,
 };
 use cleave_plan::placement::learned::thousandths;
 use proptest::prelude::*;

@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
-use cleave_plan::ledger::{DeviceRequest, Chooser, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
+use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
 use kube::ResourceExt;
 
 use super::actions::{Actions, Destination, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_living, is_released};
-use super::{learning, mps_hosts};
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::queue::{self, Queue};
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, Stranded};
+use super::{learning, mps_hosts};
 use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::{self, Rollout, Step};
@@ -247,7 +247,7 @@ impl Gatekeeper {
                 unschedulable.push(Candidate::unschedulable(pod, nodes));
             }
         }
-        let (nodes, parts) = (&*nodes, (&*nodes, &*tracker, claims.replicas()));
+        let parts = (&*nodes, &*tracker, claims.replicas());
         let mut search = LazyCell::new(|| PlacementSearch::new(input, parts, ledger, chooser));
         for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
@@ -287,14 +287,11 @@ impl Gatekeeper {
         self.protected.retain(|_, until| *until > up);
         // No watch reports when a budget allows disruptions again.
         self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
-        let Self { unschedulable_after, chooser, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
-        let candidates: Vec<Candidate<'_>> = queue
-            .skip_refused(ledger, waiting, up, actions)
-            .into_iter()
-            .map(|(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod)))
-            .collect();
-        let requests = candidates.iter().map(|candidate| (candidate.device_requests.as_slice(), learning::cpu(&candidate.plan_pod.requests)));
-        chooser.learn(requests);
+        let Self { unschedulable_after, chooser, nodes, tracker, claims, queue, protected, rollout, stranded, .. } =
+            self;
+        let waiting = queue.skip_refused(ledger, waiting, up, actions).into_iter();
+        let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
+        let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
         let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
         let holders = LazyCell::new(|| nodes.holders(input.living, protected));
         let mut preemption = PreemptionSearch { holders: &holders, protected, claims, considered: 0 };

@@ -51,7 +51,13 @@ pub(super) fn update_cpu(
     }
 }
 
-/// Counts pods that arrived at the gate.
+/// Updates the score if that is due. Call [`update_cpu`] first.
+pub(super) fn learn(chooser: &mut Chooser, unsettled: &[&PodObject]) {
+    let waiting = unsettled.iter().filter(|pod| pod.waits_at_gate());
+    chooser.learn(waiting.map(|pod| (pod.device_requests(), cpu(&pod.spec.requests))));
+}
+
+/// Counts the pods that arrived at the gate.
 pub(super) fn count_arrived(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&PodObject]) {
     let mut known: BTreeMap<(BTreeMap<String, String>, Vec<NodeSelectorTerm>), Vec<String>> = BTreeMap::new();
     for pod in arrived {

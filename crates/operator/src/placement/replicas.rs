@@ -75,7 +75,9 @@ impl<'a> ReplicaSearch<'a> {
         let Self { index, nodes, packing, known, .. } = self;
         known.entry((controller, everywhere)).or_insert_with(|| {
             let mut siblings = Siblings::default();
-            for (node, devices) in index.pods.get(&controller).into_iter().flatten().flat_map(|pod| ledger.devices_of(pod)) {
+            for (node, devices) in
+                index.pods.get(&controller).into_iter().flatten().flat_map(|pod| ledger.devices_of(pod))
+            {
                 add(&mut siblings, nodes, (node, devices), if everywhere { None } else { Some(packing) });
             }
             siblings
@@ -103,7 +105,8 @@ fn controller(pod: &PodObject) -> Option<ControllerId> {
 /// Adds the devices of a pod, except those of policies that pack.
 fn add(siblings: &mut Siblings, nodes: &Nodes, (node, devices): (&str, Vec<&str>), packing: Option<&BTreeSet<String>>) {
     let policy = |device: &str| nodes.0.get(node).and_then(|state| state.policy(device));
-    let packs = |device: &&str| packing.is_some_and(|packing| policy(device).is_some_and(|policy| packing.contains(policy)));
+    let packs =
+        |device: &&str| packing.is_some_and(|packing| policy(device).is_some_and(|policy| packing.contains(policy)));
     let apart: Vec<&str> = devices.iter().copied().filter(|device| !packs(device)).collect();
     if !apart.is_empty() || devices.is_empty() {
         siblings.add(node, apart);

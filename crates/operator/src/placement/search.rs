@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cleave_plan::Quantity;
 use cleave_plan::constraints::NodeChecker;
-use cleave_plan::ledger::{DeviceRequest, Beside, Chooser, Fits, Ledger, PendingPod, Tightest};
+use cleave_plan::ledger::{Beside, Chooser, DeviceRequest, Fits, Ledger, PendingPod, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
 use kube::ResourceExt;
 
@@ -125,6 +125,7 @@ impl<'a> PlacementSearch<'a> {
         chooser: &'a mut Chooser,
     ) -> Self {
         learning::update_cpu(chooser, nodes, tracker, ledger, input.unsettled);
+        learning::learn(chooser, input.unsettled);
         Self {
             chooser: RefCell::new(chooser),
             replicas: RefCell::new(ReplicaSearch::new(replicas, nodes, &input.cluster.policies)),
@@ -166,7 +167,8 @@ impl<'a> PlacementSearch<'a> {
         }
         let eligible = self.eligible(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
-        // Requests for several parts of GPUs are not ranked. They are only kept off the replicas' nodes.
+        // Requests for several parts of GPUs are not ranked. They are only kept off the nodes of
+        // replicas.
         let apart = || with_room().filter(|node| !avoids(node) && siblings.lacks(node));
         if candidate.device_requests.len() > 1
             && let Ok(fits) = ledger.fit_for(candidate.pending_pod(), apart(), most, &Tightest)

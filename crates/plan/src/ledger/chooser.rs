@@ -177,7 +177,11 @@ impl<S: Score> Chooser<S> {
 
     /// The nodes and devices that fit the requests, best first. Of pods with several requests, only
     /// those for whole devices have candidates.
-    pub(super) fn candidates(&mut self, device_requests: &[DeviceRequest], beside: Beside<'_>) -> impl Iterator<Item = (&str, Vec<&str>)> {
+    pub(super) fn candidates(
+        &mut self,
+        device_requests: &[DeviceRequest],
+        beside: Beside<'_>,
+    ) -> impl Iterator<Item = (&str, Vec<&str>)> {
         let mut lists = Vec::new();
         if let Some((resource, units, gpus)) = uniform(device_requests) {
             for (&capacity, table) in self.tables.get_mut(resource).into_iter().flatten() {
@@ -190,7 +194,8 @@ impl<S: Score> Chooser<S> {
         }
         iter::from_fn(move || {
             let heads = lists.iter_mut().enumerate();
-            let heads = heads.filter_map(|(index, list)| list.peek().map(|(candidate, ..)| (*candidate, Reverse(index))));
+            let heads =
+                heads.filter_map(|(index, list)| list.peek().map(|(candidate, ..)| (*candidate, Reverse(index))));
             let (_, Reverse(index)) = heads.max()?;
             lists.get_mut(index)?.next().map(|(_, node, devices)| (node, devices))
         })
@@ -211,10 +216,10 @@ impl Chooser<Learned> {
     }
 
     /// Learns a new score if enough pods arrived. Learns at most one score in each call, because
-    /// that takes milliseconds. Returns whether another score is due.
+    /// that takes milliseconds.
     ///
     /// `waiting` are the requests of pods that wait, with their CPU.
-    pub fn learn<'a>(&mut self, waiting: impl Iterator<Item = (&'a [DeviceRequest], u64)>) -> bool {
+    pub fn learn(&mut self, waiting: impl Iterator<Item = (Vec<DeviceRequest>, u64)>) {
         for (resource, learner) in self.learners.iter_mut().filter(|(_, learner)| learner.is_due()) {
             learner.learned();
             let tables = self.tables.get_mut(resource).into_iter().flat_map(BTreeMap::values_mut);
@@ -226,22 +231,17 @@ impl Chooser<Learned> {
             Some(tables.iter_mut().map(move |(&capacity, table)| (resource, learner, capacity, table)))
         });
         let mut due = known.flatten().filter(|(.., table)| !table.is_learned);
-        let Some((resource, learner, capacity, table)) = due.next() else { return false };
-        let more = due.next().is_some();
+        let Some((resource, learner, capacity, table)) = due.next() else { return };
         let waiting: Vec<Demand> = waiting
-            .filter_map(|(device_requests, cpu)| demand(device_requests, cpu, Vec::new()).filter(|(of, _)| of == resource).map(|(_, demand)| demand))
+            .filter_map(|(device_requests, cpu)| {
+                demand(&device_requests, cpu, Vec::new()).filter(|(of, _)| of == resource).map(|(_, demand)| demand)
+            })
             .collect();
         let nodes: Vec<placement::Node> =
             table.placer.nodes().iter().filter(|node| !node.gpus.is_empty()).cloned().collect();
         let score = learner.score(capacity, &nodes, waiting.iter());
         table.placer.set_score(score);
         table.is_learned = true;
-        more
-    }
-
-    /// Whether a score is learned for some devices of the resource.
-    pub fn is_learned(&self, resource: &str) -> bool {
-        self.tables.get(resource).is_some_and(|tables| tables.values().any(|table| table.is_learned))
     }
 }
 

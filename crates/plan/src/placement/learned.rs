@@ -147,7 +147,9 @@ mod tests {
         (0..30).for_each(|_| [6, 4].iter().for_each(|size| learner.add(&units(*size))));
         let score = learner.score(10, &nodes(), [].iter());
         let node = Node { gpus: vec![1000, 600], ..nodes().remove(0) };
-        let rank = |score: &Learned, way| score.rank(&node, &score.precompute(&node), &Demand { per_gpu: 400, ..units(0) }, Some(way));
+        let rank = |score: &Learned, way| {
+            score.rank(&node, &score.precompute(&node), &Demand { per_gpu: 400, ..units(0) }, Some(way))
+        };
         let better = |score: &Learned, way, than| rank(score, way).order(&rank(score, than)).is_gt();
         // 6 of 10 units are free on the second GPU, which a pod of 6 could use.
         assert!(better(&score, 0, 1));

@@ -1,10 +1,9 @@
 //! The choice of a placement policy, and how it learns.
-use cleave_plan::placement::{Learned, Observed, Score};
+use cleave_plan::placement::{GPU, Learned, Observed, Score};
 
-use super::cluster::{Cluster, device_requests};
+use super::cluster::{Cluster, Placed, RESOURCE, device_requests};
 use super::lists::Pod;
 use super::policies::{BestFit, Fgd, Random};
-use super::random::Rng;
 
 /// A placement policy to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -34,8 +33,10 @@ pub(super) trait Places: Score + Default {
     /// Updates the score. `seen` are the pods that arrived, `waiting` the ones that wait.
     fn learn(cluster: &mut Cluster<Self>, seen: &Observed, waiting: &[&Pod]);
 
-    /// Prepares the next decision.
-    fn prepare(_: &mut Cluster<Self>, _: &mut Rng) {}
+    /// Decides where to place a pod.
+    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
+        cluster.place(pod)
+    }
 }
 
 /// The operator's score. It learns as in the operator.
@@ -45,8 +46,7 @@ impl Places for Learned {
     }
 
     fn learn(cluster: &mut Cluster<Self>, _: &Observed, waiting: &[&Pod]) {
-        let waiting: Vec<_> = waiting.iter().map(|pod| (device_requests(pod), pod.demand.cpu)).collect();
-        cluster.chooser.learn(waiting.iter().map(|(device_requests, cpu)| (device_requests.as_slice(), *cpu)));
+        cluster.chooser.learn(waiting.iter().map(|pod| (device_requests(pod), pod.demand.cpu)));
     }
 }
 
@@ -63,7 +63,9 @@ impl Places for BestFit {
 impl Places for Random {
     fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 
-    fn prepare(cluster: &mut Cluster<Self>, rng: &mut Rng) {
-        cluster.set_score(Self::new(rng.next()));
+    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
+        let next = cluster.chooser.score(RESOURCE, GPU).map_or_else(Self::default, Self::next);
+        cluster.set_score(next);
+        cluster.place(pod)
     }
 }

@@ -73,8 +73,7 @@ pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>,
             let mut position = 0;
             while position < waiting.len().min(QUEUE_DEPTH) {
                 let (since, pod, life) = waiting[position];
-                P::prepare(&mut cluster, &mut rng);
-                let Some(placed_at) = cluster.place(pod) else {
+                let Some(placed_at) = P::place(&mut cluster, pod) else {
                     position += 1;
                     continue;
                 };
@@ -95,8 +94,7 @@ pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>,
             let waiting: Vec<&Pod> = waiting.iter().map(|(_, pod, _)| *pod).collect();
             P::learn(&mut cluster, &seen, &waiting);
         }
-        P::prepare(&mut cluster, &mut rng);
-        match cluster.place(pod) {
+        match P::place(&mut cluster, pod) {
             Some(placed_at) => {
                 cluster.start(pod, &placed_at);
                 allocated += u64::from(pod.demand.total());

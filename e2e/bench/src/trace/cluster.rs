@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::{
-    Allocation, DeviceRequest, Beside, Chooser, Cpu, DeviceFacts, Ledger, Moment, NodeFacts, Siblings, Units, PendingPod,
+    Allocation, Beside, Chooser, Cpu, DeviceFacts, DeviceRequest, Ledger, Moment, NodeFacts, PendingPod, Siblings,
+    Units,
 };
 use cleave_plan::placement::{self, GPU, Score};
 
@@ -76,13 +77,16 @@ impl<S: Score + Default> Cluster<S> {
     /// Decides where to place a pod, and reserves its units. `None` if it fits nowhere.
     pub(super) fn place(&mut self, pod: &Pod) -> Option<Placed> {
         if pod.demand.gpus == 0 {
-            let (_, node) = self.hosts.iter().enumerate().filter(|(_, host)| host.admits(pod)).fold(None, |best, (index, host)| {
-                let worth = self.worth_without_gpus(host, pod);
-                match best {
-                    Some((most, _)) if worth <= most => best,
-                    _ => Some((worth, index)),
-                }
-            })?;
+            let (_, node) = self.hosts.iter().enumerate().filter(|(_, host)| host.admits(pod)).fold(
+                None,
+                |best, (index, host)| {
+                    let worth = self.worth_without_gpus(host, pod);
+                    match best {
+                        Some((most, _)) if worth <= most => best,
+                        _ => Some((worth, index)),
+                    }
+                },
+            )?;
             return Some(Placed { pod: String::new(), node, devices: Vec::new() });
         }
         self.pods += 1;
@@ -92,7 +96,8 @@ impl<S: Score + Default> Cluster<S> {
         self.ledger.synchronize(&mut self.chooser);
         let hosts = &self.hosts;
         let by_name = &self.by_name;
-        let admits = |node: &str| by_name.get(node).and_then(|node| hosts.get(*node)).is_some_and(|host| host.admits(pod));
+        let admits =
+            |node: &str| by_name.get(node).and_then(|node| hosts.get(*node)).is_some_and(|host| host.admits(pod));
         let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
         let beside = Beside { cpu: pod.demand.cpu, siblings: &siblings };
         let fits = self.ledger.choose(waiting, beside, &mut self.chooser, 1, admits)?;
@@ -128,7 +133,12 @@ impl<S: Score + Default> Cluster<S> {
             if let Some(allocations) = self.allocations.get_mut(placed.node) {
                 allocations.extend(placed.devices.iter().filter_map(|device| {
                     let units = Units::new(pod.demand.per_gpu)?;
-                    Some(Allocation { pod: placed.pod.clone(), resource: RESOURCE.to_owned(), device: device.to_string(), units })
+                    Some(Allocation {
+                        pod: placed.pod.clone(),
+                        resource: RESOURCE.to_owned(),
+                        device: device.to_string(),
+                        units,
+                    })
                 }));
             }
             self.report(placed.node);
@@ -168,7 +178,8 @@ impl<S: Score + Default> Cluster<S> {
             used: GPU - free,
         };
         let devices = host.gpus.iter().enumerate().map(device).collect();
-        self.ledger.observe(&host.name, NodeFacts { model: host.model.clone(), devices, allocations: allocations.clone() });
+        self.ledger
+            .observe(&host.name, NodeFacts { model: host.model.clone(), devices, allocations: allocations.clone() });
         self.report_cpu(node);
     }
 
@@ -189,11 +200,6 @@ pub(super) fn device_requests(pod: &Pod) -> Vec<DeviceRequest> {
 /// The node of a score.
 impl Host {
     pub(super) fn node(&self) -> placement::Node {
-        placement::Node {
-            model: self.model.clone(),
-            cpu_total: self.cpu_total,
-            cpu: self.cpu,
-            gpus: self.gpus.clone(),
-        }
+        placement::Node { model: self.model.clone(), cpu_total: self.cpu_total, cpu: self.cpu, gpus: self.gpus.clone() }
     }
 }

@@ -34,9 +34,7 @@ impl Host {
     /// Whether CPU, memory and model allow the pod, regardless of free GPUs.
     pub(super) fn admits(&self, pod: &Pod) -> bool {
         let models = &pod.demand.models;
-        self.cpu >= pod.demand.cpu
-            && self.memory >= pod.memory
-            && (models.is_empty() || models.contains(&self.model))
+        self.cpu >= pod.demand.cpu && self.memory >= pod.memory && (models.is_empty() || models.contains(&self.model))
     }
 
     /// Free thousandths of all GPUs.

@@ -124,9 +124,8 @@ fn run_policy<P: Places>(args: &Args) -> Result<()> {
             P::learn(&mut cluster, &seen, &[]);
             learning.push(start.elapsed().as_secs_f64() * 1e6);
         }
-        P::prepare(&mut cluster, &mut rng);
         let start = Instant::now();
-        let placed = cluster.place(pod);
+        let placed = P::place(&mut cluster, pod);
         if pod.demand.gpus > 0 {
             times.push(start.elapsed().as_secs_f64() * 1e6);
         }

@@ -74,20 +74,21 @@ impl Score for Fgd {
     }
 }
 
-/// Chooses a node and GPUs that fit at random. The ranks last for one decision: the score is replaced
-/// before the next one.
+/// Chooses a node and GPUs that fit at random. The ranks last for one decision: the score is
+/// replaced before the next one.
 #[derive(Debug, Clone)]
 pub(super) struct Random(RefCell<Rng>);
 
 impl Random {
-    pub(super) fn new(seed: u64) -> Self {
-        Self(RefCell::new(Rng(seed)))
+    /// The score for the next decision.
+    pub(super) fn next(&self) -> Self {
+        Self(RefCell::new(Rng(self.0.borrow_mut().next())))
     }
 }
 
 impl Default for Random {
     fn default() -> Self {
-        Self::new(0)
+        Self(RefCell::new(Rng(0)))
     }
 }
 

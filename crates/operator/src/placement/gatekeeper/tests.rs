@@ -4,6 +4,7 @@ mod lag;
 mod mps_hosts;
 mod preemption;
 mod release;
+mod replicas;
 mod reservations;
 mod stranded;
 mod waiting;
