@@ -30,6 +30,9 @@ pub const ALLOW_PRE_STOP: &str = "pre-stop";
 pub const PRE_STOP: &str = "cleave.dev/pre-stop";
 /// Value of [`PRE_STOP`].
 pub const PRE_STOP_NONE: &str = "none";
+/// Annotation with which a pod overrides `replicaPlacement` of the GPUs' policies: `Spread` or
+/// `Pack`. Other values have no effect.
+pub const REPLICA_PLACEMENT: &str = "cleave.dev/replica-placement";
 /// Word of [`ALLOW_LABEL`] that must be its only word: no admission rule applies.
 pub const ALLOW_ALL: &str = "all";
 

@@ -115,6 +115,10 @@ pub struct SharingPolicySpec {
     /// What Cleave does with a pod that exceeds its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
+    /// Whether replicas of one controller are kept apart. The pod annotation
+    /// `cleave.dev/replica-placement` overrides it.
+    #[serde(default)]
+    pub replica_placement: ReplicaPlacement,
     /// Another extended resource name for the shares or replicas: `nvidia.com/gpu.shared`, or
     /// `nvidia.com/gpu-` followed by a word of your choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -124,6 +128,28 @@ pub struct SharingPolicySpec {
     #[x_kube(validation = Rule::new(r"!self.matches('^nvidia\\.com/gpu-[0-9]+gb$')")
         .message("names like nvidia.com/gpu-10gb are reserved for slices of that many GiB (mps.sizes: Dynamic)"))]
     pub resource_name: Option<String>,
+}
+
+/// Where replicas of one controller are placed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum ReplicaPlacement {
+    /// Replicas use different GPUs if possible, and different nodes if possible. Pods of Jobs do
+    /// not: they are placed like pods without a controller.
+    #[default]
+    Spread,
+    /// Replicas are placed like other pods: GPUs are filled before others are used.
+    Pack,
+}
+
+impl ReplicaPlacement {
+    /// Parses the value of the annotation [`crate::names::REPLICA_PLACEMENT`].
+    pub fn parse(text: &str) -> Option<Self> {
+        match text {
+            "Spread" => Some(Self::Spread),
+            "Pack" => Some(Self::Pack),
+            _ => None,
+        }
+    }
 }
 
 /// The schema of node labels. It is bounded, so that the cost of rules about labels is bounded.

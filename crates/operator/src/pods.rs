@@ -1,12 +1,14 @@
 //! Selects the fields of a pod that planning and placement use, and sums the pod's requests as the
 //! scheduler does. Pure.
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 use cleave_api::names::{
-    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION, RESOURCE_GPU, RESOURCE_MIG_PREFIX,
-    UNSCHEDULABLE_ANNOTATION, is_served,
+    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION, REPLICA_PLACEMENT, RESOURCE_GPU,
+    RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION, is_served,
 };
 use cleave_api::placement::{self, Placement};
+use cleave_api::sharingpolicy::ReplicaPlacement;
 use cleave_plan::Quantity;
 use cleave_plan::constraints::{HostPort, PodAffinityTerm, Rules, SpreadConstraint};
 use cleave_plan::device::SHARED_SUFFIX;
@@ -49,6 +51,27 @@ pub struct PodObject {
     /// The controller that owns the pod. Set only while the pod is not bound.
     #[serde(skip)]
     pub controller: Option<Controller>,
+    /// Identifies the controller that owns the pod. Set if the pod requests GPUs.
+    #[serde(skip)]
+    pub controller_id: Option<ControllerId>,
+    /// How the pod is placed beside other replicas of its controller. `None` if the policies of the
+    /// GPUs decide.
+    #[serde(skip)]
+    pub replica_placement: Option<ReplicaPlacement>,
+}
+
+/// A digest of a controller's UID. It needs less memory than the UID. If two controllers had the
+/// same digest, their pods would be kept apart needlessly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ControllerId(u64);
+
+impl ControllerId {
+    /// Computes the digest of a UID.
+    pub fn of(uid: &str) -> Self {
+        let mut hasher = DefaultHasher::new();
+        uid.hash(&mut hasher);
+        Self(hasher.finish())
+    }
 }
 
 /// The controller that owns a pod.
@@ -350,10 +373,13 @@ impl PodObject {
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
         let note = annotation(placement::ANNOTATION);
         self.placement = note.and_then(|text| Placement::parse(text).ok());
+        let replica_placement = annotation(REPLICA_PLACEMENT).and_then(|text| ReplicaPlacement::parse(text));
+        self.replica_placement = replica_placement.or(self.replica_placement);
         self.annotated = meta.annotations.is_some();
         // Labels are kept, because affinity and spread constraints of other pods select by them.
         (meta.managed_fields, meta.annotations) = (None, None);
         let owners = meta.owner_references.take().unwrap_or_default();
+        let owner = owners.into_iter().find(|owner| owner.controller == Some(true));
         (meta.finalizers, meta.generate_name) = (None, None);
         if !self.spec.containers.is_empty() {
             self.spec.requests = requests(&self.spec);
@@ -370,6 +396,13 @@ impl PodObject {
         let ours = [CONDITION_WITHIN_SHARE, CONDITION_PLACED, POD_SCHEDULED];
         self.status.conditions.retain(|condition| ours.contains(&condition.type_.as_str()));
         self.status.conditions.shrink_to_fit();
+        if let Some(owner) = owner.as_ref().filter(|_| self.requests_gpus()) {
+            self.controller_id = Some(ControllerId::of(&owner.uid));
+            // The Job retries its pods. The scheduler's default spreading excludes them too.
+            if owner.kind == "Job" && self.replica_placement.is_none() {
+                self.replica_placement = Some(ReplicaPlacement::Pack);
+            }
+        }
         let spec = &mut self.spec;
         (spec.containers, spec.init_containers, spec.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
         (spec.volumes, spec.topology_spread_constraints) = (Vec::new(), Vec::new());
@@ -378,7 +411,7 @@ impl PodObject {
             let spec = &mut self.spec;
             (spec.node_selector, spec.affinity, spec.tolerations) = (BTreeMap::new(), None, Vec::new());
             (spec.rules.affinity, spec.rules.spread, spec.volume_claims) = (Vec::new(), Vec::new(), Vec::new());
-        } else if let Some(owner) = owners.into_iter().find(|owner| owner.controller == Some(true)) {
+        } else if let Some(owner) = owner {
             self.controller = Some(Controller { kind: owner.kind, name: owner.name, uid: owner.uid });
         }
     }

@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
-    Allocation, Claim, DeviceFacts, DeviceRequest, Facts, Ledger, Moment, NodeFacts, PendingPod, Place, Reservation,
-    Tightest, Units,
+    Allocation, Beside, Chooser, Claim, DeviceFacts, DeviceRequest, Facts, Fit, Fits, Ledger, Moment, NodeFacts,
+    PendingPod, Place, Reservation, Siblings, Tightest, Units,
 };
+use cleave_plan::placement::learned::thousandths;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -102,6 +103,7 @@ struct Simulation {
     now: u64,
     count: usize,
     ledger: Ledger,
+    chooser: Chooser,
     /// The facts that the ledger observed last.
     known: BTreeMap<String, NodeFacts>,
     /// Pods whose units the kubelet could not allocate.
@@ -118,6 +120,7 @@ impl Simulation {
             now: 0,
             count: 0,
             ledger: Ledger::default(),
+            chooser: Chooser::default(),
             known: BTreeMap::new(),
             refused: Vec::new(),
         };
@@ -179,7 +182,10 @@ impl Simulation {
                     self.delete(&pod);
                 }
             }
-            Event::Crash => self.ledger = self.rebuilt(|_, pod| pod.noted.clone()),
+            Event::Crash => {
+                self.ledger = self.rebuilt(|_, pod| pod.noted.clone());
+                self.chooser = Chooser::default();
+            }
             Event::Resize { node, device, capacity } => {
                 self.capacity.insert((NODES[*node], DEVICES[*device]), *capacity);
                 self.observe(NODES[*node]);
@@ -205,12 +211,21 @@ impl Simulation {
         let name = format!("p{}", self.count);
         self.count += 1;
         let fits = self.ledger.fit(&device_requests(sizes), NODES, most, &Tightest);
-        // The index finds the same placement as the full search.
+        // The cached choice finds a placement of the same worth as the full search.
         let device_requests = device_requests(sizes);
         let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
-        let found = self.ledger.fit_tightest(waiting, most, |node| NODES.contains(&node));
+        self.ledger.synchronize(&mut self.chooser);
+        let siblings = Siblings::default();
+        let beside = Beside { cpu: 0, siblings: &siblings };
+        let found = self.ledger.choose(waiting, beside, &mut self.chooser, most, |node| NODES.contains(&node));
         let searched = self.ledger.fit_for(waiting, NODES, most, &Tightest).ok();
-        assert_eq!(found, searched.filter(|_| sizes.len() == 1));
+        if sizes.len() == 1 {
+            // A full search compares units, the cached choice parts of a GPU.
+            let is_uniform = self.capacity.values().all(|capacity| *capacity == CAPACITY);
+            let left = |fit: &Fit| if is_uniform { self.left(fit) } else { 0 };
+            let left = |fits: &Option<Fits>| fits.iter().flat_map(Fits::iter).map(left).collect::<Vec<_>>();
+            assert_eq!(left(&found), left(&searched));
+        }
         let possible: BTreeSet<&str> = NODES.into_iter().filter(|node| self.can_hold(node, sizes)).collect();
         let Ok(fits) = fits else {
             assert!(possible.is_empty(), "{sizes:?} would fit {possible:?}: {fits:?}");
@@ -221,6 +236,13 @@ impl Simulation {
         self.ledger.reserve(&name, &fits, Moment(self.now + CLAIM_LIFETIME)).unwrap();
         let noted = fits.iter().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec())).collect();
         self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
+    }
+
+    /// The part of the chosen device that remains, in thousandths.
+    fn left(&self, fit: &Fit) -> u32 {
+        let devices = self.ledger.devices(fit.node());
+        let device = devices.iter().find(|device| device.device == fit.reservations()[0].device).unwrap();
+        thousandths(device.free, device.capacity) - thousandths(fit.reservations()[0].units.get(), device.capacity)
     }
 
     /// Whether the sizes fit, determined by trying all assignments.

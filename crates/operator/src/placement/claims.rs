@@ -8,6 +8,7 @@ use kube::ResourceExt;
 
 use super::cluster::{Now, is_released};
 use super::facts::annotated_reservations;
+use super::replicas::ReplicaIndex;
 use crate::pods::{PodObject, full_name};
 
 /// Time after which a reservation is renewed or expires.
@@ -24,6 +25,8 @@ pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 pub(super) struct PodClaims {
     /// UIDs of the pods with a claim.
     uids: BTreeMap<String, String>,
+    /// Pods with a claim, by their controller.
+    replicas: ReplicaIndex,
     /// Pods whose node reported all their allocations. The claims of these pods end as soon as the
     /// pods end or are deleted.
     allocated: BTreeSet<String>,
@@ -42,11 +45,12 @@ impl PodClaims {
     /// Builds the ledger from the nodes' devices and the pods' annotations.
     pub(super) fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, living: &[&PodObject], now: Now) -> Ledger {
         self.uids.clear();
+        self.replicas = ReplicaIndex::default();
         let mut facts = Facts { nodes, ..Facts::default() };
         for pod in living.iter().filter(|pod| pod.requests_gpus()) {
             let Some(place) = placement_of(pod, now) else { continue };
             let name = full_name(&pod.metadata);
-            self.uids.insert(name.clone(), pod.uid().unwrap_or_default());
+            self.add(name.clone(), pod);
             facts.claims.insert(
                 name,
                 Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) },
@@ -60,14 +64,21 @@ impl PodClaims {
         self.uids.get(name).map(String::as_str)
     }
 
-    /// Records the UID of a pod that received a reservation.
-    pub(super) fn add(&mut self, name: String, uid: String) {
-        self.uids.insert(name, uid);
+    /// Pods with a claim, by their controller.
+    pub(super) fn replicas(&self) -> &ReplicaIndex {
+        &self.replicas
+    }
+
+    /// Records a pod that received a claim.
+    pub(super) fn add(&mut self, name: String, pod: &PodObject) {
+        self.replicas.add(&name, pod.controller_id);
+        self.uids.insert(name, pod.uid().unwrap_or_default());
     }
 
     /// Ends the claim of a pod.
     pub(super) fn release(&mut self, ledger: Option<&mut Ledger>, name: &str) {
         self.uids.remove(name);
+        self.replicas.remove(name);
         if let Some(ledger) = ledger {
             self.freed.extend(ledger.release(name).into_iter().flat_map(|claim| nodes(&claim.place)));
         }
@@ -95,15 +106,14 @@ impl PodClaims {
             self.release(Some(ledger), name);
             return false;
         }
-        let uid = || pod.uid().unwrap_or_default();
         match ledger.claim(name).map(|claim| matches!(&claim.place, Place::Bound(to) if to == node)) {
             None => {
-                self.add_claim(ledger, name, uid(), pod, Place::Bound(node.to_owned()));
+                self.add_claim(ledger, name, pod, Place::Bound(node.to_owned()));
             }
             Some(false) => {
                 self.freed.extend(ledger.claim(name).into_iter().flat_map(|claim| nodes(&claim.place)));
                 ledger.bind(name, node, &pod.device_requests());
-                self.uids.insert(name.to_owned(), uid());
+                self.add(name.to_owned(), pod);
             }
             Some(true) => {}
         }
@@ -120,13 +130,13 @@ impl PodClaims {
             && self.expired.get(name) != Some(&uid)
             && let Some(place @ Place::OneOf { .. }) = placement_of(pod, now)
         {
-            self.add_claim(ledger, name, uid, pod, place);
+            self.add_claim(ledger, name, pod, place);
         }
     }
 
-    fn add_claim(&mut self, ledger: &mut Ledger, name: &str, uid: String, pod: &PodObject, place: Place) {
+    fn add_claim(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, place: Place) {
         ledger.adopt(name, Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) });
-        self.uids.insert(name.to_owned(), uid);
+        self.add(name.to_owned(), pod);
     }
 
     /// Ends the claims of pods that ended or were deleted. `maybe_deleted` contains the candidates,

@@ -1,5 +1,6 @@
 //! Translates a `GpuNode` and the annotations of pods into entries of the ledger.
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use cleave_api::GpuNode;
 use cleave_api::cordon::Cordons;
@@ -62,6 +63,19 @@ pub(super) fn of_node(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) 
         }
     }
     (facts, blocked)
+}
+
+/// Names of the policies of a node's devices, by device.
+pub(super) fn policies(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
+    let mut names: BTreeMap<&str, Arc<str>> = BTreeMap::new();
+    let mut of_devices = BTreeMap::new();
+    for gpu in object.status.iter().flat_map(|status| &status.gpus) {
+        let spec = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
+        let Some(policy) = spec.and_then(|spec| spec.policy.as_deref()) else { continue };
+        let name = names.entry(policy).or_insert_with(|| policy.into());
+        of_devices.extend(gpu.slices.iter().map(|slice| (slice.device.clone(), Arc::clone(name))));
+    }
+    of_devices
 }
 
 /// The devices of a GPU after its repartitioning. None of their units is free yet.

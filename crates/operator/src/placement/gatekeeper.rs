@@ -6,14 +6,13 @@ use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
-use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
+use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
 use kube::ResourceExt;
 
 use super::actions::{Actions, Destination, Eviction, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_living, is_released};
 use super::evictions::{Evictability, EvictionRecords};
-use super::mps_hosts;
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::pod_tracker::PodTracker;
@@ -23,6 +22,7 @@ use super::queue::{self, Queue};
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, Stranded};
 use super::verdict::Verdict;
+use super::{learning, mps_hosts};
 use crate::evict::Evicted;
 use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
@@ -49,6 +49,8 @@ pub struct Gatekeeper {
     next_reservation: Duration,
     /// The ledger. `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
+    /// Ranks nodes and GPUs for the ledger.
+    chooser: Chooser,
     nodes: Nodes,
     tracker: PodTracker,
     claims: PodClaims,
@@ -80,6 +82,7 @@ impl Gatekeeper {
             settle_time: Duration::ZERO,
             next_reservation: Duration::ZERO,
             ledger: None,
+            chooser: Chooser::default(),
             nodes: Nodes::default(),
             tracker: PodTracker::default(),
             claims: PodClaims::default(),
@@ -167,7 +170,11 @@ impl Gatekeeper {
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
                 self.next_reservation = now.up.saturating_add(self.settle_time);
-                self.claims.rebuild(nodes, &living, now)
+                let mut ledger = self.claims.rebuild(nodes, &living, now);
+                self.chooser = Chooser::default();
+                ledger.synchronize(&mut self.chooser);
+                learning::count_running(&mut self.chooser, &living);
+                ledger
             }
         };
         let (unsettled, maybe_deleted) = self.tracker.update(&cluster.pods);
@@ -182,6 +189,7 @@ impl Gatekeeper {
         for node in self.tracker.take_changed_nodes().into_iter().chain(self.claims.take_freed()) {
             self.preemptors.touch(&node);
         }
+        ledger.synchronize(&mut self.chooser);
         actions.rescue = self.rescue(&ledger, &input);
         if let Some(requeue) = actions.rescue.requeue {
             actions.requeue_in(requeue);
@@ -228,7 +236,9 @@ impl Gatekeeper {
             present.insert(name);
         }
         self.claims.remove_gone(ledger, &present, maybe_deleted, now.up);
-        self.queue.update(&present, &waiting, now.up);
+        let arrived = self.queue.update(&present, &waiting, now.up);
+        ledger.synchronize(&mut self.chooser);
+        learning::count_arrived(&mut self.chooser, &self.nodes, &arrived);
         for name in &settled {
             present.remove(name);
         }
@@ -271,7 +281,7 @@ impl Gatekeeper {
 
     /// Decides how to handle released pods that are not bound.
     fn rescue(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
-        let Self { unschedulable_after, agent_labels, nodes, tracker, stranded, claims, .. } = self;
+        let Self { unschedulable_after, agent_labels, chooser, nodes, tracker, stranded, claims, .. } = self;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
         let mut at_other_nodes: Vec<Candidate<'_>> = Vec::new();
@@ -284,7 +294,8 @@ impl Gatekeeper {
                 at_other_nodes.push(Candidate::at_other_nodes(pod, nodes, agent_labels));
             }
         }
-        let mut search = LazyCell::new(|| PlacementSearch::new(input, nodes, tracker, ledger));
+        let parts = (&*nodes, &*tracker, claims.replicas());
+        let mut search = LazyCell::new(|| PlacementSearch::new(input, parts, ledger, chooser));
         for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
                 Ok(_) => true,
@@ -346,18 +357,18 @@ impl Gatekeeper {
             return;
         }
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
-        let Self { agent_labels, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
+        let Self { agent_labels, chooser, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
         let Self { evictions, preemptors, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.skip_refused(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
-        let mut search = PlacementSearch::new(input, nodes, tracker, ledger);
+        let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
         let evictability = Evictability::new(&input.cluster.budgets, evictions);
         let is_paused = evictions.is_paused(up);
         let mut preemption =
             PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, (is_paused, up));
-        let mut reserved: Vec<(String, String)> = Vec::new();
+        let mut reserved: Vec<(String, &PodObject)> = Vec::new();
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {
                 actions.more = true;
@@ -378,8 +389,8 @@ impl Gatekeeper {
             let verdict = match search.find(ledger, candidate) {
                 Ok(fits) => {
                     if ledger.reserve(name, &fits, expires).is_ok() {
-                        search.reserve(candidate, &fits);
-                        reserved.push((name.clone(), pod.uid().unwrap_or_default()));
+                        search.reserve(ledger, candidate, &fits);
+                        reserved.push((name.clone(), pod));
                         let placement = placement(&pod.spec.device_requests, &fits, expires);
                         actions.releases.push(candidate.release_reserved(placement, nodes, waited));
                     }
@@ -411,7 +422,7 @@ impl Gatekeeper {
         if let Some(recheck) = preemptors.next_recheck(up) {
             actions.requeue_in(recheck);
         }
-        reserved.into_iter().for_each(|(name, uid)| claims.add(name, uid));
+        reserved.into_iter().for_each(|(name, pod)| claims.add(name, pod));
     }
 }
 

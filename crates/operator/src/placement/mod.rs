@@ -9,6 +9,7 @@
 //! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and what the ledger and the scheduler's rules need of them |
 //! | decide | `gatekeeper` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
+//! | | `learning`, `replicas` | what the search ranks nodes by |
 //! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
@@ -40,6 +41,7 @@ mod evictions;
 mod facts;
 mod free_resources;
 mod gatekeeper;
+mod learning;
 mod mps_hosts;
 mod nodes;
 mod other_nodes;
@@ -48,6 +50,7 @@ mod pod_tracker;
 mod preemption;
 mod preemptors;
 mod queue;
+mod replicas;
 mod run;
 mod search;
 mod stranded;

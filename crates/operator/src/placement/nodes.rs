@@ -1,6 +1,7 @@
 //! The cluster's nodes: which nodes can run a pod, what serves a resource, and why a pod is not
 //! placeable.
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use cleave_api::GpuNode;
 use cleave_api::names::is_served;
@@ -33,6 +34,10 @@ pub(super) struct NodeState {
     pub(super) node: PlanNode,
     /// State of MPS that the `GpuNode` reports.
     pub(super) mps: Mps,
+    /// GPU model of the node.
+    pub(super) model: String,
+    /// Names of the policies of the node's devices, by device.
+    policies: BTreeMap<String, Arc<str>>,
     /// Resources that the node's GPUs offer now or after a repartitioning.
     offers: BTreeSet<String>,
     /// Resources that Cleave served on the node before its `GpuNode` disappeared, and that the
@@ -102,6 +107,8 @@ impl NodeState {
         let is_ready = self.versions.agent.unwrap_or_default();
         self.mps = Mps::of(object, is_ready);
         let (facts, blocked) = facts::of_node(object, is_ready, &self.mps, self.versions.withheld);
+        self.model.clone_from(&facts.model);
+        self.policies = facts::policies(object);
         self.blocked = blocked;
         self.allocated = facts.allocations.iter().map(|allocation| allocation.pod.clone()).collect();
         self.offers = facts.devices.iter().map(|device| device.resource.clone()).collect();
@@ -117,8 +124,13 @@ impl NodeState {
 
     /// Whether selector, affinity and taints allow the pod on the node, now or after temporary
     /// obstacles such as a cordon end.
-    fn may_admit_later(&self, pod: &PlanPod) -> bool {
+    pub(super) fn may_admit_later(&self, pod: &PlanPod) -> bool {
         self.is_usable() && scheduling::admit(pod, &self.node).map_or_else(|refused| refused.may_pass(), |()| true)
+    }
+
+    /// Name of the policy of a device.
+    pub(super) fn policy(&self, device: &str) -> Option<&str> {
+        self.policies.get(device).map(AsRef::as_ref)
     }
 
     /// The node's CPU, memory and other resources that no bound pod requests, in thousandths.

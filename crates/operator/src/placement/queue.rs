@@ -48,17 +48,25 @@ struct Refused {
 }
 
 impl Queue {
-    /// Removes the pods that are not in `present`, and adds the pods in `waiting`.
-    pub(super) fn update(&mut self, present: &BTreeSet<String>, waiting: &[(String, &PodObject)], up: Duration) {
+    /// Removes the pods that are not in `present`, and adds the pods in `waiting`. Returns the pods
+    /// that are new.
+    pub(super) fn update<'a>(
+        &mut self,
+        present: &BTreeSet<String>,
+        waiting: &[(String, &'a PodObject)],
+        up: Duration,
+    ) -> Vec<&'a PodObject> {
+        let mut arrived = Vec::new();
         self.0.retain(|name, _| present.contains(name));
         for (name, pod) in waiting {
             let uid = pod.uid().unwrap_or_default();
             let new = || Gated { uid: uid.clone(), since: up, unplaceable_since: None, refused: None };
-            let entry = self.0.entry(name.clone()).or_insert_with(new);
-            if entry.uid != uid {
-                *entry = new();
+            if self.0.get(name).is_none_or(|gated| gated.uid != uid) {
+                self.0.insert(name.clone(), new());
+                arrived.push(*pod);
             }
         }
+        arrived
     }
 
     /// Time for which a pod has waited.

@@ -155,6 +155,7 @@ impl Gate {
             pods: stores.pods.state(),
             nodes: stores.nodes.state(),
             gpu_nodes: stores.gpu_nodes.state(),
+            policies: stores.policies.state(),
             agents: stores.agents.state(),
             hosts: self.hosts.as_ref().and_then(Watched::state),
             volume_claims: stores.volume_claims.state(),

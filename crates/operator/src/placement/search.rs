@@ -7,7 +7,7 @@ use cleave_api::names::RESOURCE_GPU;
 use cleave_api::placement::Placement;
 use cleave_plan::Quantity;
 use cleave_plan::constraints::NodeChecker;
-use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
+use cleave_plan::ledger::{Beside, Chooser, DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Requirement, Toleration};
 use kube::ResourceExt;
 
@@ -15,10 +15,12 @@ use super::actions::{Destination, Release, ReleaseReason};
 use super::cluster::{Input, plan_pod};
 use super::constraints::{ConstraintKey, Constraints, check};
 use super::free_resources::{FreeResources, Requester};
+use super::learning;
 use super::nodes::{NodeChecks, Nodes, Provider};
 use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
+use super::replicas::{ReplicaIndex, ReplicaSearch};
 use super::verdict::{PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::WaitingPod;
@@ -180,13 +182,24 @@ pub(super) struct PlacementSearch<'a> {
     nodes: &'a Nodes,
     free: RefCell<FreeResources<'a>>,
     constraints: Constraints<'a>,
+    chooser: RefCell<&'a mut Chooser>,
+    replicas: RefCell<ReplicaSearch<'a>>,
     eligible: RefCell<BTreeMap<NodeKey<'a>, Vec<&'a str>>>,
     without_place: BTreeMap<SearchKey<'a>, Verdict>,
 }
 
 impl<'a> PlacementSearch<'a> {
-    pub(super) fn new(input: &Input<'a>, nodes: &'a Nodes, tracker: &'a PodTracker, ledger: &Ledger) -> Self {
+    pub(super) fn new(
+        input: &Input<'a>,
+        (nodes, tracker, replicas): (&'a Nodes, &'a PodTracker, &'a ReplicaIndex),
+        ledger: &Ledger,
+        chooser: &'a mut Chooser,
+    ) -> Self {
+        learning::update_cpu(chooser, nodes, tracker, ledger, input.unsettled);
+        learning::learn(chooser, input.unsettled);
         Self {
+            chooser: RefCell::new(chooser),
+            replicas: RefCell::new(ReplicaSearch::new(replicas, nodes, &input.cluster.policies)),
             nodes,
             free: RefCell::new(FreeResources::new(nodes, tracker, ledger, input.unsettled)),
             constraints: Constraints::new(input.cluster, nodes, (input.living, input.unsettled), ledger),
@@ -214,11 +227,23 @@ impl<'a> PlacementSearch<'a> {
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));
         // Most pods are placeable, so the search usually ends before it has checked every node.
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
-        if let Some(fits) = ledger.fit_tightest(candidate.pending_pod(), most, may_use) {
+        let mut replicas = self.replicas.borrow_mut();
+        let siblings = replicas.of(pod, ledger);
+        let beside = Beside { cpu: learning::cpu(&plan_pod.requests), siblings };
+        let chosen = ledger.choose(candidate.pending_pod(), beside, &mut self.chooser.borrow_mut(), most, may_use);
+        if let Some(fits) = chosen {
             return Ok(fits);
         }
         let eligible = self.eligible(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
+        // Requests for several parts of GPUs are not ranked. They are only kept off the nodes of
+        // replicas.
+        let apart = || with_room().filter(|node| !avoids(node) && siblings.lacks(node));
+        if candidate.device_requests.len() > 1
+            && let Ok(fits) = ledger.fit_for(candidate.pending_pod(), apart(), most, &Tightest)
+        {
+            return Ok(fits);
+        }
         if candidate.avoided.is_some()
             && let Ok(fits) =
                 ledger.fit_for(candidate.pending_pod(), with_room().filter(|node| !avoids(node)), most, &Tightest)
@@ -240,8 +265,15 @@ impl<'a> PlacementSearch<'a> {
 
     /// Records a pod's reservation, so that the search for later pods of this reconcile respects
     /// it.
-    pub(super) fn reserve(&mut self, candidate: &'a Candidate<'a>, fits: &Fits) {
-        fits.iter().for_each(|fit| self.free.borrow_mut().subtract(fit.node(), &candidate.plan_pod.requests));
+    pub(super) fn reserve(&mut self, ledger: &mut Ledger, candidate: &'a Candidate<'a>, fits: &Fits) {
+        let chooser = self.chooser.get_mut();
+        ledger.synchronize(chooser);
+        for fit in fits.iter() {
+            self.free.borrow_mut().subtract(fit.node(), &candidate.plan_pod.requests);
+            chooser.use_cpu(fit.node(), learning::cpu(&candidate.plan_pod.requests));
+            let devices = fit.reservations().iter().map(|take| take.device.as_str());
+            self.replicas.get_mut().reserve(candidate.pod, fit.node(), devices);
+        }
         self.constraints.add_reserved(candidate.pod, fits.iter().map(|fit| fit.node().to_owned()).collect());
     }
 

@@ -221,8 +221,19 @@ fn beginning(text: &str) -> String {
 /// The first rule that the policy violates.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
     // No `..`, so that the compiler points here when a field is added.
-    let SharingPolicySpec { node_selector, gpus, mode, mps, time_slicing, mig, dynamic, enforcement, resource_name } =
-        spec;
+    // The gate reads `replica_placement`. All its values are valid.
+    let SharingPolicySpec {
+        node_selector,
+        gpus,
+        mode,
+        mps,
+        time_slicing,
+        mig,
+        dynamic,
+        enforcement,
+        resource_name,
+        replica_placement: _,
+    } = spec;
     let nodes = match node_selector {
         Some(labels) if labels.is_empty() => {
             return Err(Error::Shape("nodeSelector is empty: omit it to select every node, or name a label"));

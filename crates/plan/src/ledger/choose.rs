@@ -78,21 +78,6 @@ impl NoFit {
     }
 }
 
-/// A score that prefers the device with the fewest remaining units. Use it if no typical requests
-/// have been learned.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Tightest;
-
-impl Score for Tightest {
-    type NodeValues = ();
-
-    fn precompute(&self, _: &placement::Node) {}
-
-    fn rank(&self, node: &placement::Node, (): &(), demand: &Demand, way: Option<usize>) -> Rank {
-        Rank { score: 0.0, spread: 0.0, left: placement::remaining(node, demand, way) }
-    }
-}
-
 /// Requested units by resource.
 pub(super) type RequestedUnits<'a> = BTreeMap<&'a str, Vec<Units>>;
 
@@ -211,12 +196,12 @@ fn for_each_device<S: Score>(
     };
     let gpus = stocks.values().zip(free).map(|(stock, free)| thousandths(*free, stock.capacity())).collect();
     // Other resources are 0, because the scheduler checks them.
-    let node = placement::Node { model: model.to_owned(), cpu_total: 0, cpu: 0, memory: 0, gpus };
+    let node = placement::Node { model: model.to_owned(), cpu_total: 0, cpu: 0, gpus };
     let before = score.precompute(&node);
     for (device, (stock, &free)) in stocks.values().zip(free).enumerate() {
         if free >= size {
             let per_gpu = thousandths(size, stock.capacity());
-            let demand = Demand { cpu: 0, memory: 0, gpus: 1, per_gpu, models: Vec::new() };
+            let demand = Demand { cpu: 0, gpus: 1, per_gpu, models: Vec::new() };
             take(Candidate { device, free, rank: score.rank(&node, &before, &demand, Some(device)) });
         }
     }

@@ -27,11 +27,11 @@
 //! The ledger does not depend on how a node allocates units, and it reads no clock: callers pass in
 //! the time.
 mod choose;
+mod chooser;
 mod containers;
 mod device_units;
 mod facts;
 mod fit;
-mod index;
 mod layout;
 mod node;
 mod pack;
@@ -41,13 +41,14 @@ mod request;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
-pub use choose::{NoFit, Tightest};
+pub use choose::NoFit;
 use choose::{NodeRank, requested_units};
+use chooser::Changes;
+pub use chooser::{Beside, Chooser, Cpu, Siblings};
 pub use containers::{Container, Kind, Part, device_requests, parts};
 use device_units::DeviceUnits;
 pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
 pub use fit::{Fit, Fits, Refused};
-use index::Index;
 use layout::missing_units;
 pub use node::DeviceUsage;
 use node::{Node, Nominated};
@@ -56,14 +57,15 @@ pub use preempt::{Holder, Holders, Nomination, PendingPod, Preemption, Preemptio
 pub use request::{DeviceRequest, Units};
 
 use crate::placement::Score;
+pub use crate::placement::Tightest;
 
 /// Free, used and reserved units of all nodes, and the claims of released pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ledger {
     nodes: BTreeMap<String, Node>,
     claims: BTreeMap<String, Claim>,
-    /// Nodes by the free units of their devices.
-    index: Index,
+    /// Nodes that changed since the last [`Self::synchronize`].
+    changes: Changes,
     /// Pods with a claim, by node. Includes unknown nodes.
     pods: BTreeMap<String, BTreeSet<String>>,
     /// Nominations by pod: units that are kept for a pod while its victims terminate.
@@ -98,7 +100,7 @@ impl Ledger {
     /// because the node can return.
     pub fn remove_node(&mut self, name: &str) {
         self.nodes.remove(name);
-        self.index.remove(name);
+        self.changes.0.insert(name.to_owned());
     }
 
     /// Finds at most `most` placements for a pod on these nodes, best first.
@@ -137,33 +139,70 @@ impl Ledger {
         self.find(waiting.device_requests, (Some(waiting.pod), waiting.priority), nodes, most, score)
     }
 
-    /// Like [`Self::fit_for`] with [`Tightest`] on all nodes that `may` accepts, without checking
-    /// every node. Returns `None` if the pod has several requests, if nominations exist, or if the
-    /// pod fits nowhere. In these cases, call [`Self::fit_for`].
-    pub fn fit_tightest(
+    /// Passes nodes that changed to the chooser. Call this before [`Self::choose`].
+    pub fn synchronize<S: Score + Default>(&mut self, chooser: &mut Chooser<S>) {
+        for name in std::mem::take(&mut self.changes.0) {
+            chooser.update(&name, self.nodes.get(&name));
+        }
+    }
+
+    /// Finds at most `most` placements on nodes that `may` accepts, best first by the chooser's
+    /// score, usually without checking every node.
+    ///
+    /// Returns `None` if the pod fits nowhere. Also returns `None` for pods that request several
+    /// parts of GPUs, and if only nodes with nominated units remain. In these cases, call
+    /// [`Self::fit_for`].
+    pub fn choose<S: Score>(
         &self,
         waiting: PendingPod<'_>,
+        beside: Beside<'_>,
+        chooser: &mut Chooser<S>,
         most: usize,
         mut may: impl FnMut(&str) -> bool,
     ) -> Option<Fits> {
-        let PendingPod { device_requests, priority, .. } = waiting;
-        let [request] = device_requests else { return None };
-        if !self.nominations.is_empty() {
-            return None;
-        }
-        let wanted = requested_units(device_requests);
+        let PendingPod { pod, priority, device_requests } = waiting;
+        let first = device_requests.first()?;
+        let nominated = self.nominated(Some(pod), priority);
         let mut places: Vec<Fit> = Vec::new();
-        for name in self.index.at_least(&request.resource, request.units.get()) {
+        let mut refused: BTreeSet<&str> = BTreeSet::new();
+        for (name, devices) in chooser.candidates(device_requests, beside) {
             if places.len() >= most {
                 break;
             }
-            if places.iter().any(|place| place.node == name) || !may(name) {
+            if nominated.contains_key(name) || refused.contains(name) || places.iter().any(|place| place.node == name) {
                 continue;
             }
-            let (_, takes) = self.nodes.get(name)?.fit(&wanted, &Tightest).ok()?;
-            places.push(Fit { node: name.to_owned(), takes });
+            if !may(name) {
+                refused.insert(name);
+                continue;
+            }
+            let stocks = self.nodes.get(name).and_then(|node| node.stocks.get(&first.resource));
+            let has_room = |device: &&str| {
+                stocks.and_then(|stocks| stocks.get(*device)).is_some_and(|stock| stock.free() >= first.units.get())
+            };
+            if devices.len() == device_requests.len() && devices.iter().all(has_room) {
+                let take = |device: &str| Reservation {
+                    resource: first.resource.clone(),
+                    units: first.units,
+                    device: device.to_owned(),
+                };
+                places.push(Fit { node: name.to_owned(), takes: devices.into_iter().map(take).collect() });
+            }
         }
         (!places.is_empty()).then(|| Fits { device_requests: device_requests.to_vec(), places, priority })
+    }
+
+    /// The node and the devices that a pod uses, or that are reserved for it.
+    pub fn devices_of(&self, pod: &str) -> impl Iterator<Item = (&str, Vec<&str>)> {
+        let claim = self.claims.get(pod);
+        let nodes = claim.into_iter().flat_map(|claim| claim.place.nodes().into_iter().map(move |node| (claim, node)));
+        let pod = pod.to_owned();
+        nodes.map(move |(claim, name)| {
+            let allocations = self.nodes.get(name).and_then(|node| node.allocations.get(&pod));
+            let noted = claim.noted.get(name).into_iter().flatten().map(|note| note.device.as_str());
+            let allocated = allocations.into_iter().flatten().map(|part| part.device.as_str());
+            (name, if allocations.is_some() { allocated.collect() } else { noted.collect() })
+        })
     }
 
     fn find<'a, S: Score>(
@@ -457,10 +496,7 @@ impl Ledger {
         layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
         node.short =
             layout::reserve_missing(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.allocations));
-        let free = node.stocks.iter().flat_map(|(resource, stocks)| {
-            stocks.values().map(move |device_units| (resource.as_str(), device_units.free()))
-        });
-        self.index.put(name, free);
+        self.changes.0.insert(name.to_owned());
     }
 }
 

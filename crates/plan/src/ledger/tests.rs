@@ -330,12 +330,12 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
     let mut observed = Observed::new(None);
     for _ in 0..10 {
         for per_gpu in [600, 400] {
-            observed.add(&Demand { cpu: 0, memory: 0, gpus: 1, per_gpu, models: Vec::new() });
+            observed.add(&Demand { cpu: 0, gpus: 1, per_gpu, models: Vec::new() });
         }
     }
     let value = Value::learn(
-        &observed.typical(true),
-        &[placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, memory: 1, gpus: vec![GPU; 2] }],
+        &observed.typical(),
+        &[placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![GPU; 2] }],
     );
     let ledger = ledger(&[0, 4]);
     let device = |fits: &Fits| fits.iter().next().unwrap().reservations()[0].device.clone();
@@ -348,10 +348,10 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
 static LEARNED_VALUE: LazyLock<Value> = LazyLock::new(|| {
     let mut observed = Observed::new(None);
     for per_gpu in [600, 400, 300] {
-        observed.add(&Demand { cpu: 1, memory: 0, gpus: 1, per_gpu, models: Vec::new() });
+        observed.add(&Demand { cpu: 1, gpus: 1, per_gpu, models: Vec::new() });
     }
-    let there = placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, memory: 1, gpus: vec![GPU; 2] };
-    Value::learn(&observed.typical(true), &[there])
+    let there = placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![GPU; 2] };
+    Value::learn(&observed.typical(), &[there])
 });
 
 proptest! {

@@ -2,12 +2,10 @@
 use std::collections::BTreeMap;
 
 /// Requests of one pod.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Demand {
     /// CPU in thousandths of a core.
     pub cpu: u64,
-    /// Memory in MiB.
-    pub memory: u64,
     /// Number of GPUs. The pod uses `per_gpu` of each GPU.
     pub gpus: u32,
     /// Thousandths of each GPU.
@@ -49,10 +47,14 @@ impl TypicalPod {
 /// ATC'23).
 const TYPICAL_COVERAGE: f64 = 0.95;
 
+/// Maximum number of kinds that are counted. The lighter half is dropped beyond it, so that pods
+/// with ever new requests do not fill the memory.
+const MAX_KINDS: usize = 4096;
+
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Observed {
-    kinds: BTreeMap<(u64, u32, u32, Vec<String>), f64>,
+    kinds: BTreeMap<Demand, f64>,
     total: f64,
     /// Weight of the next pod. The weight grows, so that earlier pods weigh relatively less without
     /// an update.
@@ -70,9 +72,19 @@ impl Observed {
 
     /// Counts a pod.
     pub fn add(&mut self, demand: &Demand) {
-        *self.kinds.entry((demand.cpu, demand.gpus, demand.per_gpu, demand.models.clone())).or_default() += self.next;
+        match self.kinds.get_mut(demand) {
+            Some(weight) => *weight += self.next,
+            None => drop(self.kinds.insert(demand.clone(), self.next)),
+        }
         self.total += self.next;
         self.next *= self.growth;
+        if self.kinds.len() > MAX_KINDS {
+            let mut weights: Vec<f64> = self.kinds.values().copied().collect();
+            let (_, median, _) = weights.select_nth_unstable_by(MAX_KINDS / 2, f64::total_cmp);
+            // Of kinds with equal weights, all are dropped.
+            self.kinds.retain(|_, weight| *weight > *median);
+            self.total = self.kinds.values().sum();
+        }
         if self.next > 1e12 {
             // Weights are relative. Scale them down before they lose precision, and drop kinds with
             // negligible weight.
@@ -83,24 +95,20 @@ impl Observed {
         }
     }
 
-    /// The most frequent kinds that cover 95 % of the pods. `by_model` separates kinds that can run
-    /// on different models.
-    pub fn typical(&self, by_model: bool) -> Vec<TypicalPod> {
-        let mut kinds: BTreeMap<(u64, u32, u32, &[String]), f64> = BTreeMap::new();
-        for ((cpu, gpus, per_gpu, models), weight) in &self.kinds {
-            *kinds.entry((*cpu, *gpus, *per_gpu, if by_model { models } else { &[] })).or_default() += weight;
-        }
-        let mut kinds: Vec<_> = kinds.into_iter().collect();
+    /// The most frequent kinds that cover 95 % of the pods.
+    pub fn typical(&self) -> Vec<TypicalPod> {
+        let mut kinds: Vec<(&Demand, f64)> = self.kinds.iter().map(|(kind, weight)| (kind, *weight)).collect();
         // The sort is stable: kinds with equal weights keep their order.
         kinds.sort_by(|(_, one), (_, other)| other.total_cmp(one));
         let mut sum = 0.0;
         let mut typical = Vec::new();
-        for ((cpu, gpus, per_gpu, models), weight) in kinds {
+        for (kind, weight) in kinds {
             if sum >= TYPICAL_COVERAGE * self.total {
                 break;
             }
             sum += weight;
-            typical.push(TypicalPod { cpu, gpus, per_gpu, models: models.to_vec(), weight });
+            let Demand { cpu, gpus, per_gpu, models } = kind.clone();
+            typical.push(TypicalPod { cpu, gpus, per_gpu, models, weight });
         }
         typical.iter_mut().for_each(|kind| kind.weight /= sum);
         typical
@@ -112,7 +120,7 @@ mod tests {
     use super::*;
 
     fn pod(per_gpu: u32) -> Demand {
-        Demand { cpu: 1, memory: 1, gpus: 1, per_gpu, models: Vec::new() }
+        Demand { cpu: 1, gpus: 1, per_gpu, models: Vec::new() }
     }
 
     #[test]
@@ -120,7 +128,7 @@ mod tests {
         let mut observed = Observed::new(None);
         (0..96).for_each(|_| observed.add(&pod(500)));
         (0..4).for_each(|_| observed.add(&pod(100)));
-        let typical = observed.typical(false);
+        let typical = observed.typical();
         assert_eq!(typical.len(), 1);
         assert!((typical[0].weight - 1.0).abs() < 1e-9 && typical[0].per_gpu == 500);
     }
@@ -130,14 +138,14 @@ mod tests {
         let mut observed = Observed::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));
-        assert_eq!(observed.typical(false).iter().map(|kind| kind.per_gpu).collect::<Vec<_>>(), [900]);
+        assert_eq!(observed.typical().iter().map(|kind| kind.per_gpu).collect::<Vec<_>>(), [900]);
     }
 
     #[test]
     fn decay_neither_overflows_nor_drops_recent_pods() {
         let mut observed = Observed::new(Some(1.0));
         (0..10_000).for_each(|turn| observed.add(&pod(100 + turn % 2)));
-        let typical = observed.typical(false);
+        let typical = observed.typical();
         assert!(
             typical.len() == 2 && typical.iter().all(|kind| kind.weight.is_finite() && kind.weight > 0.3),
             "{typical:?}"
@@ -145,7 +153,18 @@ mod tests {
     }
 
     #[test]
+    fn pods_with_ever_new_requests_do_not_fill_the_memory() {
+        let mut observed = Observed::new(Some(4000.0));
+        for turn in 0..20_000 {
+            observed.add(&Demand { cpu: turn, ..pod(100) });
+            observed.add(&pod(500));
+            assert!(observed.kinds.len() <= MAX_KINDS);
+        }
+        assert_eq!(observed.typical()[0].per_gpu, 500, "the frequent kind is still known");
+    }
+
+    #[test]
     fn without_pods_nothing_is_typical() {
-        assert!(Observed::new(None).typical(true).is_empty());
+        assert!(Observed::new(None).typical().is_empty());
     }
 }

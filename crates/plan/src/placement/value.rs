@@ -35,6 +35,9 @@ const SPARE_CPU_PENALTY: f64 = 0.05;
 /// ratio.
 const SCARCE_CPU_RATIO: f64 = 0.93;
 
+/// Part of the GPU capacity that must be in use before the use of CPU says how scarce it is.
+const MIN_USED_GPUS: f64 = 0.02;
+
 /// CPU for each GPU above which a node counts as having much CPU, in thousandths of a core.
 const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 
@@ -91,7 +94,9 @@ impl Value {
             }
         }
         models.values_mut().for_each(|price: &mut f64| *price = price.min(MAX_MODEL_SCARCITY));
-        let scarcity = (cpu_wanted / gpu_wanted) / (cpu_there / (gpus_there * f64::from(GPU)));
+        let cpu_per_gpu_wanted = (cpu_wanted / gpu_wanted).max(used_cpu_per_gpu(nodes));
+        let cpu_per_gpu_there = cpu_there / (gpus_there * f64::from(GPU));
+        let scarcity = if cpu_per_gpu_there > 0.0 { cpu_per_gpu_wanted / cpu_per_gpu_there } else { 0.0 };
         Self {
             packing: packing_values(&shared_sizes(typical)),
             cpu_per_gpu: cpu_beside / gpu_wanted,
@@ -172,16 +177,23 @@ impl Score for Value {
     }
 }
 
+/// Thousandths of a core that are used on the nodes for each used thousandth of a GPU. It includes
+/// pods without GPUs, which the typical pods may not. 0 while too little is used.
+fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
+    let free = |node: &Node| node.gpus.iter().map(|free| free.min(&GPU)).sum::<u32>();
+    let all: f64 = nodes.iter().map(|node| to_f64(node.gpus.len() as u64) * f64::from(GPU)).sum();
+    let used: f64 = all - nodes.iter().map(|node| f64::from(free(node))).sum::<f64>();
+    let cpu: f64 = nodes.iter().map(|node| to_f64(node.cpu_total.saturating_sub(node.cpu))).sum();
+    if used > MIN_USED_GPUS * all { cpu / used } else { 0.0 }
+}
+
 /// Sizes in hundredths, rounded up, and weights of the typical pods that share one GPU.
 fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
-    let mut sizes: BTreeMap<u32, f64> = BTreeMap::new();
+    let mut sizes: BTreeMap<usize, f64> = BTreeMap::new();
     for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
-        *sizes.entry(kind.per_gpu).or_default() += kind.weight;
+        *sizes.entry((kind.per_gpu as usize * STEPS_PER_GPU).div_ceil(GPU as usize)).or_default() += kind.weight;
     }
-    sizes
-        .into_iter()
-        .map(|(per_gpu, weight)| ((per_gpu as usize * STEPS_PER_GPU).div_ceil(GPU as usize), weight))
-        .collect()
+    sizes.into_iter().collect()
 }
 
 /// The value of a GPU with x hundredths free, for each x. This is the highest sum of prices of
@@ -293,10 +305,18 @@ mod tests {
     }
 
     #[test]
+    fn cpu_that_pods_without_gpus_use_makes_cpu_scarce() {
+        let node = |cpu| Node { model: "T4".into(), cpu_total: 20_000, cpu, gpus: vec![500, 500] };
+        let spare_cpu = |cpu| Value::learn(&[kind(500, 1.0)], &[node(cpu)]).spare_cpu;
+        assert!(spare_cpu(18_000).abs() < 1e-9, "the nodes' CPU suffices for pods with GPUs");
+        assert!(spare_cpu(6_000) > 0.0, "other pods use much CPU");
+    }
+
+    #[test]
     fn learning_from_nothing_does_not_divide_by_zero() {
-        let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, memory: 0, gpus: vec![GPU] };
+        let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, gpus: vec![GPU] };
         let value = Value::learn(&[], std::slice::from_ref(&node));
-        let demand = Demand { cpu: 0, memory: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
+        let demand = Demand { cpu: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
         assert!(value.rank(&node, &value.precompute(&node), &demand, Some(0)).score.is_finite());
     }
 }

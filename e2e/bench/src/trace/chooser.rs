@@ -1,8 +1,9 @@
-//! The choice of a placement policy, and its state during a run.
-use cleave_plan::placement::{Choice, Demand, Node, Observed, Placer, Value};
+//! The choice of a placement policy, and how it learns.
+use cleave_plan::placement::{GPU, Learned, Observed, Score};
 
-use super::policies::{BestFit, Fgd, random};
-use super::random::Rng;
+use super::cluster::{Cluster, Placed, RESOURCE, device_requests};
+use super::lists::Pod;
+use super::policies::{BestFit, Fgd, Random};
 
 /// A placement policy to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -24,74 +25,47 @@ impl Policy {
     }
 }
 
-/// A policy with its state.
-pub(super) enum Chooser {
-    Cleave(Placer<Value>),
-    Fgd(Placer<Fgd>),
-    BestFit(Placer<BestFit>),
-    Random(Placer<BestFit>, Rng),
+/// A policy that a [`Cluster`] places pods by.
+pub(super) trait Places: Score + Default {
+    /// Counts an arrived pod.
+    fn count(_: &mut Cluster<Self>, _: &Pod) {}
+
+    /// Updates the score. `seen` are the pods that arrived, `waiting` the ones that wait.
+    fn learn(cluster: &mut Cluster<Self>, seen: &Observed, waiting: &[&Pod]);
+
+    /// Decides where to place a pod.
+    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
+        cluster.place(pod)
+    }
 }
 
-/// Calls a method of the placer of any policy.
-macro_rules! placer {
-    ($chooser:expr, $placer:ident => $call:expr) => {
-        match $chooser {
-            Chooser::Cleave($placer) => $call,
-            Chooser::Fgd($placer) => $call,
-            Chooser::BestFit($placer) => $call,
-            Chooser::Random($placer, _) => $call,
-        }
-    };
+/// The operator's score. It learns as in the operator.
+impl Places for Learned {
+    fn count(cluster: &mut Cluster<Self>, pod: &Pod) {
+        cluster.chooser.count(&device_requests(pod), pod.demand.cpu, pod.demand.models.clone());
+    }
+
+    fn learn(cluster: &mut Cluster<Self>, _: &Observed, waiting: &[&Pod]) {
+        cluster.chooser.learn(waiting.iter().map(|pod| (device_requests(pod), pod.demand.cpu)));
+    }
 }
 
-impl Chooser {
-    /// Creates a policy on these nodes. It learns typical demands from `seen`.
-    pub(super) fn new(policy: Policy, nodes: Vec<Node>, seen: &Observed, seed: u64) -> Self {
-        match policy {
-            Policy::Cleave => {
-                let value = Value::learn(&seen.typical(true), &nodes);
-                Self::Cleave(Placer::new(nodes, value))
-            }
-            Policy::Fgd => Self::Fgd(Placer::new(nodes, Fgd::new(&seen.typical(true)))),
-            Policy::BestFit => Self::BestFit(Placer::new(nodes, BestFit)),
-            Policy::Random => Self::Random(Placer::new(nodes, BestFit), Rng(!seed)),
-        }
+impl Places for Fgd {
+    fn learn(cluster: &mut Cluster<Self>, seen: &Observed, _: &[&Pod]) {
+        cluster.set_score(Self::new(&seen.typical()));
     }
+}
 
-    /// Chooses a node and its GPUs for a demand; `None` if it fits nowhere.
-    pub(super) fn choose(&mut self, demand: &Demand) -> Option<Choice> {
-        match self {
-            Self::Cleave(placer) => placer.choose(demand),
-            Self::Fgd(placer) => placer.choose(demand),
-            Self::BestFit(placer) => placer.choose(demand),
-            Self::Random(placer, rng) => random(placer.nodes(), demand, rng),
-        }
-    }
+impl Places for BestFit {
+    fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
+}
 
-    /// Allocates the capacity of a choice.
-    pub(super) fn allocate(&mut self, demand: &Demand, choice: &Choice) {
-        placer!(self, placer => placer.allocate(demand, choice));
-    }
+impl Places for Random {
+    fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 
-    /// Frees the capacity of a choice.
-    pub(super) fn free(&mut self, demand: &Demand, choice: &Choice) {
-        placer!(self, placer => placer.deallocate(demand, choice));
-    }
-
-    /// Updates the typical demands of a policy that uses them.
-    pub(super) fn update_typical<'a>(&mut self, seen: &Observed, waiting: impl Iterator<Item = &'a Demand>) {
-        match self {
-            Self::Cleave(placer) => {
-                let value = Value::learn(&seen.typical(true), placer.nodes()).with_pending(waiting);
-                placer.set_policy(value);
-            }
-            Self::Fgd(placer) => placer.set_policy(Fgd::new(&seen.typical(true))),
-            Self::BestFit(_) | Self::Random(..) => {}
-        }
-    }
-
-    /// The nodes with their free capacity.
-    pub(super) fn nodes(&self) -> &[Node] {
-        placer!(self, placer => placer.nodes())
+    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
+        let next = cluster.chooser.score(RESOURCE, GPU).map_or_else(Self::default, Self::next);
+        cluster.set_score(next);
+        cluster.place(pod)
     }
 }

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::{Result, ensure};
-use cleave_plan::placement::{Choice, Demand, Node, Observed};
+use cleave_plan::placement::Observed;
 use serde_json::json;
 
-use super::chooser::{Chooser, Policy};
+use super::chooser::{Places, Policy};
+use super::cluster::{Cluster, Placed};
 use super::figures::{percentile, ratio};
 use super::lists::Pod;
 use super::random::Rng;
@@ -36,23 +37,22 @@ fn to_milliseconds(seconds: f64) -> u64 {
 }
 
 /// Runs a policy on arrivals and departures, and prints its figures as JSON.
-pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> Result<()> {
-    let pods: Vec<(&Demand, f64)> = pods
+pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>, pods: &[Pod]) -> Result<()> {
+    let pods: Vec<(&Pod, f64)> = pods
         .iter()
-        .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (&pod.demand, life.min(MAX_LIFETIME))))
+        .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (pod, life.min(MAX_LIFETIME))))
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
-    let capacity: u64 = nodes.iter().map(|node| u64::from(node.free())).sum();
+    let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free())).sum();
     // Little's law: arrivals per second such that demand · lifetime is OFFERED_LOAD times the
     // capacity.
-    let work: f64 = pods.iter().map(|(demand, life)| f64::from(demand.total()) * life).sum::<f64>()
+    let work: f64 = pods.iter().map(|(pod, life)| f64::from(pod.demand.total()) * life).sum::<f64>()
         / f64::from(u32::try_from(pods.len())?);
     let rate = OFFERED_LOAD * ratio(capacity, 1) / work;
     let mut rng = Rng(seed);
     let mut seen = Observed::new(Some(HALF_LIFE));
-    let mut chooser = Chooser::new(policy, nodes, &seen, seed);
-    let mut departures: BTreeMap<(u64, usize), (&Demand, Choice)> = BTreeMap::new();
-    let mut waiting: VecDeque<(f64, &Demand, f64)> = VecDeque::new();
+    let mut departures: BTreeMap<(u64, usize), (&Pod, Placed)> = BTreeMap::new();
+    let mut waiting: VecDeque<(f64, &Pod, f64)> = VecDeque::new();
     let (mut now, mut allocated) = (0.0f64, 0u64);
     let (mut area, mut counted_from, mut last) = (0.0f64, 0.0f64, 0.0f64);
     let mut waits = Vec::new();
@@ -65,42 +65,44 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
         while let Some(entry) = departures.first_entry().filter(|entry| entry.key().0 <= to_milliseconds(now)) {
             #[allow(clippy::cast_precision_loss, reason = "milliseconds of a run are far below 2^52")]
             let time = entry.key().0 as f64 / 1000.0;
-            let (demand, choice) = entry.remove();
+            let (pod, placed_at) = entry.remove();
             area += ratio(allocated, capacity) * (time - last).max(0.0);
             last = last.max(time);
-            allocated -= u64::from(demand.total());
-            chooser.free(demand, &choice);
+            allocated -= u64::from(pod.demand.total());
+            cluster.end(pod, &placed_at);
             let mut position = 0;
             while position < waiting.len().min(QUEUE_DEPTH) {
-                let (since, demand, life) = waiting[position];
-                let Some(choice) = chooser.choose(demand) else {
+                let (since, pod, life) = waiting[position];
+                let Some(placed_at) = P::place(&mut cluster, pod) else {
                     position += 1;
                     continue;
                 };
                 waiting.remove(position);
-                chooser.allocate(demand, &choice);
-                allocated += u64::from(demand.total());
+                cluster.start(pod, &placed_at);
+                allocated += u64::from(pod.demand.total());
                 waits.push(time - since);
                 placed += 1;
-                departures.insert((to_milliseconds(time + life), placed), (demand, choice));
+                departures.insert((to_milliseconds(time + life), placed), (pod, placed_at));
             }
         }
         area += ratio(allocated, capacity) * (now - last).max(0.0);
         last = last.max(now);
-        let (demand, life) = drifted(&pods, arrival, &mut rng);
-        seen.add(demand);
+        let (pod, life) = drifted(&pods, arrival, &mut rng);
+        seen.add(&pod.demand);
+        P::count(&mut cluster, pod);
         if arrival % RELEARN_INTERVAL == RELEARN_INTERVAL - 1 {
-            chooser.update_typical(&seen, waiting.iter().map(|(_, demand, _)| *demand));
+            let waiting: Vec<&Pod> = waiting.iter().map(|(_, pod, _)| *pod).collect();
+            P::learn(&mut cluster, &seen, &waiting);
         }
-        match chooser.choose(demand) {
-            Some(choice) => {
-                chooser.allocate(demand, &choice);
-                allocated += u64::from(demand.total());
+        match P::place(&mut cluster, pod) {
+            Some(placed_at) => {
+                cluster.start(pod, &placed_at);
+                allocated += u64::from(pod.demand.total());
                 waits.push(0.0);
                 placed += 1;
-                departures.insert((to_milliseconds(now + life), placed), (demand, choice));
+                departures.insert((to_milliseconds(now + life), placed), (pod, placed_at));
             }
-            None => waiting.push_back((now, demand, life)),
+            None => waiting.push_back((now, pod, life)),
         }
     }
     let unserved = waiting.len();
@@ -117,13 +119,13 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
 }
 
 /// Draws a pod. Among pods that share a GPU, large ones become more frequent during the run.
-fn drifted<'a>(pods: &[(&'a Demand, f64)], arrival: usize, rng: &mut Rng) -> (&'a Demand, f64) {
+fn drifted<'a>(pods: &[(&'a Pod, f64)], arrival: usize, rng: &mut Rng) -> (&'a Pod, f64) {
     let progress =
         f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVALS).unwrap_or(1));
     loop {
         let pod = pods[rng.below(pods.len())];
-        let shares = pod.0.gpus == 1 && pod.0.per_gpu < 1000;
-        let keep = match (shares, pod.0.per_gpu > 500) {
+        let shares = pod.0.demand.gpus == 1 && pod.0.demand.per_gpu < 1000;
+        let keep = match (shares, pod.0.demand.per_gpu > 500) {
             (false, _) => 1.0,
             (true, true) => 0.3 + 0.7 * progress,
             (true, false) => 1.0 - 0.7 * progress,

@@ -3,14 +3,44 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use cleave_plan::placement::{Demand, GPU, Node};
+use cleave_plan::placement::{Demand, GPU};
 
 /// A pod of the trace.
 pub(super) struct Pod {
     pub(super) name: String,
     pub(super) demand: Demand,
+    /// Memory in MiB.
+    pub(super) memory: u64,
     /// Seconds from creation to deletion, if the list has both times.
     pub(super) lifetime: Option<f64>,
+}
+
+/// A node of the trace, and its free capacity.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Host {
+    pub(super) name: String,
+    pub(super) model: String,
+    /// CPU in thousandths of a core.
+    pub(super) cpu_total: u64,
+    pub(super) cpu: u64,
+    /// Memory in MiB.
+    pub(super) memory_total: u64,
+    pub(super) memory: u64,
+    /// Free thousandths of each GPU.
+    pub(super) gpus: Vec<u32>,
+}
+
+impl Host {
+    /// Whether CPU, memory and model allow the pod, regardless of free GPUs.
+    pub(super) fn admits(&self, pod: &Pod) -> bool {
+        let models = &pod.demand.models;
+        self.cpu >= pod.demand.cpu && self.memory >= pod.memory && (models.is_empty() || models.contains(&self.model))
+    }
+
+    /// Free thousandths of all GPUs.
+    pub(super) fn free(&self) -> u32 {
+        self.gpus.iter().sum()
+    }
 }
 
 /// Reads the rows of a CSV file without quotes. Each row maps columns to values.
@@ -28,22 +58,23 @@ fn number<T: std::str::FromStr>(row: &BTreeMap<String, String>, column: &str) ->
     text.parse().ok().with_context(|| format!("{column}: {text:?} is not a number"))
 }
 
-/// Reads the list of nodes. Returns their names and the nodes.
-pub(super) fn nodes(path: &Path) -> Result<(Vec<String>, Vec<Node>)> {
-    let mut names = Vec::new();
-    let mut nodes = Vec::new();
-    for row in rows(path)? {
-        names.push(row.get("sn").context("no column sn")?.clone());
-        let cpu = number(&row, "cpu_milli")?;
-        nodes.push(Node {
-            model: row.get("model").context("no column model")?.clone(),
-            cpu_total: cpu,
-            cpu,
-            memory: number(&row, "memory_mib")?,
-            gpus: vec![GPU; number(&row, "gpu")?],
-        });
-    }
-    Ok((names, nodes))
+/// Reads the list of nodes.
+pub(super) fn hosts(path: &Path) -> Result<Vec<Host>> {
+    rows(path)?
+        .iter()
+        .map(|row| {
+            let (cpu, memory) = (number(row, "cpu_milli")?, number(row, "memory_mib")?);
+            Ok(Host {
+                name: row.get("sn").context("no column sn")?.clone(),
+                model: row.get("model").context("no column model")?.clone(),
+                cpu_total: cpu,
+                cpu,
+                memory_total: memory,
+                memory,
+                gpus: vec![GPU; number(row, "gpu")?],
+            })
+        })
+        .collect()
 }
 
 /// Reads the list of pods.
@@ -59,14 +90,14 @@ pub(super) fn pods(path: &Path) -> Result<Vec<Pod>> {
             let time = |column| number::<f64>(row, column).ok();
             let demand = Demand {
                 cpu: number(row, "cpu_milli")?,
-                memory: number(row, "memory_mib")?,
                 gpus: number(row, "num_gpu")?,
                 per_gpu: number(row, "gpu_milli")?,
                 models,
             };
             ensure!(demand.per_gpu <= GPU, "gpu_milli above {GPU}");
             let lifetime = time("deletion_time").zip(time("creation_time")).map(|(end, start)| end - start);
-            Ok(Pod { name: row.get("name").context("no column name")?.clone(), demand, lifetime })
+            let memory = number(row, "memory_mib")?;
+            Ok(Pod { name: row.get("name").context("no column name")?.clone(), demand, memory, lifetime })
         })
         .collect()
 }

@@ -6,6 +6,7 @@
 //! one by one. A pod that fits nowhere is dropped.
 mod chooser;
 mod churn;
+mod cluster;
 mod figures;
 mod lists;
 mod policies;
@@ -16,10 +17,12 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use chooser::{Chooser, Policy};
-use cleave_plan::placement::{Choice, Demand, Node, Observed};
+use chooser::{Places, Policy};
+use cleave_plan::placement::{Learned, Observed};
+use cluster::{Cluster, Placed, WithoutGpus};
 use figures::{percentile, ratio};
-use lists::{Pod, nodes, pods};
+use lists::{Host, Pod, hosts, pods};
+use policies::{BestFit, Fgd, Random};
 use random::Rng;
 use serde_json::json;
 
@@ -42,6 +45,13 @@ pub(crate) struct Args {
     /// File to write, with a line for each placed pod: `pod_name,node,gpu_indices,gpu_milli`.
     #[arg(long)]
     placements: Option<PathBuf>,
+    /// Start without a history: policies learn typical requests only from pods that arrive. Without
+    /// this option, the pods of the list have run before.
+    #[arg(long)]
+    no_history: bool,
+    /// How pods without GPUs are placed. In a real cluster Cleave does not place them.
+    #[arg(long, value_enum, default_value_t = WithoutGpus::Policy)]
+    without_gpus: WithoutGpus,
     /// Simulate departures: pods leave after their lifetime in the trace, pods that fit nowhere
     /// wait, and requests drift from small shares to large ones. Prints allocation and waiting
     /// times.
@@ -68,49 +78,73 @@ fn arrivals(pods: &[Pod], capacity: u64, rng: &mut Rng) -> Vec<usize> {
 
 /// Runs the benchmark, and prints its result as JSON.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let (names, nodes) = nodes(&args.nodes)?;
-    let pods = pods(&args.pods)?;
-    ensure!(!pods.is_empty() && !nodes.is_empty(), "no pods, or no nodes");
-    if args.departures {
-        return churn::run(args.policy, args.seed, nodes, &pods);
+    match args.policy {
+        Policy::Cleave => run_policy::<Learned>(args),
+        Policy::Fgd => run_policy::<Fgd>(args),
+        Policy::BestFit => run_policy::<BestFit>(args),
+        Policy::Random => run_policy::<Random>(args),
     }
-    let capacity: u64 = nodes.iter().map(|node| u64::from(node.free())).sum();
+}
+
+fn run_policy<P: Places>(args: &Args) -> Result<()> {
+    let whole = hosts(&args.nodes)?;
+    let pods = pods(&args.pods)?;
+    ensure!(!pods.is_empty() && !whole.is_empty(), "no pods, or no nodes");
+    let mut cluster = Cluster::<P>::new(whole.clone(), args.without_gpus);
+    if args.departures {
+        return churn::run(args.policy, args.seed, cluster, &pods);
+    }
+    let capacity: u64 = whole.iter().map(|host| u64::from(host.free())).sum();
     let mut rng = Rng(args.seed);
     let order = arrivals(&pods, capacity, &mut rng);
     let mut seen = Observed::new(None);
-    pods.iter().for_each(|pod| seen.add(&pod.demand));
-    let whole = nodes.clone();
-    let mut chooser = Chooser::new(args.policy, nodes, &seen, args.seed);
+    if !args.no_history {
+        let mut history: Vec<&Pod> = pods.iter().collect();
+        Rng(!args.seed).shuffle(&mut history);
+        for pod in history {
+            seen.add(&pod.demand);
+            P::count(&mut cluster, pod);
+        }
+        P::learn(&mut cluster, &seen, &[]);
+    }
     let mut file = args.placements.as_ref().map(std::fs::File::create).transpose()?.map(std::io::BufWriter::new);
     let (mut arrived, mut allocated, mut at_100) = (0u64, 0u64, None);
-    let mut placed: Vec<(&Demand, Choice)> = Vec::new();
-    let mut times = Vec::with_capacity(order.len());
-    for &index in &order {
+    let mut placements: Vec<(&Pod, Placed)> = Vec::new();
+    let (mut times, mut learning) = (Vec::with_capacity(order.len()), Vec::new());
+    for (turn, &index) in order.iter().enumerate() {
         let pod = &pods[index];
         arrived += u64::from(pod.demand.total());
         if arrived > capacity && at_100.is_none() {
             at_100 = Some(allocated);
         }
-        let start = Instant::now();
-        let choice = chooser.choose(&pod.demand);
-        if let Some(choice) = &choice {
-            chooser.allocate(&pod.demand, choice);
+        seen.add(&pod.demand);
+        P::count(&mut cluster, pod);
+        if args.policy == Policy::Cleave || args.no_history && turn % 500 == 499 {
+            let start = Instant::now();
+            P::learn(&mut cluster, &seen, &[]);
+            learning.push(start.elapsed().as_secs_f64() * 1e6);
         }
-        times.push(start.elapsed().as_secs_f64() * 1e6);
-        let Some(choice) = choice else { continue };
+        let start = Instant::now();
+        let placed = P::place(&mut cluster, pod);
+        if pod.demand.gpus > 0 {
+            times.push(start.elapsed().as_secs_f64() * 1e6);
+        }
+        let Some(placed) = placed else { continue };
+        cluster.start(pod, &placed);
         allocated += u64::from(pod.demand.total());
         if let Some(file) = &mut file {
-            let devices: Vec<String> = choice.devices.iter().map(ToString::to_string).collect();
-            writeln!(file, "{},{},{},{}", pod.name, names[choice.node], devices.join("+"), pod.demand.per_gpu)?;
+            let devices: Vec<String> = placed.devices.iter().map(ToString::to_string).collect();
+            writeln!(file, "{},{},{},{}", pod.name, whole[placed.node].name, devices.join("+"), pod.demand.per_gpu)?;
         }
-        placed.push((&pod.demand, choice));
+        placements.push((pod, placed));
     }
-    verify(whole, &placed, chooser.nodes())?;
+    verify(whole, &placements, cluster.hosts())?;
     times.sort_by(f64::total_cmp);
     let result = json!({
-        "policy": args.policy.name(), "seed": args.seed,
+        "policy": args.policy.name(), "seed": args.seed, "history": !args.no_history,
         "allocation_at_100": ratio(at_100.unwrap_or(allocated), capacity), "allocation_at_130": ratio(allocated, capacity),
         "decisions": times.len(), "decision_us_p50": percentile(&times, 50), "decision_us_p99": percentile(&times, 99),
+        "learning_us_max": learning.iter().copied().fold(0.0, f64::max),
     });
     println!("{result}");
     Ok(())
@@ -118,22 +152,24 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Checks the placements independently of the policy: no capacity is allocated twice, and the free
 /// capacity at the end agrees.
-fn verify(mut nodes: Vec<Node>, placed: &[(&Demand, Choice)], after: &[Node]) -> Result<()> {
-    for (demand, choice) in placed {
-        let node = nodes.get_mut(choice.node).context("a pod is on an unknown node")?;
-        let mut devices = choice.devices.clone();
+fn verify(mut hosts: Vec<Host>, placements: &[(&Pod, Placed)], after: &[Host]) -> Result<()> {
+    for (pod, placed) in placements {
+        let demand = &pod.demand;
+        let host = hosts.get_mut(placed.node).context("a pod is on an unknown node")?;
+        let mut devices = placed.devices.clone();
+        devices.sort_unstable();
         devices.dedup();
-        ensure!(devices.len() == demand.gpus as usize, "{demand:?} got GPUs {:?}", choice.devices);
-        node.cpu = node.cpu.checked_sub(demand.cpu).context("CPU was allocated twice")?;
-        node.memory = node.memory.checked_sub(demand.memory).context("memory was allocated twice")?;
+        ensure!(devices.len() == demand.gpus as usize, "{demand:?} got GPUs {:?}", placed.devices);
+        host.cpu = host.cpu.checked_sub(demand.cpu).context("CPU was allocated twice")?;
+        host.memory = host.memory.checked_sub(pod.memory).context("memory was allocated twice")?;
         for device in devices {
-            let free = node.gpus.get_mut(device).context("a pod is on an unknown GPU")?;
+            let free = host.gpus.get_mut(device).context("a pod is on an unknown GPU")?;
             *free = free.checked_sub(demand.per_gpu).context("a GPU was allocated twice")?;
         }
-        if !demand.models.is_empty() && !demand.models.contains(&node.model) {
-            bail!("{demand:?} is on a {}", node.model);
+        if !demand.models.is_empty() && !demand.models.contains(&host.model) {
+            bail!("{demand:?} is on a {}", host.model);
         }
     }
-    ensure!(nodes == after, "the free capacity does not match the placements");
+    ensure!(hosts == after, "the free capacity does not match the placements");
     Ok(())
 }

@@ -1,6 +1,8 @@
 //! The placement policies with which Cleave's policy is compared.
+use std::cell::RefCell;
+
 use cleave_plan::placement::demand::TypicalPod;
-use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, remaining};
+use cleave_plan::placement::{Demand, Node, Rank, Score, remaining};
 
 use super::random::Rng;
 
@@ -11,6 +13,7 @@ fn spread(node: &Node, demand: &Demand) -> f64 {
 }
 
 /// Chooses the node with the least free capacity, and on it the GPU with the least free capacity.
+#[derive(Debug, Clone, Default)]
 pub(super) struct BestFit;
 
 impl Score for BestFit {
@@ -25,6 +28,7 @@ impl Score for BestFit {
 
 /// Fragmentation gradient descent: chooses where the GPU capacity that typical pods cannot use
 /// grows least.
+#[derive(Debug, Clone, Default)]
 pub(super) struct Fgd(Vec<TypicalPod>);
 
 impl Fgd {
@@ -70,14 +74,32 @@ impl Score for Fgd {
     }
 }
 
-/// Chooses a node and GPUs that fit at random, each equally likely.
-pub(super) fn random(nodes: &[Node], demand: &Demand, rng: &mut Rng) -> Option<Choice> {
-    let able: Vec<usize> = (0..nodes.len()).filter(|&node| nodes[node].fits(demand).next().is_some()).collect();
-    let node = *able.get(rng.below(able.len().max(1)))?;
-    let mut devices: Vec<usize> =
-        (0..nodes[node].gpus.len()).filter(|&device| nodes[node].gpus[device] >= demand.per_gpu).collect();
-    rng.shuffle(&mut devices);
-    devices.truncate(demand.gpus as usize);
-    devices.sort_unstable();
-    Some(Choice { node, devices })
+/// Chooses a node and GPUs that fit at random. The ranks last for one decision: the score is
+/// replaced before the next one.
+#[derive(Debug, Clone)]
+pub(super) struct Random(RefCell<Rng>);
+
+impl Random {
+    /// The score for the next decision.
+    pub(super) fn next(&self) -> Self {
+        Self(RefCell::new(Rng(self.0.borrow_mut().next())))
+    }
+}
+
+impl Default for Random {
+    fn default() -> Self {
+        Self(RefCell::new(Rng(0)))
+    }
+}
+
+impl Score for Random {
+    type NodeValues = f64;
+
+    fn precompute(&self, _: &Node) -> f64 {
+        self.0.borrow_mut().unit()
+    }
+
+    fn rank(&self, _: &Node, before: &f64, _: &Demand, _: Option<usize>) -> Rank {
+        Rank { score: *before, spread: self.0.borrow_mut().unit(), left: 0 }
+    }
 }

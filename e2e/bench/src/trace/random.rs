@@ -1,11 +1,12 @@
 //! A reproducible random number generator.
 
 /// The `SplitMix64` generator: small, and the same on every platform.
+#[derive(Debug, Clone)]
 pub(super) struct Rng(pub(super) u64);
 
 impl Rng {
     /// Returns the next 64 bits.
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -5,6 +5,7 @@ mod mps_hosts;
 mod other_nodes;
 mod preemption;
 mod release;
+mod replicas;
 mod reservations;
 mod stranded;
 mod waiting;

@@ -30,6 +30,7 @@ pub(super) struct TestCluster {
     pub(super) version: u64,
     pub(super) nodes: BTreeMap<String, Value>,
     pub(super) gpu_nodes: BTreeMap<String, Value>,
+    pub(super) policies: BTreeMap<String, Value>,
     pub(super) agents: BTreeMap<String, Value>,
     pub(super) pods: BTreeMap<String, Value>,
     /// Pods of MPS hosts. `None` if the operator does not replace MPS hosts.
@@ -126,6 +127,7 @@ impl TestCluster {
             pods: self.pods.values().map(pod).collect(),
             nodes: self.nodes.values().map(|node| Arc::new(of(node.clone()))).collect(),
             gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(of(object.clone()))).collect(),
+            policies: self.policies.values().map(|policy| Arc::new(of(policy.clone()))).collect(),
             agents: self.agents.values().map(|agent| Arc::new(of(agent.clone()))).collect(),
             hosts: self.hosts.as_ref().map(|hosts| Hosts {
                 pods: hosts.values().map(|host| Arc::new(of(host.clone()))).collect(),

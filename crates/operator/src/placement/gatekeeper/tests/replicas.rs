@@ -1,0 +1,208 @@
+//! Tests where replicas of one controller are placed, and what the gate learns from pods.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::names::REPLICA_PLACEMENT;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::world::{MPS, TestCluster, at, reconcile, released, replica, reservation};
+use crate::placement::actions::Actions;
+use crate::placement::gatekeeper::Gatekeeper;
+
+/// The GPUs of the released pods, by pod.
+fn gpus_of(actions: &Actions) -> BTreeMap<String, String> {
+    let gpu = |release| {
+        let mut nodes = reservation(release).nodes.into_values();
+        nodes.next().and_then(|mut units| units.pop()).map(|units| units.device).unwrap_or_default()
+    };
+    actions.releases.iter().map(|release| (release.pod.clone(), gpu(release))).collect()
+}
+
+/// The number of different GPUs of the released pods.
+fn number_of_gpus(actions: &Actions) -> usize {
+    gpus_of(actions).into_values().collect::<BTreeSet<String>>().len()
+}
+
+/// Two nodes of two GPUs, and replicas of one controller.
+fn web(replicas: usize) -> TestCluster {
+    let world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
+    (0..replicas).fold(world, |world, at| replica(world, &format!("r{at}"), json!({})))
+}
+
+fn annotate(world: &mut TestCluster, value: &str) {
+    for name in world.pods.keys().cloned().collect::<Vec<_>>() {
+        world.change(
+            |world| &mut world.pods,
+            &name,
+            |pod| pod["metadata"]["annotations"] = json!({ REPLICA_PLACEMENT: value }),
+        );
+    }
+}
+
+/// Assigns all GPUs to a policy with this placement of replicas.
+fn set_policy(world: &mut TestCluster, placement: &str) {
+    let policy = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": "shares"},
+        "spec": {"mode": "Mps", "mps": {"units": 10}, "replicaPlacement": placement}});
+    world.policies.insert("shares".to_owned(), policy);
+    for node in world.gpu_nodes.keys().cloned().collect::<Vec<_>>() {
+        world.change(
+            |world| &mut world.gpu_nodes,
+            &node,
+            |object| {
+                let gpus = object["status"]["gpus"].as_array().unwrap();
+                let spec = |gpu: &Value| {
+                    json!({"uuid": gpu["uuid"], "policy": "shares", "partition": {"mps": {"units": 10, "resource": MPS,
+                        "threads": "Burst", "memory": "Limited", "multiUser": true}}})
+                };
+                let spec: Vec<Value> = gpus.iter().map(spec).collect();
+                for gpu in object["status"]["gpus"].as_array_mut().unwrap() {
+                    gpu["mps"] = json!({"units": 10, "threads": "Burst", "memory": "Limited", "multiUser": true});
+                }
+                object["spec"] = json!({ "gpus": spec });
+            },
+        );
+    }
+}
+
+#[test]
+fn replicas_use_different_gpus_and_nodes_before_they_share_one() {
+    let mut world = web(2);
+    let mut keeper = Gatekeeper::default();
+    let actions = reconcile(&mut keeper, &world, 0);
+    let nodes: BTreeSet<String> =
+        actions.releases.iter().flat_map(|release| reservation(release).nodes.into_keys()).collect();
+    assert_eq!(nodes.len(), 2, "two replicas use two nodes");
+    actions.releases.iter().for_each(|release| assert!(world.patch(release)));
+    let first: BTreeSet<String> = gpus_of(&actions).into_values().collect();
+    for at in 2..6 {
+        world = replica(world, &format!("r{at}"), json!({}));
+    }
+    // An operator that takes over knows where the replicas are.
+    for mut keeper in [keeper, Gatekeeper::default()] {
+        let actions = reconcile(&mut keeper, &world, 1);
+        let gpus: Vec<String> = gpus_of(&actions).into_values().collect();
+        assert!(!first.contains(&gpus[0]) && !first.contains(&gpus[1]) && gpus[0] != gpus[1], "{gpus:?}");
+        assert_eq!(gpus.len(), 4, "replicas share GPUs if there are no others");
+    }
+}
+
+#[test]
+fn pods_without_a_controller_and_pods_of_other_controllers_share_a_gpu() {
+    let world = web(0).pod("a", 2).pod("b", 2).pod("c", 2);
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
+    let mut world = web(3);
+    for (name, controller) in [("r0", "one"), ("r1", "two"), ("r2", "three")] {
+        world.change(
+            |world| &mut world.pods,
+            &format!("team/{name}"),
+            |pod| pod["metadata"]["ownerReferences"][0]["uid"] = json!(controller),
+        );
+    }
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
+}
+
+#[test]
+fn pods_of_a_job_share_a_gpu_unless_their_annotation_says_spread() {
+    let mut world = web(4);
+    for at in 0..4 {
+        world.change(
+            |world| &mut world.pods,
+            &format!("team/r{at}"),
+            |pod| pod["metadata"]["ownerReferences"][0]["kind"] = json!("Job"),
+        );
+    }
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
+    annotate(&mut world, "Spread");
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
+}
+
+#[test]
+fn a_policy_or_an_annotation_packs_replicas() {
+    let mut world = web(4);
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
+    set_policy(&mut world, "Spread");
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
+    set_policy(&mut world, "Pack");
+    let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
+    assert_eq!((actions.releases.len(), number_of_gpus(&actions)), (4, 1), "the policy packs");
+    annotate(&mut world, "Spread");
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "the annotation overrides");
+    let mut world = web(4);
+    annotate(&mut world, "Pack");
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
+    annotate(&mut world, "neither");
+    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "another value has no effect");
+}
+
+/// Pods of 6 and 4 shares that run on a node without free GPUs.
+fn history() -> TestCluster {
+    let mut world = TestCluster::default();
+    for at in 0..60 {
+        let name = format!("old{at}");
+        world = world.pod_with(&name, if at % 2 == 0 { 6 } else { 4 }, json!({}));
+        world.change(
+            |world| &mut world.pods,
+            &format!("team/{name}"),
+            |pod| {
+                pod["spec"]["schedulingGates"] = json!([]);
+                pod["spec"]["nodeName"] = json!("elsewhere");
+            },
+        );
+    }
+    world.node("n1", &[0, 4])
+}
+
+#[test]
+fn after_a_restart_typical_requests_are_learned_from_the_pods_that_run() {
+    // 6 shares are free on the second GPU, which a typical pod of 6 can use.
+    let gpu = |world: TestCluster| {
+        let world = world.pod("new", 4);
+        gpus_of(&reconcile(&mut Gatekeeper::default(), &world, 0))["team/new"].clone()
+    };
+    assert_eq!(gpu(TestCluster::default().node("n1", &[0, 4])), "n1-GPU-1", "without a history: the tightest fit");
+    assert_eq!(gpu(history()), "n1-GPU-0");
+}
+
+#[test]
+fn typical_requests_are_learned_from_pods_that_arrive() {
+    let mut world = TestCluster::default().node("full", &[10]);
+    let mut keeper = Gatekeeper::default();
+    for at in 0..60 {
+        world = world.pod(&format!("p{at:02}"), if at % 2 == 0 { 6 } else { 4 });
+    }
+    assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
+    world.pods.clear();
+    let world = world.node("n1", &[0, 4]).pod("new", 4);
+    assert_eq!(gpus_of(&reconcile(&mut keeper, &world, 1))["team/new"], "n1-GPU-0");
+    keeper.reset();
+    assert_eq!(gpus_of(&reconcile(&mut keeper, &world, 2))["team/new"], "n1-GPU-1", "a new leader knows no pods");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Spreading and learning only order the GPUs: a pod that fits on a GPU is released.
+    #[test]
+    fn a_replica_that_fits_is_always_released(
+        used in prop::collection::vec(prop::collection::vec(0_u32..=10, 1..4), 1..4),
+        replicas in 1_usize..12,
+        pack in any::<bool>(),
+        learned in any::<bool>(),
+    ) {
+        let mut world = if learned { history() } else { TestCluster::default() };
+        world.nodes.remove("n1");
+        world.gpu_nodes.clear();
+        for (at, used) in used.iter().enumerate() {
+            world = world.node(&format!("m{at}"), used);
+        }
+        for at in 0..replicas {
+            world = replica(world, &format!("r{at:02}"), json!({}));
+        }
+        if pack {
+            annotate(&mut world, "Pack");
+        }
+        let room: u32 = used.iter().flatten().map(|used| (10 - used) / 2).sum();
+        let actions = Gatekeeper::default().reconcile(&world.cluster(), &BTreeMap::new(), at(0));
+        prop_assert_eq!(actions.releases.len(), replicas.min(room as usize));
+    }
+}

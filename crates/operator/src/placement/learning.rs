@@ -1,0 +1,98 @@
+//! Tells the chooser what it ranks nodes by: the CPU of nodes, and the pods that arrive.
+use std::collections::BTreeMap;
+
+use cleave_plan::Quantity;
+use cleave_plan::ledger::{Chooser, Claim, Cpu, Ledger, Place};
+use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod};
+
+use super::cluster::plan_pod;
+use super::nodes::Nodes;
+use super::pod_tracker::PodTracker;
+use crate::pods::{PodObject, full_name};
+
+/// The resource of CPU.
+const CPU: &str = "cpu";
+/// Maximum number of pods that are counted after a start, the newest ones. Older pods would have
+/// little weight.
+const MAX_COUNTED_AT_START: usize = 16_000;
+/// Maximum number of different node selectors and affinities that are evaluated in one reconcile.
+/// Further pods count as pods that can run on any model.
+const MAX_SELECTORS: usize = 64;
+
+/// CPU that a pod requests, in thousandths of a core.
+pub(super) fn cpu(requests: &BTreeMap<String, Quantity>) -> u64 {
+    requests.get(CPU).and_then(Quantity::milli).unwrap_or(0)
+}
+
+/// Passes the CPU of all nodes to the chooser. Pods that are released to a node count as if they
+/// were bound to it.
+pub(super) fn update_cpu(
+    chooser: &mut Chooser,
+    nodes: &Nodes,
+    tracker: &PodTracker,
+    ledger: &Ledger,
+    unsettled: &[&PodObject],
+) {
+    let mut released: BTreeMap<&str, u64> = BTreeMap::new();
+    for pod in unsettled.iter().filter(|pod| pod.node().is_none()) {
+        if let Some(Claim { place: Place::OneOf { nodes, .. }, .. }) = ledger.claim(&full_name(&pod.metadata)) {
+            for node in nodes {
+                let sum = released.entry(node).or_default();
+                *sum = sum.saturating_add(cpu(&pod.spec.requests));
+            }
+        }
+    }
+    for (name, state) in nodes.0.iter().filter(|(_, state)| state.managed) {
+        let total = cpu(&state.node.allocatable);
+        let bound = tracker.requested(name).and_then(|requested| requested.get(CPU)).copied().unwrap_or(0);
+        let bound = u64::try_from(bound).unwrap_or(u64::MAX);
+        let used = bound.saturating_add(released.get(name.as_str()).copied().unwrap_or(0));
+        chooser.set_cpu(name, Cpu { total, free: total.saturating_sub(used) });
+    }
+}
+
+/// Updates the score if that is due. Call [`update_cpu`] first.
+pub(super) fn learn(chooser: &mut Chooser, unsettled: &[&PodObject]) {
+    let waiting = unsettled.iter().filter(|pod| pod.waits_at_gate());
+    chooser.learn(waiting.map(|pod| (pod.device_requests(), cpu(&pod.spec.requests))));
+}
+
+/// Counts the pods that arrived at the gate.
+pub(super) fn count_arrived(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&PodObject]) {
+    let mut known: BTreeMap<(BTreeMap<String, String>, Vec<NodeSelectorTerm>), Vec<String>> = BTreeMap::new();
+    for pod in arrived {
+        let plan_pod = plan_pod(pod);
+        let key = (plan_pod.node_selector.clone(), plan_pod.affinity.clone());
+        let models = if (key.0.is_empty() && key.1.is_empty()) || known.len() >= MAX_SELECTORS {
+            Vec::new()
+        } else {
+            known.entry(key).or_insert_with(|| models(nodes, &plan_pod)).clone()
+        };
+        chooser.count(&pod.device_requests(), cpu(&pod.spec.requests), models);
+    }
+}
+
+/// Counts the pods that run when the operator starts, because it keeps no record of earlier ones.
+/// The result differs from a record: short-lived pods are missing, and selectors of bound pods are
+/// not known. Both fade as pods arrive.
+pub(super) fn count_running(chooser: &mut Chooser, living: &[&PodObject]) {
+    let mut pods: Vec<&PodObject> =
+        living.iter().copied().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();
+    pods.sort_by_key(|pod| pod.metadata.creation_timestamp.as_ref().map(|time| time.0));
+    let first = pods.len().saturating_sub(MAX_COUNTED_AT_START);
+    for pod in pods.into_iter().skip(first) {
+        chooser.count(&pod.device_requests(), cpu(&pod.spec.requests), Vec::new());
+    }
+}
+
+/// Models of the nodes that the pod can use, sorted. Empty if it can use all.
+fn models(nodes: &Nodes, pod: &PlanPod) -> Vec<String> {
+    let mut models: BTreeMap<&str, bool> = BTreeMap::new();
+    for state in nodes.0.values().filter(|state| state.managed) {
+        *models.entry(&state.model).or_default() |= state.may_admit_later(pod);
+    }
+    if models.values().all(|can| *can) {
+        return Vec::new();
+    }
+    models.into_iter().filter(|(_, can)| *can).map(|(model, _)| model.to_owned()).collect()
+}

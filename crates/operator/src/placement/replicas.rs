@@ -1,0 +1,114 @@
+//! Where the replicas of a pod's controller are, so that the pod can be kept apart from them.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::SharingPolicy;
+use cleave_api::sharingpolicy::ReplicaPlacement;
+use cleave_plan::ledger::{Ledger, Siblings};
+use kube::ResourceExt;
+use kube::core::DeserializeGuard;
+
+use super::nodes::Nodes;
+use crate::pods::{ControllerId, PodObject};
+
+/// Pods with a claim, by their controller.
+#[derive(Debug, Default)]
+pub(super) struct ReplicaIndex {
+    pods: BTreeMap<ControllerId, BTreeSet<String>>,
+    controllers: BTreeMap<String, ControllerId>,
+}
+
+impl ReplicaIndex {
+    /// Adds a pod. A pod without a controller is not indexed.
+    pub(super) fn add(&mut self, name: &str, controller: Option<ControllerId>) {
+        if self.controllers.get(name).copied() == controller {
+            return;
+        }
+        self.remove(name);
+        if let Some(controller) = controller {
+            self.controllers.insert(name.to_owned(), controller);
+            self.pods.entry(controller).or_default().insert(name.to_owned());
+        }
+    }
+
+    /// Removes a pod.
+    pub(super) fn remove(&mut self, name: &str) {
+        let Some(controller) = self.controllers.remove(name) else { return };
+        if let Some(pods) = self.pods.get_mut(&controller) {
+            pods.remove(name);
+            if pods.is_empty() {
+                self.pods.remove(&controller);
+            }
+        }
+    }
+}
+
+/// Finds the replicas that pods are kept apart from, within one reconcile. Replicas of a controller
+/// are located once, and reservations of this reconcile are added.
+pub(super) struct ReplicaSearch<'a> {
+    index: &'a ReplicaIndex,
+    nodes: &'a Nodes,
+    /// Policies whose GPUs pack replicas.
+    packing: BTreeSet<String>,
+    /// Replicas by controller, and whether GPUs that pack count too.
+    known: BTreeMap<(ControllerId, bool), Siblings>,
+    none: Siblings,
+}
+
+impl<'a> ReplicaSearch<'a> {
+    pub(super) fn new<P>(index: &'a ReplicaIndex, nodes: &'a Nodes, policies: &[P]) -> Self
+    where
+        P: AsRef<DeserializeGuard<SharingPolicy>>,
+    {
+        let valid = policies.iter().filter_map(|policy| policy.as_ref().0.as_ref().ok());
+        let packing = valid.filter(|policy| policy.spec.replica_placement == ReplicaPlacement::Pack);
+        let packing = packing.map(ResourceExt::name_any).collect();
+        Self { index, nodes, packing, known: BTreeMap::new(), none: Siblings::default() }
+    }
+
+    /// The replicas that a pod is kept apart from.
+    ///
+    /// The pod's annotation decides, otherwise the policy of the GPU that a replica uses. A replica
+    /// on a GPU that packs keeps no pod away.
+    pub(super) fn of(&mut self, pod: &PodObject, ledger: &Ledger) -> &Siblings {
+        let Some(controller) = controller(pod) else { return &self.none };
+        let everywhere = pod.replica_placement == Some(ReplicaPlacement::Spread);
+        let Self { index, nodes, packing, known, .. } = self;
+        known.entry((controller, everywhere)).or_insert_with(|| {
+            let mut siblings = Siblings::default();
+            for (node, devices) in
+                index.pods.get(&controller).into_iter().flatten().flat_map(|pod| ledger.devices_of(pod))
+            {
+                add(&mut siblings, nodes, (node, devices), if everywhere { None } else { Some(packing) });
+            }
+            siblings
+        })
+    }
+
+    /// Adds the reservation of a pod.
+    pub(super) fn reserve<'d>(&mut self, pod: &PodObject, node: &str, devices: impl Iterator<Item = &'d str>) {
+        let Some(controller) = pod.controller_id else { return };
+        let devices: Vec<&str> = devices.collect();
+        for everywhere in [false, true] {
+            if let Some(siblings) = self.known.get_mut(&(controller, everywhere)) {
+                let packing = if everywhere { None } else { Some(&self.packing) };
+                add(siblings, self.nodes, (node, devices.clone()), packing);
+            }
+        }
+    }
+}
+
+/// The controller whose replicas the pod is kept apart from.
+fn controller(pod: &PodObject) -> Option<ControllerId> {
+    pod.controller_id.filter(|_| pod.replica_placement != Some(ReplicaPlacement::Pack))
+}
+
+/// Adds the devices of a pod, except those of policies that pack.
+fn add(siblings: &mut Siblings, nodes: &Nodes, (node, devices): (&str, Vec<&str>), packing: Option<&BTreeSet<String>>) {
+    let policy = |device: &str| nodes.0.get(node).and_then(|state| state.policy(device));
+    let packs =
+        |device: &&str| packing.is_some_and(|packing| policy(device).is_some_and(|policy| packing.contains(policy)));
+    let apart: Vec<&str> = devices.iter().copied().filter(|device| !packs(device)).collect();
+    if !apart.is_empty() || devices.is_empty() {
+        siblings.add(node, apart);
+    }
+}

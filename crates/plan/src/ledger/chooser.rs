@@ -1,0 +1,315 @@
+//! Chooses devices for pods by a score. Nodes of the ledger are stored as the score needs them, and
+//! ranks are cached, so that a choice costs little in a large cluster.
+//!
+//! ```text
+//!  Ledger ──[synchronize: changed nodes]──▶ Chooser ──[candidates, best first]──▶ Ledger::choose
+//!  CPU of nodes ──[set_cpu]──────────────────▲   ▲
+//!  arrived pods ──[count, learn]─────────────────┘
+//! ```
+//!
+//! The operator and the trace benchmark use the same functions.
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
+
+use super::node::Node;
+use super::request::DeviceRequest;
+use crate::placement::learned::{Learner, thousandths};
+use crate::placement::{self, Candidate, Demand, Learned, Placer, Replicas, Score};
+
+/// Maximum number of resources whose requests are learned. Others use the tightest fit.
+const MAX_LEARNED: usize = 64;
+/// Free CPU of a node whose CPU is unknown, in thousandths of a core.
+const UNKNOWN_CPU: Cpu = Cpu { total: 0, free: u32::MAX as u64 };
+
+/// Nodes whose state changed since the last [`Ledger::synchronize`].
+#[derive(Debug, Clone, Default)]
+pub(super) struct Changes(pub(super) BTreeSet<String>);
+
+/// The changes are no state of the ledger: two ledgers with the same nodes and claims are equal.
+impl PartialEq for Changes {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Changes {}
+
+/// CPU of a node, in thousandths of a core.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cpu {
+    /// Allocatable CPU.
+    pub total: u64,
+    /// CPU that no pod requests.
+    pub free: u64,
+}
+
+/// The replicas of one controller: how many are on each node, and on each of its devices.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Siblings(BTreeMap<String, (u32, BTreeMap<String, u32>)>);
+
+impl Siblings {
+    /// Adds a pod that uses these devices of a node.
+    pub fn add<'a>(&mut self, node: &str, devices: impl IntoIterator<Item = &'a str>) {
+        let devices: BTreeSet<&str> = devices.into_iter().collect();
+        let (on_node, on_devices) = self.0.entry(node.to_owned()).or_default();
+        *on_node += 1;
+        devices.into_iter().for_each(|device| *on_devices.entry(device.to_owned()).or_default() += 1);
+    }
+
+    /// Whether a node runs no replica.
+    pub fn lacks(&self, node: &str) -> bool {
+        !self.0.contains_key(node)
+    }
+}
+
+/// What the ledger needs to know of a pod besides its requests for devices.
+#[derive(Debug, Clone, Copy)]
+pub struct Beside<'a> {
+    /// CPU that the pod requests, in thousandths of a core.
+    pub cpu: u64,
+    /// Replicas that the pod is kept apart from: first from their GPUs, then from their nodes.
+    pub siblings: &'a Siblings,
+}
+
+/// The nodes that offer one resource in devices of equal capacity.
+#[derive(Debug, Default)]
+struct Table<S: Score> {
+    placer: Placer<S>,
+    /// Node and devices of each row of the placer. Unused rows have no devices.
+    rows: Vec<Row>,
+    by_node: BTreeMap<String, usize>,
+    unused: Vec<usize>,
+    is_learned: bool,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Row {
+    node: String,
+    devices: Vec<String>,
+}
+
+/// Chooses devices for pods by the score `S`.
+#[derive(Debug)]
+pub struct Chooser<S: Score = Learned> {
+    /// Tables by resource, then by the capacity of a device.
+    tables: BTreeMap<String, BTreeMap<u32, Table<S>>>,
+    cpu: BTreeMap<String, Cpu>,
+    /// What was learned of each resource's requests.
+    learners: BTreeMap<String, Learner>,
+}
+
+impl<S: Score + Default> Default for Chooser<S> {
+    fn default() -> Self {
+        Self { tables: BTreeMap::new(), cpu: BTreeMap::new(), learners: BTreeMap::new() }
+    }
+}
+
+impl<S: Score + Default> Chooser<S> {
+    /// Records the CPU of a node.
+    pub fn set_cpu(&mut self, node: &str, cpu: Cpu) {
+        match self.cpu.get_mut(node) {
+            Some(known) if *known == cpu => return,
+            Some(known) => *known = cpu,
+            None => drop(self.cpu.insert(node.to_owned(), cpu)),
+        }
+        for table in self.tables.values_mut().flat_map(BTreeMap::values_mut) {
+            if let Some(&row) = table.by_node.get(node) {
+                table.placer.change(row, |node| (node.cpu_total, node.cpu) = (cpu.total, cpu.free));
+            }
+        }
+    }
+
+    /// Subtracts the CPU of a pod that is released to a node.
+    pub fn use_cpu(&mut self, node: &str, milli: u64) {
+        if let Some(&cpu) = self.cpu.get(node) {
+            self.set_cpu(node, Cpu { free: cpu.free.saturating_sub(milli), ..cpu });
+        }
+    }
+
+    /// Replaces a node. `None` for a node that no longer exists.
+    pub(super) fn update(&mut self, name: &str, node: Option<&Node>) {
+        if node.is_none() {
+            self.cpu.remove(name);
+        }
+        let mut rows: BTreeMap<(&str, u32), (placement::Node, Vec<&String>)> = BTreeMap::new();
+        let cpu = self.cpu.get(name).copied().unwrap_or(UNKNOWN_CPU);
+        for (resource, stocks) in node.iter().flat_map(|node| &node.stocks) {
+            for (device, stock) in stocks.iter().filter(|(_, stock)| stock.capacity() > 0) {
+                let (row, devices) = rows.entry((resource, stock.capacity())).or_insert_with(|| {
+                    let model = node.map(|node| node.model.clone()).unwrap_or_default();
+                    (placement::Node { model, cpu_total: cpu.total, cpu: cpu.free, gpus: Vec::new() }, Vec::new())
+                });
+                row.gpus.push(thousandths(stock.free(), stock.capacity()));
+                devices.push(device);
+            }
+        }
+        for (resource, tables) in &mut self.tables {
+            for (capacity, table) in tables {
+                if !rows.contains_key(&(resource.as_str(), *capacity)) {
+                    table.remove(name);
+                }
+            }
+        }
+        for ((resource, capacity), (row, devices)) in rows {
+            if !self.tables.contains_key(resource) {
+                self.tables.insert(resource.to_owned(), BTreeMap::new());
+            }
+            if let Some(tables) = self.tables.get_mut(resource) {
+                tables.entry(capacity).or_default().put(name, row, &devices);
+            }
+        }
+    }
+}
+
+impl<S: Score> Chooser<S> {
+    /// The score for devices of this capacity.
+    pub fn score(&self, resource: &str, capacity: u32) -> Option<&S> {
+        Some(self.tables.get(resource)?.get(&capacity)?.placer.score())
+    }
+
+    /// Replaces the score for devices of this capacity.
+    pub fn set_score(&mut self, resource: &str, capacity: u32, score: S) {
+        if let Some(table) = self.tables.get_mut(resource).and_then(|tables| tables.get_mut(&capacity)) {
+            table.placer.set_score(score);
+        }
+    }
+
+    /// The nodes and devices that fit the requests, best first. Of pods with several requests, only
+    /// those for whole devices have candidates.
+    pub(super) fn candidates(
+        &mut self,
+        device_requests: &[DeviceRequest],
+        beside: Beside<'_>,
+    ) -> impl Iterator<Item = (&str, Vec<&str>)> {
+        let mut lists = Vec::new();
+        if let Some((resource, units, gpus)) = uniform(device_requests) {
+            for (&capacity, table) in self.tables.get_mut(resource).into_iter().flatten() {
+                if if gpus == 1 { units <= capacity } else { units == capacity } {
+                    let per_gpu = thousandths(units, capacity);
+                    let demand = Demand { cpu: beside.cpu, gpus, per_gpu, models: Vec::new() };
+                    lists.push(table.candidates(demand, beside.siblings).peekable());
+                }
+            }
+        }
+        iter::from_fn(move || {
+            let heads = lists.iter_mut().enumerate();
+            let heads =
+                heads.filter_map(|(index, list)| list.peek().map(|(candidate, ..)| (*candidate, Reverse(index))));
+            let (_, Reverse(index)) = heads.max()?;
+            lists.get_mut(index)?.next().map(|(_, node, devices)| (node, devices))
+        })
+    }
+}
+
+impl Chooser<Learned> {
+    /// Counts an arrived pod. `models` are the GPU models that the pod can run on; empty means any.
+    pub fn count(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
+        let Some((resource, demand)) = demand(device_requests, cpu, models) else { return };
+        if !self.tables.contains_key(resource) && !self.learners.contains_key(resource) {
+            // No node offers the resource. Its pods say nothing about the GPUs that exist.
+            return;
+        }
+        if self.learners.len() < MAX_LEARNED || self.learners.contains_key(resource) {
+            self.learners.entry(resource.to_owned()).or_default().add(&demand);
+        }
+    }
+
+    /// Learns a new score if enough pods arrived. Learns at most one score in each call, because
+    /// that takes milliseconds.
+    ///
+    /// `waiting` are the requests of pods that wait, with their CPU.
+    pub fn learn(&mut self, waiting: impl Iterator<Item = (Vec<DeviceRequest>, u64)>) {
+        for (resource, learner) in self.learners.iter_mut().filter(|(_, learner)| learner.is_due()) {
+            learner.learned();
+            let tables = self.tables.get_mut(resource).into_iter().flat_map(BTreeMap::values_mut);
+            tables.for_each(|table| table.is_learned = false);
+        }
+        let learners = &self.learners;
+        let known = self.tables.iter_mut().filter_map(|(resource, tables)| {
+            let learner = learners.get(resource).filter(|learner| learner.knows_enough())?;
+            Some(tables.iter_mut().map(move |(&capacity, table)| (resource, learner, capacity, table)))
+        });
+        let mut due = known.flatten().filter(|(.., table)| !table.is_learned);
+        let Some((resource, learner, capacity, table)) = due.next() else { return };
+        let waiting: Vec<Demand> = waiting
+            .filter_map(|(device_requests, cpu)| {
+                demand(&device_requests, cpu, Vec::new()).filter(|(of, _)| of == resource).map(|(_, demand)| demand)
+            })
+            .collect();
+        let nodes: Vec<placement::Node> =
+            table.placer.nodes().iter().filter(|node| !node.gpus.is_empty()).cloned().collect();
+        let score = learner.score(capacity, &nodes, waiting.iter());
+        table.placer.set_score(score);
+        table.is_learned = true;
+    }
+}
+
+impl<S: Score> Table<S> {
+    /// Adds or changes a node.
+    fn put(&mut self, name: &str, node: placement::Node, devices: &[&String]) {
+        let index = match self.by_node.get(name).copied() {
+            Some(index) => index,
+            None => {
+                let index = self.unused.pop().unwrap_or_else(|| {
+                    self.rows.push(Row::default());
+                    self.placer.add(placement::Node::default())
+                });
+                self.by_node.insert(name.to_owned(), index);
+                index
+            }
+        };
+        if let Some(row) = self.rows.get_mut(index)
+            && (row.node != name || !row.devices.iter().eq(devices.iter().copied()))
+        {
+            *row = Row { node: name.to_owned(), devices: devices.iter().copied().cloned().collect() };
+        }
+        if self.placer.nodes().get(index) != Some(&node) {
+            self.placer.change(index, |row| *row = node);
+        }
+    }
+
+    fn remove(&mut self, name: &str) {
+        if let Some(index) = self.by_node.remove(name) {
+            self.placer.change(index, |row| *row = placement::Node::default());
+            self.rows.get_mut(index).into_iter().for_each(|row| *row = Row::default());
+            self.unused.push(index);
+        }
+    }
+
+    /// The candidates for a pod, best first, with the names of node and devices.
+    fn candidates(
+        &mut self,
+        demand: Demand,
+        siblings: &Siblings,
+    ) -> impl Iterator<Item = (Candidate, &str, Vec<&str>)> {
+        let Self { placer, rows, by_node, .. } = self;
+        let replicas = siblings.0.iter().filter_map(|(node, (on_node, on_devices))| {
+            let index = *by_node.get(node)?;
+            let devices = &rows.get(index)?.devices;
+            let on_gpus = devices.iter().enumerate().filter_map(|(gpu, name)| Some((gpu, *on_devices.get(name)?)));
+            Some((index, Replicas { on_node: *on_node, on_gpus: on_gpus.collect() }))
+        });
+        let replicas = replicas.collect();
+        let rows = &*rows;
+        let found = placer.candidates(demand, replicas);
+        found.filter_map(move |(candidate, gpus)| {
+            let row = rows.get(candidate.node)?;
+            let devices = gpus.into_iter().filter_map(|gpu| row.devices.get(gpu)).map(String::as_str);
+            Some((candidate, row.node.as_str(), devices.collect()))
+        })
+    }
+}
+
+/// The resource, units and number of requests that are all equal. `None` for other requests.
+fn uniform(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)> {
+    let (first, others) = device_requests.split_first()?;
+    let count = u32::try_from(device_requests.len()).ok()?;
+    others.iter().all(|ask| ask == first).then(|| (first.resource.as_str(), first.units.get(), count))
+}
+
+/// The requests in the form that is learned, with units in `per_gpu`.
+fn demand(device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) -> Option<(&str, Demand)> {
+    let (resource, per_gpu, gpus) = uniform(device_requests)?;
+    Some((resource, Demand { cpu, gpus, per_gpu, models }))
+}

@@ -1,0 +1,158 @@
+//! The operator's score, and when it is learned.
+use super::value::{self, Value};
+use super::{Demand, GPU, Node, Observed, Rank, Score, Tightest, TypicalPod};
+
+/// Number of arrived pods after which an arrival has half of its weight.
+const HALF_LIFE: f64 = 4_000.0;
+/// Number of pods below which too little is known. The score is then the tightest fit.
+const MIN_PODS: usize = 50;
+/// Maximum number of arrivals between two updates of the score.
+const MAX_INTERVAL: usize = 500;
+
+/// The operator's score: the tightest fit until typical requests are known.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub enum Learned {
+    /// Too few pods have arrived.
+    #[default]
+    Tightest,
+    /// The value of free capacity for typical requests.
+    Value(Value),
+}
+
+impl Score for Learned {
+    type NodeValues = Option<value::NodeValues>;
+
+    fn precompute(&self, node: &Node) -> Self::NodeValues {
+        match self {
+            Self::Tightest => None,
+            Self::Value(value) => Some(value.precompute(node)),
+        }
+    }
+
+    fn rank(&self, node: &Node, before: &Self::NodeValues, demand: &Demand, way: Option<usize>) -> Rank {
+        match (self, before) {
+            (Self::Value(value), Some(before)) => value.rank(node, before, demand, way),
+            _ => Tightest.rank(node, &(), demand, way),
+        }
+    }
+}
+
+/// Counts the pods that request one resource, and learns the score from them.
+///
+/// Requests are counted in units of the resource. They are converted to thousandths of a GPU only
+/// for the GPUs that the score is for, because GPUs can have different numbers of units.
+#[derive(Debug, Clone)]
+pub struct Learner {
+    observed: Observed,
+    /// Number of pods that were counted.
+    pods: usize,
+    /// Number of pods that were counted when the score was last updated.
+    learned_at: usize,
+}
+
+impl Default for Learner {
+    fn default() -> Self {
+        Self { observed: Observed::new(Some(HALF_LIFE)), pods: 0, learned_at: 0 }
+    }
+}
+
+impl Learner {
+    /// Counts a pod. Its `per_gpu` is a number of units.
+    pub fn add(&mut self, units: &Demand) {
+        self.observed.add(units);
+        self.pods += 1;
+    }
+
+    /// Whether enough pods were counted to learn a score at all.
+    pub fn knows_enough(&self) -> bool {
+        self.pods >= MIN_PODS
+    }
+
+    /// Whether enough pods arrived since the last update of the score.
+    pub fn is_due(&self) -> bool {
+        let interval = (self.learned_at / 8).clamp(MIN_PODS, MAX_INTERVAL);
+        self.knows_enough() && self.pods - self.learned_at >= interval
+    }
+
+    /// Records that the scores are up to date.
+    pub fn learned(&mut self) {
+        self.learned_at = self.pods;
+    }
+
+    /// The score for GPUs of `capacity` units on these nodes. `waiting` are the requests of pending
+    /// pods, in units. Takes milliseconds.
+    pub fn score<'a>(&self, capacity: u32, nodes: &[Node], waiting: impl Iterator<Item = &'a Demand>) -> Learned {
+        let typical = self.observed.typical().into_iter().filter(|kind| kind.per_gpu <= capacity);
+        let typical: Vec<TypicalPod> =
+            typical.map(|kind| TypicalPod { per_gpu: thousandths(kind.per_gpu, capacity), ..kind }).collect();
+        if !self.knows_enough() || typical.is_empty() {
+            return Learned::Tightest;
+        }
+        let waiting = waiting.filter(|demand| demand.per_gpu <= capacity);
+        let waiting: Vec<Demand> =
+            waiting.map(|units| Demand { per_gpu: thousandths(units.per_gpu, capacity), ..units.clone() }).collect();
+        Learned::Value(Value::learn(&typical, nodes).with_pending(waiting.iter()))
+    }
+}
+
+/// Converts units of a GPU with `capacity` units to thousandths of the GPU.
+pub fn thousandths(units: u32, capacity: u32) -> u32 {
+    let part = u64::from(units) * u64::from(GPU) / u64::from(capacity.max(1));
+    u32::try_from(part).map_or(GPU, |part| part.min(GPU))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn units(per_gpu: u32) -> Demand {
+        Demand { cpu: 1000, gpus: 1, per_gpu, models: Vec::new() }
+    }
+
+    fn nodes() -> Vec<Node> {
+        vec![Node { model: "H100".into(), cpu_total: 64_000, cpu: 64_000, gpus: vec![GPU; 2] }]
+    }
+
+    #[test]
+    fn the_score_is_the_tightest_fit_until_fifty_pods_arrived() {
+        let mut learner = Learner::default();
+        (0..49).for_each(|_| learner.add(&units(6)));
+        assert!(!learner.is_due());
+        assert_eq!(learner.score(10, &nodes(), [].iter()), Learned::Tightest);
+        learner.add(&units(4));
+        assert!(learner.is_due());
+        assert!(matches!(learner.score(10, &nodes(), [].iter()), Learned::Value(_)));
+        assert_eq!(learner.score(3, &nodes(), [].iter()), Learned::Tightest, "no such pod fits these GPUs");
+    }
+
+    #[test]
+    fn the_score_is_updated_after_an_eighth_more_pods_at_most_500() {
+        let mut learner = Learner::default();
+        let mut updates = Vec::new();
+        for pod in 1..=20_000 {
+            learner.add(&units(3));
+            if learner.is_due() {
+                learner.learned();
+                updates.push(pod);
+            }
+        }
+        assert_eq!(updates[..3], [50, 100, 150]);
+        assert!(updates.windows(2).all(|pair| pair[1] - pair[0] <= 500));
+        assert!(updates.len() < 100, "{}", updates.len());
+    }
+
+    #[test]
+    fn a_learned_score_leaves_holes_that_typical_pods_fit() {
+        let mut learner = Learner::default();
+        (0..30).for_each(|_| [6, 4].iter().for_each(|size| learner.add(&units(*size))));
+        let score = learner.score(10, &nodes(), [].iter());
+        let node = Node { gpus: vec![1000, 600], ..nodes().remove(0) };
+        let rank = |score: &Learned, way| {
+            score.rank(&node, &score.precompute(&node), &Demand { per_gpu: 400, ..units(0) }, Some(way))
+        };
+        let better = |score: &Learned, way, than| rank(score, way).order(&rank(score, than)).is_gt();
+        // 6 of 10 units are free on the second GPU, which a pod of 6 could use.
+        assert!(better(&score, 0, 1));
+        assert!(better(&Learned::Tightest, 1, 0));
+    }
+}

@@ -1,0 +1,357 @@
+//! Nodes with cached ranks for each kind of pod. Only changed nodes are ranked again.
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BinaryHeap};
+
+use super::{Demand, Node, Rank, Score};
+
+/// A node and the way to place a pod on it, with its rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Candidate {
+    /// Replicas of the pod's controller on the GPU, then on the node. Fewer are better, regardless
+    /// of the rank.
+    replicas: (u32, u32),
+    rank: Rank,
+    /// Index of the node.
+    pub node: usize,
+    /// Index of the GPU. `None` for a pod with several GPUs.
+    way: Option<usize>,
+}
+
+impl Eq for Candidate {}
+
+impl PartialOrd for Candidate {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Candidate {
+    /// The better candidate is greater. Among equal ones, the candidate with the lower indices.
+    fn cmp(&self, other: &Self) -> Ordering {
+        (other.replicas.cmp(&self.replicas))
+            .then_with(|| self.rank.order(&other.rank))
+            .then_with(|| other.node.cmp(&self.node))
+            .then_with(|| other.way.cmp(&self.way))
+    }
+}
+
+/// Replicas of one controller on a node: their number on the node, and on each of its GPUs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Replicas {
+    /// Replicas on the node.
+    pub on_node: u32,
+    /// Replicas on each GPU, by the GPU's index.
+    pub on_gpus: BTreeMap<usize, u32>,
+}
+
+/// The best way to place one kind of pod on one node, in few bytes.
+#[derive(Debug, Clone, Copy)]
+struct Best {
+    score: f64,
+    spread: f64,
+    left: u32,
+    /// Index of the GPU, or one of the constants below.
+    way: u32,
+}
+
+impl Best {
+    /// Value of `way` for a pod with several GPUs.
+    const SEVERAL: u32 = u32::MAX - 1;
+    /// The pod does not fit.
+    const NONE: Self = Self { score: 0.0, spread: 0.0, left: 0, way: u32::MAX };
+
+    fn candidate(self, node: usize) -> Option<Candidate> {
+        let way = match self.way {
+            u32::MAX => return None,
+            Self::SEVERAL => None,
+            device => Some(device as usize),
+        };
+        let rank = Rank { score: self.score, spread: self.spread, left: self.left };
+        Some(Candidate { replicas: (0, 0), rank, node, way })
+    }
+}
+
+/// Cached results for one kind of pod, and the position in the log of changes up to which they are
+/// valid.
+#[derive(Debug, Clone)]
+struct Answers {
+    best: Vec<Best>,
+    seen: usize,
+}
+
+/// Nodes and a score, with cached ranks for each kind of pod.
+#[derive(Debug)]
+pub struct Placer<S: Score> {
+    nodes: Vec<Node>,
+    score: S,
+    before: Vec<S::NodeValues>,
+    answers: BTreeMap<Demand, Answers>,
+    /// Indices of changed nodes, in order.
+    changes: Vec<usize>,
+}
+
+/// The older half of the log of changes is dropped when the log is this many times longer than the
+/// list of nodes.
+const MAX_CHANGES_PER_NODE: usize = 8;
+/// Maximum number of cached ranks, of 24 bytes each.
+const MAX_ANSWERS: usize = 1 << 19;
+
+impl<S: Score + Default> Default for Placer<S> {
+    fn default() -> Self {
+        Self::new(Vec::new(), S::default())
+    }
+}
+
+impl<S: Score> Placer<S> {
+    /// Creates a placer with its nodes and its score.
+    pub fn new(nodes: Vec<Node>, score: S) -> Self {
+        let before = nodes.iter().map(|node| score.precompute(node)).collect();
+        Self { nodes, score, before, answers: BTreeMap::new(), changes: Vec::new() }
+    }
+
+    /// The nodes.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// The score.
+    pub fn score(&self) -> &S {
+        &self.score
+    }
+
+    /// Replaces the score and clears the cache.
+    pub fn set_score(&mut self, score: S) {
+        self.before = self.nodes.iter().map(|node| score.precompute(node)).collect();
+        self.score = score;
+        self.answers.clear();
+        self.changes.clear();
+    }
+
+    /// Adds a node, and returns its index.
+    pub fn add(&mut self, node: Node) -> usize {
+        self.before.push(self.score.precompute(&node));
+        self.nodes.push(node);
+        self.answers.clear();
+        self.changes.clear();
+        self.nodes.len() - 1
+    }
+
+    /// Changes a node.
+    pub fn change(&mut self, index: usize, change: impl FnOnce(&mut Node)) {
+        let (Some(node), Some(before)) = (self.nodes.get_mut(index), self.before.get_mut(index)) else { return };
+        change(node);
+        *before = self.score.precompute(node);
+        self.changes.push(index);
+        if self.changes.len() > MAX_CHANGES_PER_NODE * self.nodes.len() {
+            // Drop only results that were not used during half of the log.
+            let cut = self.changes.len() / 2;
+            self.changes.drain(..cut);
+            self.answers.retain(|_, answers| answers.seen >= cut);
+            self.answers.values_mut().for_each(|answers| answers.seen -= cut);
+        }
+    }
+
+    /// The nodes and GPUs that fit a pod, best first. On a node without replicas of the pod's
+    /// controller, only the best GPU is returned.
+    pub fn candidates(&mut self, demand: Demand, replicas: BTreeMap<usize, Replicas>) -> Candidates<'_> {
+        self.refresh(&demand);
+        let beside = replicas.iter().flat_map(|(&index, replicas)| self.beside(&demand, index, replicas)).collect();
+        let best = self.answers.get(&demand).map(|answers| answers.best.as_slice()).unwrap_or_default();
+        Candidates { nodes: &self.nodes, best, demand, beside, replicas, rest: Rest::All }
+    }
+
+    /// All ways to place a pod on a node that runs replicas of the pod's controller.
+    fn beside(&self, demand: &Demand, index: usize, replicas: &Replicas) -> Vec<Candidate> {
+        let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return Vec::new() };
+        let candidate = |way: Option<usize>| {
+            let on_gpu = way.and_then(|way| replicas.on_gpus.get(&way)).copied().unwrap_or(0);
+            let rank = self.score.rank(node, before, demand, way);
+            Candidate { replicas: (on_gpu, replicas.on_node), rank, node: index, way }
+        };
+        node.ways(demand).map(candidate).collect()
+    }
+
+    /// Computes the ranks for a kind of pod, if they are not cached.
+    fn refresh(&mut self, demand: &Demand) {
+        let behind = self.answers.get(demand).map_or(usize::MAX, |answers| self.changes.len() - answers.seen);
+        let seen = self.changes.len();
+        if behind > self.nodes.len() {
+            self.make_room();
+            let best = (0..self.nodes.len()).map(|node| self.best(node, demand)).collect();
+            self.answers.insert(demand.clone(), Answers { best, seen });
+            return;
+        }
+        let changed = self.changes.get(seen - behind..).unwrap_or_default();
+        let changed: Vec<(usize, Best)> = changed.iter().map(|&node| (node, self.best(node, demand))).collect();
+        let Some(answers) = self.answers.get_mut(demand) else { return };
+        for (node, best) in changed {
+            if let Some(answer) = answers.best.get_mut(node) {
+                *answer = best;
+            }
+        }
+        answers.seen = seen;
+    }
+
+    /// Drops the kinds of pods that were not placed for the longest time, until another kind fits
+    /// into the cache.
+    fn make_room(&mut self) {
+        while self.answers.len() > 1 && (self.answers.len() + 1).saturating_mul(self.nodes.len()) > MAX_ANSWERS {
+            let oldest = self.answers.iter().min_by_key(|(_, answers)| answers.seen).map(|(demand, _)| demand.clone());
+            oldest.and_then(|oldest| self.answers.remove(&oldest));
+        }
+    }
+
+    fn best(&self, index: usize, demand: &Demand) -> Best {
+        let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return Best::NONE };
+        let mut best: Option<(Rank, Option<usize>)> = None;
+        for way in node.ways(demand) {
+            // GPUs with equal free capacity have equal ranks.
+            let free = |way: usize| node.gpus.get(way);
+            if way.is_some_and(|way| (0..way).any(|earlier| free(earlier) == free(way))) {
+                continue;
+            }
+            let rank = self.score.rank(node, before, demand, way);
+            if best.as_ref().is_none_or(|(other, _)| rank.order(other).is_gt()) {
+                best = Some((rank, way));
+            }
+        }
+        let Some((Rank { score, spread, left }, way)) = best else { return Best::NONE };
+        let way = way.map_or(Best::SEVERAL, |way| u32::try_from(way).unwrap_or(u32::MAX));
+        Best { score, spread, left, way }
+    }
+}
+
+/// The nodes and GPUs that fit a pod, best first, with the indices of the GPUs that the pod uses.
+///
+/// Most pods use the first candidate. So the first one is the result of a linear search, and the
+/// others are ordered only when the second one is needed.
+#[derive(Debug)]
+pub struct Candidates<'a> {
+    nodes: &'a [Node],
+    best: &'a [Best],
+    demand: Demand,
+    /// Candidates on nodes with replicas.
+    beside: Vec<Candidate>,
+    replicas: BTreeMap<usize, Replicas>,
+    rest: Rest,
+}
+
+/// The candidates that were not returned yet.
+#[derive(Debug)]
+enum Rest {
+    All,
+    Except(Candidate),
+    Ordered(BinaryHeap<Candidate>),
+}
+
+impl Candidates<'_> {
+    fn fitting(&self) -> impl Iterator<Item = Candidate> {
+        let alone = |(node, _): &(usize, &Best)| self.replicas.is_empty() || !self.replicas.contains_key(node);
+        let others = self.best.iter().enumerate().filter(alone);
+        others.filter_map(|(node, best)| best.candidate(node)).chain(self.beside.iter().copied())
+    }
+}
+
+impl Iterator for Candidates<'_> {
+    type Item = (Candidate, Vec<usize>);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if let Rest::Except(first) = self.rest {
+            self.rest = Rest::Ordered(self.fitting().filter(|candidate| *candidate != first).collect());
+        }
+        let next = if let Rest::Ordered(heap) = &mut self.rest {
+            heap.pop()?
+        } else {
+            let first = self.fitting().max()?;
+            self.rest = Rest::Except(first);
+            first
+        };
+        Some((next, self.nodes.get(next.node)?.devices(&self.demand, next.way)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::{Tightest, remaining};
+    use super::*;
+
+    /// Prefers the node with the least free capacity. So every change of a node changes its rank.
+    #[derive(Clone, Default)]
+    struct Fullest;
+
+    impl Score for Fullest {
+        type NodeValues = u32;
+
+        fn precompute(&self, node: &Node) -> u32 {
+            node.free()
+        }
+
+        fn rank(&self, node: &Node, before: &u32, demand: &Demand, way: Option<usize>) -> Rank {
+            Rank { score: -f64::from(*before), spread: 0.0, left: remaining(node, demand, way) }
+        }
+    }
+
+    fn node(gpus: &[u32]) -> Node {
+        Node { model: "T4".into(), cpu_total: 64_000, cpu: 64_000, gpus: gpus.to_vec() }
+    }
+
+    fn shares(per_gpu: u32) -> Demand {
+        Demand { cpu: 1000, gpus: 1, per_gpu, models: Vec::new() }
+    }
+
+    fn all<S: Score>(placer: &mut Placer<S>, demand: &Demand) -> Vec<(usize, Option<usize>)> {
+        placer.candidates(demand.clone(), BTreeMap::new()).map(|(found, _)| (found.node, found.way)).collect()
+    }
+
+    #[test]
+    fn six_free_units_on_two_gpus_cannot_hold_five() {
+        let mut placer = Placer::new(vec![node(&[300, 300])], Fullest);
+        assert_eq!(all(&mut placer, &shares(500)), []);
+        assert_eq!(all(&mut placer, &shares(300)), [(0, Some(0))]);
+        placer.change(0, |node| node.cpu = 999);
+        assert_eq!(all(&mut placer, &shares(300)), [], "the node has too little CPU");
+    }
+
+    #[test]
+    fn a_pod_of_two_gpus_takes_two_gpus_of_one_node() {
+        let mut placer = Placer::new(vec![node(&[1000, 900]), node(&[900, 1000, 1000])], Fullest);
+        let two = Demand { gpus: 2, ..shares(1000) };
+        assert_eq!(all(&mut placer, &two), [(1, None)]);
+        assert_eq!(placer.nodes()[1].devices(&two, None), [1, 2]);
+    }
+
+    #[test]
+    fn candidates_come_best_first_and_avoid_replicas() {
+        let mut placer = Placer::new(vec![node(&[400, 900]), node(&[500]), node(&[700])], Tightest);
+        assert_eq!(all(&mut placer, &shares(300)), [(0, Some(0)), (1, Some(0)), (2, Some(0))]);
+        let replicas = BTreeMap::from([(0, Replicas { on_node: 1, on_gpus: BTreeMap::from([(0, 1)]) })]);
+        let found: Vec<_> =
+            placer.candidates(shares(300), replicas).map(|(found, _)| (found.node, found.way)).collect();
+        assert_eq!(found, [(1, Some(0)), (2, Some(0)), (0, Some(1)), (0, Some(0))]);
+    }
+
+    #[test]
+    fn the_cache_is_bounded() {
+        let mut placer = Placer::new(vec![node(&[1000]); MAX_ANSWERS / 4], Fullest);
+        for per_gpu in 1..10 {
+            assert_eq!(placer.candidates(shares(per_gpu), BTreeMap::new()).count(), MAX_ANSWERS / 4);
+            assert!(placer.answers.values().map(|answers| answers.best.len()).sum::<usize>() <= MAX_ANSWERS);
+        }
+    }
+
+    proptest! {
+        /// Cached results equal computed ones.
+        #[test]
+        fn cached_results_equal_computed_ones(steps in prop::collection::vec((1u32..=10, 0..6usize), 1..60)) {
+            let mut placer = Placer::new((0..3).map(|_| node(&[1000, 1000])).collect(), Fullest);
+            for (size, gpu) in steps {
+                let demand = shares(size * 100);
+                let fresh = all(&mut Placer::new(placer.nodes().to_vec(), Fullest), &demand);
+                prop_assert_eq!(all(&mut placer, &demand), fresh);
+                placer.change(gpu / 2, |node| node.gpus[gpu % 2] = (node.gpus[gpu % 2] + size * 100) % 1100);
+            }
+        }
+    }
+}
