@@ -448,6 +448,7 @@ mod tests {
             pods: empty(),
             volume_claims: empty(),
             volumes: empty(),
+            budgets: empty(),
             namespaces: empty(),
         };
         let context = Context {

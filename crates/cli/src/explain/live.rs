@@ -53,6 +53,7 @@ impl Live {
             pods: objects.pods.into_iter().map(Arc::new).collect(),
             nodes: objects.nodes.into_iter().map(Arc::new).collect(),
             gpu_nodes: objects.gpu_nodes.into_iter().map(Arc::new).collect(),
+            policies: objects.policies.into_iter().map(Arc::new).collect(),
             agents: objects.agents.into_iter().map(Arc::new).collect(),
             // Only the operator knows which MPS hosts it replaces. It reports them in Events of the
             // pods that wait for such a host.
