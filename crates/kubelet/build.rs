@@ -2,9 +2,9 @@
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // Compile each folder with its own root, because both files are named `api.proto`.
-    for folder in ["deviceplugin/v1beta1", "podresources/v1"] {
-        let root = format!("../../proto/{folder}");
+    // Compile each directory with its own root, because both files are named `api.proto`.
+    for directory in ["deviceplugin/v1beta1", "podresources/v1"] {
+        let root = format!("../../proto/{directory}");
         println!("cargo::rerun-if-changed={root}/api.proto");
         let files = protox::compile(["api.proto"], [&root])?;
         tonic_prost_build::configure()

@@ -30,10 +30,10 @@ debian_update() {
     fi
   done >"$debian_dir/sources.list"
   apt-get "${debian_options[@]}" -qq update >"$debian_dir/update.log" 2>&1 ||
-    { cat "$debian_dir/update.log" >&2; die "cannot read the package lists of $mirror"; }
+    { cat "$debian_dir/update.log" >&2; die "failed to read the package lists of $mirror"; }
 }
 
-# debian_download DIR PACKAGE…: downloads packages, named as for `apt-get install`, to a folder.
+# debian_download DIR PACKAGE…: downloads packages, named as for `apt-get install`, to a directory.
 debian_download() {
   local dir=$1; shift
   mkdir -p "$dir"

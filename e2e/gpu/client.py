@@ -206,7 +206,7 @@ def compare(direct, times):
         measured["directMs"].append(seen(child(CUDA_MPS_PIPE_DIRECTORY=direct)).get("contextMs"))
         measured["throughMs"].append(seen(child()).get("contextMs"))
     if None in measured["directMs"] + measured["throughMs"]:
-        say(error="a context could not be created", **measured)
+        say(error="failed to create a context", **measured)
     else:
         say(medians={name: statistics.median(values) for name, values in measured.items()}, **measured)
 

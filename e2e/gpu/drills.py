@@ -10,11 +10,11 @@ from lies import LIES
 
 HERE = pathlib.Path(__file__).parent
 NODE = "node1"
-HOST = pathlib.Path(os.environ["DRILL_NODE_ROOT"])  # the node's root folder on the machine
+HOST = pathlib.Path(os.environ["DRILL_NODE_ROOT"])  # the node's root directory on the machine
 CLUSTER, CLEAVE, LIAR = os.environ["DRILL_CLUSTER"], os.environ["DRILL_CLEAVE"], pathlib.Path(os.environ["DRILL_LIAR"])
 NAMESPACE = "drill"
 SHARED = "/var/lib/drill"  # on the node; /drill in pods
-FOLDER = HOST / SHARED.lstrip("/")
+DIRECTORY = HOST / SHARED.lstrip("/")
 DRIVER = pathlib.Path("/usr/local/nvidia")
 MPS, TIMESLICE = "nvidia.com/gpu-mps", "nvidia.com/gpu-timeslice"
 QUICK = bool(os.environ.get("DRILL_QUICK"))  # shorter phases and fewer repetitions, to try the drills themselves
@@ -101,10 +101,10 @@ def sms(count, units=10):
 
 
 class Pod:
-    """A pod with the machine's /usr and this folder's programs."""
+    """A pod with the machine's /usr and this directory's programs."""
 
     def __init__(self, name, *command, count=1, resource=MPS, user=0, capabilities=None, privileged=False, env=None, grace=0, mounts=(), program="client.py", memory=None):
-        self.name, self.log = name, FOLDER / f"{name}.log"
+        self.name, self.log = name, DIRECTORY / f"{name}.log"
         self.log.unlink(missing_ok=True)
         volumes = [("usr", "/usr", "/usr", True), ("drill", SHARED, "/drill", False), *mounts]
         security = {"runAsUser": user}
@@ -161,18 +161,18 @@ def held(names):
 
 
 def touch(name):
-    (FOLDER / name).touch()
+    (DIRECTORY / name).touch()
 
 
 def clear():
     """Deletes the pods and files of earlier steps."""
     kubectl("delete", "pod", "-n", NAMESPACE, "--all", "--grace-period=0", "--force")
     wait("no pod has shares", lambda: not any(gpu.get("allocations") for gpu in get("gpunode", NODE)["status"]["gpus"]), 90, 0.1)
-    for path in FOLDER.iterdir():
+    for path in DIRECTORY.iterdir():
         path.unlink()
     for program in (HERE / "client.py", HERE / "infer.py", LIAR):
-        shutil.copy(program, FOLDER / program.name)
-    FOLDER.chmod(0o777)
+        shutil.copy(program, DIRECTORY / program.name)
+    DIRECTORY.chmod(0o777)
 
 
 class Cut(Exception):
@@ -213,7 +213,7 @@ def doctor(results):
     """Runs `cleave doctor` on the node while no policy shares the GPU."""
     kubectl("delete", "sharingpolicy", "--all")
     wait("no daemon runs", lambda: not (HOST / "run/cleave/mps/status.json").exists() or not mps_status()["daemons"], 60, 0.1)
-    # doctor also runs the probe as another user, who cannot read every folder.
+    # doctor also runs the probe as another user, who cannot read every directory.
     probe = pathlib.Path("/tmp/drill-probe.py")
     shutil.copy(HERE / "probe.py", probe)
     probe.chmod(0o755)
@@ -322,10 +322,10 @@ class ByHand:
     """Seven programs under a manually started MPS daemon, with the limits of shares."""
 
     def __init__(self, threads, percent, names):
-        self.folder = pathlib.Path(f"/tmp/drill-hand-{threads}")
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
-        pipe, log = self.folder / "pipe", self.folder / "log"
+        self.directory = pathlib.Path(f"/tmp/drill-hand-{threads}")
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir()
+        pipe, log = self.directory / "pipe", self.directory / "log"
         for path in (pipe, log):
             path.mkdir()
         self.env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log), "LD_LIBRARY_PATH": str(DRIVER / "lib64"), "HOME": "/tmp"}
@@ -333,7 +333,7 @@ class ByHand:
         wait("the manually started daemon listens", lambda: (pipe / "control").exists())
         memory = (int(smi("memory.total").splitlines()[0]) - 128) // 7
         limited = {**self.env, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}M", **({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)} if percent else {})}
-        self.clients = [subprocess.Popen(["/usr/bin/python3", HERE / "infer.py", self.folder, name], env=limited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in names]
+        self.clients = [subprocess.Popen(["/usr/bin/python3", HERE / "infer.py", self.directory, name], env=limited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in names]
 
     def end(self):
         for client in self.clients:
@@ -344,7 +344,7 @@ class ByHand:
             self.daemon.wait(20)
         except subprocess.TimeoutExpired:
             self.daemon.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class Inference:
@@ -353,12 +353,12 @@ class Inference:
     def __init__(self):
         self.rows, self.times, self.phases = [], {}, {}
 
-    def phase(self, folder, who, names, seconds, train=(), what=None, warm=0.7):
+    def phase(self, directory, who, names, seconds, train=(), what=None, warm=0.7):
         """Runs all names concurrently, those in `train` with training."""
-        number = self.phases[folder] = self.phases.get(folder, -1) + 1
-        (folder / ".phase").write_text(json.dumps({"begin": time.time() + warm, "seconds": seconds, "names": names, "train": list(train)}))
-        (folder / ".phase").rename(folder / f"phase-{number}.json")
-        files = [folder / f"result-{number}-{name}" for name in names]
+        number = self.phases[directory] = self.phases.get(directory, -1) + 1
+        (directory / ".phase").write_text(json.dumps({"begin": time.time() + warm, "seconds": seconds, "names": names, "train": list(train)}))
+        (directory / ".phase").rename(directory / f"phase-{number}.json")
+        files = [directory / f"result-{number}-{name}" for name in names]
         wait(f"{who}, {len(names)} clients", lambda: all(file.exists() for file in files), seconds + 60)
         times = {name: json.loads(file.read_text()) for name, file in zip(names, files)}
         infer = [times[name] for name in names if name not in train]
@@ -387,34 +387,34 @@ def worth(results):
     names = [f"infer-{n}" for n in range(7)]
     run = Inference()
     results.figures["rows"] = run.rows
-    ready = lambda folder, of: wait(f"{folder}: all programs are ready", lambda: all((folder / f"ready-{name}").exists() for name in of), 90, 0.1)
+    ready = lambda directory, of: wait(f"{directory}: all programs are ready", lambda: all((directory / f"ready-{name}").exists() for name in of), 90, 0.1)
 
-    def few(folder, who):
+    def few(directory, who):
         for size in () if QUICK else (1, 3, 5):
-            run.phase(folder, who, names[:size], short)
+            run.phase(directory, who, names[:size], short)
 
-    def training(folder, who):
-        run.phase(folder, who, names[6:], short, train=names[6:], what="1 trains", warm=4)
-        run.phase(folder, who, [names[0], names[6]], short, train=names[6:], what="1 infers, 1 trains")
+    def training(directory, who):
+        run.phase(directory, who, names[6:], short, train=names[6:], what="1 trains", warm=4)
+        run.phase(directory, who, [names[0], names[6]], short, train=names[6:], what="1 infers, 1 trains")
 
     def configure(who, resource, count=lambda name: 1, of=names):
         pods = [Pod(name, "/drill", name, program="infer.py", resource=resource, count=count(name)) for name in of]
         create(*pods)
         try:
-            ready(FOLDER, of)
+            ready(DIRECTORY, of)
         except TimeoutError as error:
             raise TimeoutError(f"{error} {shell('kubectl', 'logs', '-n', NAMESPACE, of[0], check=False).stdout[:3000]}")
-        seen = {name: json.loads((FOLDER / f"ready-{name}").read_text()) for name in of}
+        seen = {name: json.loads((DIRECTORY / f"ready-{name}").read_text()) for name in of}
         results.note(**{f"{who} sees": seen if len(of) < 7 else seen[of[0]]})
-        run.phases.pop(FOLDER, None)
+        run.phases.pop(DIRECTORY, None)
         return pods
 
     policy("TimeSlicing", TIMESLICE, 7, replicas=7)
     pods = configure("time-slicing", TIMESLICE)
-    few(FOLDER, "time-slicing")
-    training(FOLDER, "time-slicing")
+    few(DIRECTORY, "time-slicing")
+    training(DIRECTORY, "time-slicing")
     for _ in range(turns):
-        run.phase(FOLDER, "time-slicing", names, short + 1)
+        run.phase(DIRECTORY, "time-slicing", names, short + 1)
     delete(*pods)
     host = lambda: sum(sum(map(int, stat.read_text().rsplit(")", 1)[1].split()[11:13])) for stat in pathlib.Path("/proc").glob("[0-9]*/stat") if "(cleave-mps-host)" in stat.read_text())
     for threads, percent in (("Burst", 28), ("Strict", 14), ("Uncapped", None)):
@@ -424,15 +424,15 @@ def worth(results):
         hand = ByHand(threads, percent, names)
         try:
             pods = configure(f"Cleave {threads}", MPS)
-            ready(hand.folder, names)
-            pair = ((FOLDER, f"Cleave {threads}"), (hand.folder, f"by hand {threads}"))
-            for folder, who in pair:
-                few(folder, who)
+            ready(hand.directory, names)
+            pair = ((DIRECTORY, f"Cleave {threads}"), (hand.directory, f"by hand {threads}"))
+            for directory, who in pair:
+                few(directory, who)
             training(*pair[0])
             before = host()
             for turn in range(turns):
-                for folder, who in pair if turn % 2 == 0 else pair[::-1]:
-                    run.phase(folder, who, names, long)
+                for directory, who in pair if turn % 2 == 0 else pair[::-1]:
+                    run.phase(directory, who, names, long)
             results.note(**{f"{threads}: CPU seconds of the MPS host": (host() - before) / os.sysconf("SC_CLK_TCK")})
         finally:
             hand.end()
@@ -441,8 +441,8 @@ def worth(results):
     shares(7, "Strict")
     sizes = {"infer-1": 1, "infer-2": 2, "infer-4": 4}
     pods = configure("mixed", MPS, sizes.get, list(sizes))
-    alone = {name: run.phase(FOLDER, "mixed", [name], short, what=f"{name} alone")["perSecond"] for name in sizes}
-    together = run.phase(FOLDER, "mixed", list(sizes), short + 2, what="mixed")["eachPerSecond"]
+    alone = {name: run.phase(DIRECTORY, "mixed", [name], short, what=f"{name} alone")["perSecond"] for name in sizes}
+    together = run.phase(DIRECTORY, "mixed", list(sizes), short + 2, what="mixed")["eachPerSecond"]
     delete(*pods)
     results.note(mixed={name: {"shares": size, "alone": alone[name], "together": together[name]} for name, size in sizes.items()})
 
@@ -636,13 +636,13 @@ def churn(results):
     results.note(allocateSecondsByKubelet={"within": buckets, "of": counted and float(counted[1])},
                  preStartMs=started and {"calls": len(started), "p50": percentile(started, 0.5), "p99": percentile(started, 0.99), "most": max(started)})
     results.check(f"{total} pods each run a kernel under their limits", len(times) == total and not wrong, wrong=wrong[:5], right=len(times))
-    # The kubelet first stops listing a terminated pod. Then its folder is removed.
+    # The kubelet first stops listing a terminated pod. Then its directory is removed.
     left = lambda: len(list((HOST / "run/cleave/alloc").iterdir()))
     try:
-        wait("no allocation's folder remains", lambda: left() == 0, 20, 0.2)
+        wait("no allocation's directory remains", lambda: left() == 0, 20, 0.2)
     except TimeoutError:
         pass
-    results.check("no allocation's folder remains", left() == 0, left=left())
+    results.check("no allocation's directory remains", left() == 0, left=left())
     results.note(creationToFirstKernelMs=results.figures["creationToFirstKernelMs"], before=before, after=after)
     grown = {program: (after[program][0]["rssKiB"] - before[program][0]["rssKiB"]) if before[program] and after[program] else None for program in after}
     results.check("agent and MPS host grew by at most 2 MiB", all(value is not None and value <= 2048 for value in grown.values()), grownKiB=grown)
@@ -734,7 +734,7 @@ def hostile(results):
         liar = Pod(name, "/bin/sh", "-c", f"{{ {tell} }} > /drill/{name}.txt 2>&1; echo '{{\"done\": true}}' > /drill/{name}.log", program=None, user=user, count=2)
         create(liar)
         liar.line("done", 240)
-        results.note(**{f"handshake violations of user {user}": (FOLDER / f"{name}.txt").read_text().splitlines()})
+        results.note(**{f"handshake violations of user {user}": (DIRECTORY / f"{name}.txt").read_text().splitlines()})
         after = Pod(f"{name}-after", "--touch", count=1)
         create(after)
         kernel = after.line("firstKernel")
@@ -904,7 +904,7 @@ DRILLS = {drill.__name__: drill for drill in (doctor, limits, door, worth, fault
 
 
 def main(out, names):
-    (FOLDER).mkdir(parents=True, exist_ok=True)
+    (DIRECTORY).mkdir(parents=True, exist_ok=True)
     kubectl("create", "namespace", NAMESPACE)
     uuid, name, driver, memory = (part.strip() for part in smi("uuid,name,driver_version,memory.total").splitlines()[0].split(","))
     modes = lambda: smi("compute_mode,mig.mode.current,persistence_mode")

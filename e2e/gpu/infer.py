@@ -1,21 +1,21 @@
 """Runs inference and training like YOLOS-small (random weights, batch 1, 512x864), in phases.
 
-usage: infer.py FOLDER NAME
+usage: infer.py DIRECTORY NAME
 
-FOLDER/phase-K.json starts a phase: {"begin": epoch, "seconds", "names": [...], "train": [...]}.
-The program writes the times of its steps to FOLDER/result-K-NAME.
+DIRECTORY/phase-K.json starts a phase: {"begin": epoch, "seconds", "names": [...], "train": [...]}.
+The program writes the times of its steps to DIRECTORY/result-K-NAME.
 """
 import json, pathlib, sys, time
 
 import torch
 from transformers import YolosConfig, YolosForObjectDetection
 
-folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+directory, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 
 
 def write(file, value):
-    (folder / f".{file}").write_text(json.dumps(value))
-    (folder / f".{file}").rename(folder / file)
+    (directory / f".{file}").write_text(json.dumps(value))
+    (directory / f".{file}").rename(directory / file)
 
 
 torch.manual_seed(1)
@@ -53,11 +53,11 @@ for _ in range(20):
 properties = torch.cuda.get_device_properties(0)
 write(f"ready-{name}", {"sms": properties.multi_processor_count, "freeMiB": torch.cuda.mem_get_info()[0] >> 20})
 number = 0
-while not (folder / "end").exists():
-    if not (folder / f"phase-{number}.json").exists():
+while not (directory / "end").exists():
+    if not (directory / f"phase-{number}.json").exists():
         time.sleep(0.002)
         continue
-    phase = json.loads((folder / f"phase-{number}.json").read_text())
+    phase = json.loads((directory / f"phase-{number}.json").read_text())
     if name in phase["names"]:
         doer = infer
         if name in phase["train"]:

@@ -70,7 +70,7 @@ func (m *machine) tightest(shares int) int {
 	return best
 }
 
-// take allocates shares of a GPU to a pod. It returns false if too few are free.
+// take allocates shares of a GPU to a pod. take returns false if too few are free.
 func (m *machine) take(pod string, gpu, shares int) bool {
 	if m.free(gpu) < shares {
 		return false

@@ -42,7 +42,7 @@ const startTimeout = time.Minute
 
 // programs contains the paths of the plane's programs.
 type programs struct {
-	kube     string // folder with etcd, kube-apiserver …
+	kube     string // directory with etcd, kube-apiserver …
 	helm     string
 	kwok     string
 	operator string
@@ -176,7 +176,8 @@ func (p *plane) kubeconfig(user string) string {
 	return p.path(strings.ReplaceAll(user, ":", "-") + ".kubeconfig")
 }
 
-// start runs a program with its output in a log. Its unexpected exit ends the plane's context.
+// start runs a program with its output in a log. An unexpected exit of the program ends the plane's
+// context.
 func (p *plane) start(name string, env []string, argv ...string) (*process, error) {
 	started, err := startProcess(name, filepath.Join(p.logs, name+".log"), env, argv)
 	if err != nil {
@@ -309,8 +310,8 @@ func until(ctx context.Context, limit time.Duration, what string, ask func(conte
 	}
 }
 
-// workDir creates a folder for one run and removes the folders of killed runs. The folder is locked
-// until this process exits.
+// workDir creates a directory for one run and removes the directories of killed runs. The directory
+// is locked until this process exits.
 func workDir() (dir string, remove func(), err error) {
 	const prefix = "cleave-placement-"
 	stale, err := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*"))

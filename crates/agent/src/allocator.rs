@@ -94,7 +94,7 @@ impl Allocator {
         let mut table = self.table();
         let pools = table.pools.get(resource).map(Vec::as_slice).unwrap_or_default();
         let granted = grant(&ResourceView { resource, pools, reserved: &[] }, ids);
-        let allocation = granted.inspect_err(|denied| self.denied(&mut table, resource, denied))?;
+        let allocation = granted.inspect_err(|denied| self.report_denied(&mut table, resource, denied))?;
         let edits = self.settings.edits(&allocation, &table.nodes);
         table.allocations.insert(allocation.clone(), Instant::now());
         drop(table);
@@ -108,7 +108,9 @@ impl Allocator {
         Ok((allocation, edits))
     }
 
-    fn denied(&self, table: &mut AllocationTable, resource: &str, denied: &Denied) {
+    /// Reports a request for shares of several GPUs as a metric and an Event. Ignores other
+    /// refusals.
+    fn report_denied(&self, table: &mut AllocationTable, resource: &str, denied: &Denied) {
         let Denied::Split(sentence) = denied else { return };
         self.metrics.count_split_request(resource);
         if table.events.len() < MAX_EVENTS {
@@ -137,10 +139,10 @@ impl Allocator {
     /// # Errors
     /// A clause that states which condition is still unmet after [`READY_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
-        if let Some(folder) = self.settings.specification() {
+        if let Some(directory) = self.settings.specification() {
             // The specification may not list a new MIG instance yet.
             let end = Instant::now() + READY_TIMEOUT;
-            while !cdi::describes(folder, &allocation.devices) {
+            while !cdi::describes(directory, &allocation.devices) {
                 if Instant::now() > end {
                     return Err(format!(
                         "the CDI specification does not contain {} yet",
@@ -157,7 +159,7 @@ impl Allocator {
         let id = allocation.id();
         self.link
             .create_directory(&id)
-            .map_err(|error| format!("cannot create the allocation's directory: {error}"))?;
+            .map_err(|error| format!("failed to create the allocation's directory: {error}"))?;
         let timeout_ms = u64::try_from(READY_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
         match self.link.request(&Request::Await { allocation: id, timeout_ms }, READY_TIMEOUT).await? {
             Reply::Done => Ok(()),

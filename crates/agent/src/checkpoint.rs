@@ -49,7 +49,7 @@ pub struct Checkpoint {
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The file could not be read.
-    #[error("cannot read the checkpoint {path}")]
+    #[error("failed to read the checkpoint {path}")]
     Read {
         /// Path of the file.
         path: PathBuf,

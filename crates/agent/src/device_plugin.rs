@@ -1,5 +1,5 @@
-//! The device plugin: a front end of [`Allocator`] for extended resources. It translates the
-//! kubelet's calls and makes no decisions.
+//! The device plugin: a front end of [`Allocator`] for extended resources. This module translates
+//! the kubelet's calls and makes no decisions.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -47,6 +47,7 @@ impl<'a> From<&PreferredRequest<'a>> for Choice<'a> {
     }
 }
 
+/// The refusal that the kubelet receives. Its text becomes part of the pod's status.
 fn refusal(denied: Denied) -> Refusal {
     match denied {
         Denied::Split(sentence) | Denied::Invalid(sentence) => Refusal::Invalid(sentence),

@@ -164,13 +164,17 @@ impl Metrics {
         let mut all = Registry::default();
         metrics.tenants.register(all.sub_registry_with_prefix("cleave_tenant"));
         let registry = all.sub_registry_with_prefix("cleave_agent");
-        registry.register("allocations", "Allocate calls of the kubelet, by outcome", metrics.allocations.clone());
+        registry.register(
+            "allocations",
+            "Allocate calls of the kubelet, by resource and outcome",
+            metrics.allocations.clone(),
+        );
         registry.register(
             "split_requests",
-            "Allocate calls refused because the shares were on several GPUs",
+            "Allocate calls refused because the shares were on several GPUs, by resource",
             metrics.split_requests.clone(),
         );
-        let waits = "GetPreferredAllocation calls that waited for the API server to report the pod";
+        let waits = "GetPreferredAllocation calls that waited for the API server to report the pod, by result";
         registry.register("pod_waits", waits, metrics.waits.clone());
         registry.register("slices", "Slices advertised to the kubelet", metrics.total.clone());
         registry.register("slices_in_use", "Slices in use by containers", metrics.in_use.clone());
@@ -180,17 +184,20 @@ impl Metrics {
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
         let help = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
         registry.register("gpu_problem", help, metrics.unhealthy_devices.clone());
-        registry.register("xids", "XIDs by GPU, number and health class", metrics.xids.clone());
+        registry.register("xids", "XIDs, by device, number and health class", metrics.xids.clone());
         registry.register(
             "mps_faults",
             "Fatal GPU errors that broke all MPS clients of a device",
             metrics.faults.clone(),
         );
-        registry.register("mig_changes", "Changes of MIG mode and MIG instances, by result", metrics.changes.clone());
-        let terminations =
-            "Terminations of MPS clients of terminating pods: done, failed attempts, and clients that were too late";
+        registry.register(
+            "mig_changes",
+            "Changes of MIG mode and MIG instances, by change and result",
+            metrics.changes.clone(),
+        );
+        let terminations = "Terminations of MPS clients of terminating pods, by outcome: done, failed, too late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
-        registry.register("errors", "Failed operations that are retried, by kind", metrics.errors.clone());
+        registry.register("errors", "Failed operations that are retried, by reason", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;
         metrics
     }

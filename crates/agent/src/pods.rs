@@ -60,7 +60,8 @@ struct Lifecycle {
     pre_stop: PreStop,
 }
 
-/// A hook that the kubelet runs before it sends SIGTERM. Its duration is known only for a sleep.
+/// A hook that the kubelet runs before it sends SIGTERM. The hook's duration is known only for a
+/// sleep.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 struct PreStop {

@@ -221,8 +221,8 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
     // The reboot has cleared the fault.
     machine.wait_for_healthy(MPS, 20).await;
     assert_eq!(machine.desired().unwrap(), desired, "the daemons and doors are the same");
-    // The kubelet restarts a container with its response from before the reboot. It calls only
-    // PreStartContainer.
+    // The kubelet restarts a container with its response from before the reboot. The kubelet calls
+    // only PreStartContainer.
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
     let seen = machine.client(&given, &[]);
     assert_eq!(

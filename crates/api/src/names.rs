@@ -26,7 +26,8 @@ pub const ALLOW_LABEL: &str = "cleave.dev/allow";
 pub const ALLOW_PLACEMENT: &str = "placement";
 /// Word of [`ALLOW_LABEL`]: containers with shares receive no `preStop` hook.
 pub const ALLOW_PRE_STOP: &str = "pre-stop";
-/// Annotation with which a pod declines a `preStop` hook. Its value is [`PRE_STOP_NONE`].
+/// Annotation with which a pod declines a `preStop` hook. The annotation's value is
+/// [`PRE_STOP_NONE`].
 pub const PRE_STOP: &str = "cleave.dev/pre-stop";
 /// Value of [`PRE_STOP`].
 pub const PRE_STOP_NONE: &str = "none";

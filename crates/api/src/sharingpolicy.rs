@@ -321,8 +321,8 @@ pub struct Clients {
     pub split: bool,
 }
 
-/// Maximum number of replicas of one GPU. With more, the programs' CUDA contexts alone (about 0.5
-/// GiB each) would fill the largest GPU.
+/// Maximum number of replicas of one GPU. The program in each replica has a CUDA context, which
+/// uses memory of the GPU even if the program allocates nothing.
 pub const MAX_REPLICAS: u32 = 100;
 
 /// Time-slicing settings.

@@ -18,7 +18,7 @@ use serde::Deserialize;
 /// Name of the file in the device plugin directory.
 const CHECKPOINT_FILE: &str = "kubelet_internal_checkpoint";
 
-/// Maximum size of the file in bytes. Each container with devices takes a few hundred bytes.
+/// Maximum size of the file in bytes. The file has an entry for each container and resource.
 const MAX_FILE: u64 = 16 << 20;
 
 /// Devices by extended resource and id.
@@ -141,12 +141,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_new_file_is_read_and_an_invalid_one_is_reported_once() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut checkpoint = KubeletCheckpoint::of(folder.path());
+        let directory = tempfile::tempdir().unwrap();
+        let mut checkpoint = KubeletCheckpoint::of(directory.path());
         assert_eq!(checkpoint.devices().await.unwrap(), None, "there is none");
         let write = |text: &str| {
-            std::fs::write(folder.path().join("new"), text).unwrap();
-            std::fs::rename(folder.path().join("new"), folder.path().join(CHECKPOINT_FILE)).unwrap();
+            std::fs::write(directory.path().join("new"), text).unwrap();
+            std::fs::rename(directory.path().join("new"), directory.path().join(CHECKPOINT_FILE)).unwrap();
         };
         write(SAMPLE_CHECKPOINT);
         let first = checkpoint.devices().await.unwrap().unwrap();

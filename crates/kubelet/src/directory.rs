@@ -48,8 +48,8 @@ pub enum DirectoryError {
     /// The path is relative or not UTF-8.
     #[error("{0:?} is not an absolute path in UTF-8")]
     Path(PathBuf),
-    /// The directory cannot be opened.
-    #[error("cannot open the device plugin directory {directory}")]
+    /// The directory could not be opened.
+    #[error("failed to open the device plugin directory {directory}")]
     Open {
         /// The directory.
         directory: PathBuf,
@@ -58,7 +58,7 @@ pub enum DirectoryError {
         source: io::Error,
     },
     /// Locking the directory failed.
-    #[error("cannot lock the device plugin directory {directory}")]
+    #[error("failed to lock the device plugin directory {directory}")]
     Lock {
         /// The directory.
         directory: PathBuf,
@@ -345,16 +345,16 @@ mod tests {
 
     #[test]
     fn a_rebound_socket_has_another_identity() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
         drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
         let first = SocketId::of(&path).expect("a socket");
-        std::fs::rename(&path, folder.path().join("t")).expect("rename");
+        std::fs::rename(&path, directory.path().join("t")).expect("rename");
         assert_eq!(SocketId::of(&path), None);
-        std::fs::rename(folder.path().join("t"), &path).expect("rename");
+        std::fs::rename(directory.path().join("t"), &path).expect("rename");
         assert_eq!(SocketId::of(&path), Some(first), "renaming does not make another socket of it");
         // Keep the old file, so that the new file has another inode.
-        std::fs::rename(&path, folder.path().join("t")).expect("rename");
+        std::fs::rename(&path, directory.path().join("t")).expect("rename");
         drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
         assert_ne!(SocketId::of(&path), Some(first));
     }

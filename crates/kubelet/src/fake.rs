@@ -89,12 +89,14 @@ pub struct FakeKubeletState {
     pub endpoints: BTreeMap<String, Endpoint>,
 }
 
+/// The parts of a running kubelet. Dropping them ends it.
 struct Running {
     _connections: Connections,
     _listener: AbortOnDropHandle<()>,
     _server: AbortOnDropHandle<()>,
 }
 
+/// The state that outlives a restart of the kubelet.
 struct Shared {
     directory: PathBuf,
     seen: watch::Sender<FakeKubeletState>,
@@ -102,6 +104,7 @@ struct Shared {
     clients: Mutex<Clients>,
 }
 
+/// The connected plugins.
 #[derive(Default)]
 struct Clients {
     next: u64,
@@ -109,12 +112,14 @@ struct Clients {
     streams: JoinSet<()>,
 }
 
+/// A connected plugin.
 struct Client {
     number: u64,
     channel: DevicePluginClient<Channel>,
     stream: Option<tokio::task::AbortHandle>,
 }
 
+/// Faults that a test has set.
 #[derive(Clone, Copy, Default)]
 struct Behaviour {
     refuse: usize,
@@ -339,6 +344,7 @@ impl Registration for Register {
 }
 
 impl Shared {
+    /// Connects to a plugin that registers.
     async fn connect(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
         let (refuse, hang) = {
             let mut behaviour = locked(&self.behaviour);
@@ -400,6 +406,7 @@ impl Shared {
         Ok(())
     }
 
+    /// Records the plugin's device lists until the stream ends.
     async fn receive(self: Arc<Self>, resource: String, mut client: DevicePluginClient<Channel>) {
         if let Ok(stream) = client.list_and_watch(wire::Empty {}).await {
             let mut stream = stream.into_inner();

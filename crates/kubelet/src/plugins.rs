@@ -59,14 +59,14 @@ pub struct Timings {
     /// Delay between attempts to connect to a `kubelet.sock` without a listener. The kubelet
     /// listens about 100 µs after it binds the socket, so the first delay is short.
     pub dial: Backoff,
-    /// Delay after a registration that the kubelet refused, and after a failure to serve. It is
-    /// less than 2 s, because pods wait for the resource.
+    /// Delay after a registration that the kubelet refused, and after a failure to serve. The delay
+    /// is less than 2 s, because pods wait for the resource.
     pub register: Backoff,
     /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
     /// connecting to the plugin.
     pub register_deadline: Duration,
-    /// Delay before a registered plugin without a stream registers again. It doubles while no
-    /// stream is opened.
+    /// Delay before a registered plugin without a stream registers again. The delay doubles while
+    /// no stream is opened.
     pub stream: Backoff,
     /// Maximum time for the kubelet to disconnect after its stream ended.
     pub hang_up: Duration,
@@ -225,6 +225,7 @@ fn error_chain(error: &dyn std::error::Error) -> String {
     causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }
 
+/// The task that runs one task for each wanted resource.
 struct Manager {
     directory: Directory,
     timings: Timings,
@@ -370,6 +371,7 @@ struct Running {
 }
 
 impl Tasks {
+    /// Starts tasks of new resources, and ends those of removed resources.
     fn reconcile(&mut self, wanted: &DesiredResources) {
         for (name, task) in &self.running {
             if !wanted.contains_key(name) {
@@ -488,7 +490,8 @@ impl Plugin {
         // Number of consecutive sessions that ended because the kubelet had no open stream.
         let mut streamless = 0;
         while let Some(kubelet) = self.kubelet().await {
-            // Each session uses a new socket name.
+            // Use a new socket name for each session: since Kubernetes 1.37, the kubelet
+            // distinguishes streams by the path of their socket.
             let path = self.directory.path().join(socket_name(&self.name));
             let started = Session::start(path, self.served.clone());
             let mut session = match started {
@@ -502,7 +505,7 @@ impl Plugin {
                 }
             };
             failures = 0;
-            let outcome = self.session(&mut session, kubelet, &mut streamless).await;
+            let outcome = self.run_session(&mut session, kubelet, &mut streamless).await;
             self.publish(|state| {
                 state.phase =
                     if matches!(outcome, SessionEnd::Stop) { Phase::Ending } else { Phase::WaitingForKubelet };
@@ -563,7 +566,7 @@ impl Plugin {
     }
 
     /// Registers a session and supervises it until it ends.
-    async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
+    async fn run_session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
         if let Err(error) = self_dial(session.path()).await {
             self.failed("our own device plugin socket does not answer", &error);
             self.wait(self.timings.register.cap).await;
@@ -617,7 +620,7 @@ impl Plugin {
                 dials += 1;
                 // At first, the kubelet may not listen yet. Do not log that.
                 if delay >= self.timings.register.first {
-                    self.failed("cannot reach the kubelet", &error);
+                    self.failed("failed to reach the kubelet", &error);
                 }
                 delay
             } else {

@@ -71,7 +71,7 @@ pub(crate) async fn register(
 /// Why our own socket does not answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SelfDialError {
-    #[error("cannot connect to our own socket")]
+    #[error("failed to connect to our own socket")]
     Connect(#[source] tonic::transport::Error),
     #[error("our own socket does not answer: {}", .0.message())]
     Call(#[source] Box<tonic::Status>),
@@ -171,9 +171,9 @@ mod tests {
     /// The state of a healthy plugin, and a kubelet socket that was bound after the plugin's
     /// registration.
     fn healthy() -> (Observation, SocketId) {
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a directory");
         let bind = |name: &str| {
-            let path = folder.path().join(name);
+            let path = directory.path().join(name);
             let _listener = std::os::unix::net::UnixListener::bind(&path).expect("bind");
             SocketId::of(&path).expect("a socket")
         };

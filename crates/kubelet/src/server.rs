@@ -127,6 +127,7 @@ fn listen_at(path: &Path, connections: &Connections) -> io::Result<(AbortOnDropH
     Ok((connections.accept_from(listener), socket))
 }
 
+/// The gRPC service of one resource.
 struct Service {
     served: Served,
     order: watch::Receiver<Streams>,

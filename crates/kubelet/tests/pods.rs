@@ -20,8 +20,8 @@ fn container_devices(pod: &str, ids: &[&str]) -> ContainerDevices {
 
 #[tokio::test]
 async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let socket = folder.path().join("kubelet.sock");
+    let directory = tempfile::tempdir().expect("a directory");
+    let socket = directory.path().join("kubelet.sock");
     let pods = PodResources::new(&socket, DEADLINE).expect("a client");
     let elsewhere = pods.clone();
     let nobody = tokio::spawn(async move { elsewhere.list().await }).await.expect("a task");
@@ -41,8 +41,8 @@ async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
 
 #[tokio::test]
 async fn a_kubelet_that_hangs_times_out() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let socket = folder.path().join("kubelet.sock");
+    let directory = tempfile::tempdir().expect("a directory");
+    let socket = directory.path().join("kubelet.sock");
     let kubelet = FakePodResources::start(&socket).expect("a kubelet");
     kubelet.hang(true);
     let pods = PodResources::new(&socket, Duration::from_millis(20)).expect("a client");

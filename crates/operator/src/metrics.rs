@@ -67,7 +67,7 @@ pub(crate) struct Metrics {
 
 impl Default for Metrics {
     fn default() -> Self {
-        // Buckets from 1 ms to half a minute.
+        // Buckets from 1 ms to 33 s.
         let seconds = || Histogram::new(exponential_buckets(0.001, 2.0, 16));
         Self {
             passes: Family::default(),
@@ -130,13 +130,13 @@ impl Metrics {
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register("process_resident_memory_bytes", "Resident memory", self.resident.clone());
         let registry = registry.sub_registry_with_prefix("cleave_operator");
-        registry.register("passes", "Passes over the whole cluster", self.passes.clone());
-        registry.register("writes", "Objects written", self.writes.clone());
-        registry.register("watch_errors", "Watch errors; every watch is retried", self.watch_errors.clone());
-        registry.register("malformed_objects", "Objects that do not match their CRD", self.malformed.clone());
+        registry.register("passes", "Passes over the whole cluster, by result", self.passes.clone());
+        registry.register("writes", "Objects written, by kind and result", self.writes.clone());
+        registry.register("watch_errors", "Watch errors, by kind; every watch is retried", self.watch_errors.clone());
+        registry.register("malformed_objects", "Objects that do not match their CRD, by kind", self.malformed.clone());
         registry.register("policies", "SharingPolicies that are valid", self.policies.clone());
         registry.register("nodes", "Nodes with a desired state", self.nodes.clone());
-        registry.register("plans", "Plans for GPUs that are partitioned on demand", self.plans.clone());
+        registry.register("plans", "Plans for GPUs that are partitioned on demand, by result", self.plans.clone());
         registry.register("plan_seconds", "Time to compute one plan", self.plan_seconds.clone());
         registry.register(
             "reaction_seconds",
@@ -151,7 +151,7 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register("evictions", "Pods evicted for pods of higher priority", self.evictions.clone());
+        registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
         registry.register(
             "preemption_searches",
             "Searches for pods to evict for pods of higher priority",
@@ -159,17 +159,17 @@ impl Metrics {
         );
         registry.register(
             "stranded_pods_recreated",
-            "Stranded pods evicted so that their controllers recreate them",
+            "Stranded pods evicted so that their controllers recreate them, by result",
             self.stranded_pods_recreated.clone(),
         );
         registry.register(
             "tenant_evictions",
-            "Pods evicted because they exceeded their limits",
+            "Pods evicted because they exceeded their limits, by result",
             self.tenant_evictions.clone(),
         );
         registry.register(
             "tenant_conditions",
-            "Writes of the pod condition cleave.dev/WithinShare",
+            "Writes of the pod condition cleave.dev/WithinShare, by result",
             self.tenant_conditions.clone(),
         );
         registry.register(
@@ -177,7 +177,11 @@ impl Metrics {
             "MPS hosts of an older revision than the newest of their DaemonSet",
             self.hosts_outdated.clone(),
         );
-        registry.register("mps_hosts_replaced", "MPS hosts deleted for replacement", self.hosts_replaced.clone());
+        registry.register(
+            "mps_hosts_replaced",
+            "MPS hosts deleted for replacement, by result",
+            self.hosts_replaced.clone(),
+        );
         registry.register(
             "mps_host_upgrade_stopped",
             "1 while the replacement of MPS hosts is stopped because a replaced host does not serve",

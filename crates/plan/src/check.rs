@@ -30,8 +30,8 @@ impl fmt::Display for Violation {
 /// All violations of a plan for a snapshot. Apply the plan only if the list is empty.
 pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     let mut checker = Checker { found: Vec::new(), taken_whole: BTreeSet::new() };
-    checker.gpus(snapshot, plan);
-    checker.pods(snapshot, plan);
+    checker.check_gpus(snapshot, plan);
+    checker.check_pods(snapshot, plan);
     checker.found
 }
 
@@ -68,6 +68,7 @@ type SliceKey<'a> = (Option<u32>, &'a str, Option<&'a str>);
 /// A node, one of its GPUs, and a resource.
 type ResourceKey<'a> = (&'a str, &'a str, &'a str);
 
+/// Numbers of equal slices.
 fn count_slices(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
     let mut all = BTreeMap::new();
     for slice in slices.iter().filter(|slice| of(slice) && slice.count > 0) {
@@ -82,7 +83,8 @@ impl Checker {
         self.found.push(Violation { at: at.to_owned(), what: what.into() });
     }
 
-    fn gpus(&mut self, snapshot: &Snapshot, plan: &Plan) {
+    /// Checks that the plan has each GPU of the snapshot exactly once.
+    fn check_gpus(&mut self, snapshot: &Snapshot, plan: &Plan) {
         let mut planned: BTreeMap<(&str, &str), Vec<&GpuPlan>> = BTreeMap::new();
         for gpu in &plan.gpus {
             planned.entry((&gpu.node, &gpu.uuid)).or_default().push(gpu);
@@ -93,7 +95,7 @@ impl Checker {
                 let key = (node.name.as_str(), gpu.uuid.as_str());
                 let twice = !observed.insert(key);
                 match planned.get(&key).map(Vec::as_slice) {
-                    Some([plan]) => self.gpu(node, gpu, plan),
+                    Some([plan]) => self.check_gpu(node, gpu, plan),
                     Some(_) if twice => {}
                     Some(many) if many.iter().all(|plan| !plan.changed) => {}
                     Some(_) => self.report(&gpu.uuid, "the GPU is in the plan more than once, and changes"),
@@ -109,7 +111,8 @@ impl Checker {
         }
     }
 
-    fn gpu(&mut self, node: &Node, gpu: &Gpu, plan: &GpuPlan) {
+    /// Checks the planned slices of a GPU.
+    fn check_gpu(&mut self, node: &Node, gpu: &Gpu, plan: &GpuPlan) {
         let at = gpu.uuid.as_str();
         let everything = |_: &Slice| true;
         let changed = count_slices(&gpu.slices, everything) != count_slices(&plan.slices, everything);
@@ -149,15 +152,16 @@ impl Checker {
                 self.report(at, format!("the GPU's mode is {:?}, and the plan partitions it for {mode:?}", gpu.mode));
             }
         }
-        self.mig(at, gpu, profiles, &mig);
-        self.mps(at, gpu, &mps);
+        self.check_mig(at, gpu, profiles, &mig);
+        self.check_mps(at, gpu, &mps);
         let replicas: u64 = replica_slices.iter().map(|slice| u64::from(slice.count)).sum();
         if gpu.replicas.is_some_and(|most| replicas > u64::from(most)) {
             self.report(at, format!("the GPU has {replicas} replicas, more than its limit"));
         }
     }
 
-    fn mig(&mut self, at: &str, gpu: &Gpu, profiles: &[Profile], slices: &[&Slice]) {
+    /// Checks the planned MIG instances of a GPU and their positions.
+    fn check_mig(&mut self, at: &str, gpu: &Gpu, profiles: &[Profile], slices: &[&Slice]) {
         let mut instances: BTreeMap<(u32, String), u64> = BTreeMap::new();
         for slice in slices {
             let Some(place) = slice.placement else {
@@ -202,7 +206,8 @@ impl Checker {
         }
     }
 
-    fn mps(&mut self, at: &str, gpu: &Gpu, slices: &[&Slice]) {
+    /// Checks that MPS slices fit the GPU's memory, shares and clients.
+    fn check_mps(&mut self, at: &str, gpu: &Gpu, slices: &[&Slice]) {
         let (mut sized, mut shares) = (0_u64, 0_u64);
         for slice in slices {
             let count = u64::from(slice.count);
@@ -230,7 +235,8 @@ impl Checker {
         }
     }
 
-    fn pods(&mut self, snapshot: &Snapshot, plan: &Plan) {
+    /// Checks that each pod has one result, and that placed pods can run on their nodes.
+    fn check_pods(&mut self, snapshot: &Snapshot, plan: &Plan) {
         let mut answers: BTreeMap<&str, usize> = BTreeMap::new();
         for name in plan.placements.iter().map(|one| &one.pod).chain(plan.unplaced.iter().map(|one| &one.pod)) {
             *answers.entry(name).or_default() += 1;
@@ -260,7 +266,7 @@ impl Checker {
                 *free.entry((&gpu.node, &gpu.uuid, &slice.resource)).or_default() += u64::from(slice.count);
             }
         }
-        self.shares_of_instances(plan);
+        self.check_shares_of_instances(plan);
         let nodes: BTreeMap<&str, &Node> = snapshot.nodes.iter().map(|node| (node.name.as_str(), node)).collect();
         let mut used: BTreeMap<(&str, &str), u64> = BTreeMap::new();
         for placement in &plan.placements {
@@ -276,7 +282,7 @@ impl Checker {
                 *used.entry((&node.name, name)).or_default() += request.milli().unwrap_or(u64::MAX);
             }
             *used.entry((&node.name, "pods")).or_default() += 1000;
-            self.placement(pod, placement, &slices_of, &mut free);
+            self.check_placement(pod, placement, &slices_of, &mut free);
         }
         for ((node, resource), amount) in used {
             let Some(node) = nodes.get(node) else { continue };
@@ -299,7 +305,7 @@ impl Checker {
 
     /// Checks that a pod's shares of MIG instances can belong to one instance. The plan does not
     /// name the instance, so one must exist.
-    fn shares_of_instances(&mut self, plan: &Plan) {
+    fn check_shares_of_instances(&mut self, plan: &Plan) {
         let mut taken: BTreeMap<ResourceKey<'_>, Vec<u64>> = BTreeMap::new();
         for placement in &plan.placements {
             for take in &placement.takes {
@@ -327,7 +333,8 @@ impl Checker {
         }
     }
 
-    fn placement<'p>(
+    /// Checks that the slices of a placed pod exist and satisfy its requests.
+    fn check_placement<'p>(
         &mut self,
         pod: &Pod,
         placement: &'p Placement,

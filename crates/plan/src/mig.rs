@@ -107,8 +107,8 @@ pub(crate) struct Arrangement {
 
 const MASK_BITS: u32 = Mask::BITS;
 
-/// Maximum number of steps of one search for placements. A real GPU needs a few hundred. A machine
-/// that reports invalid data must not delay the plan.
+/// Maximum number of steps of one search for placements. A machine that reports invalid data must
+/// not delay the plan.
 const MAX_STEPS: u32 = 20_000;
 
 impl Table {
@@ -284,9 +284,10 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
+    /// Places the next instance at each free position, and then the remaining ones.
     fn place(&mut self, mask: Mask) {
         self.steps += 1;
-        let Some(&profile) = self.order.get(self.placed.len()) else { return self.found(mask) };
+        let Some(&profile) = self.order.get(self.placed.len()) else { return self.record_arrangement(mask) };
         let Some(entry) = self.table.entries.get(usize::from(profile)) else { return };
         // Place equal profiles in ascending order, because exchanging them makes no difference.
         let after = self.placed.last().filter(|last| last.profile == profile).map_or(0, |last| last.start + 1);
@@ -301,7 +302,8 @@ impl Search<'_> {
         }
     }
 
-    fn found(&mut self, mask: Mask) {
+    /// Keeps an arrangement of all instances if it costs less than the best.
+    fn record_arrangement(&mut self, mask: Mask) {
         let reused = self.placed.iter().filter(|instance| self.free.contains(instance)).count();
         let covered = |instance: &&Instance| {
             !self.placed.contains(instance) && self.table.mask(**instance).is_some_and(|bits| bits & mask != 0)
@@ -334,6 +336,7 @@ fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
     count
 }
 
+/// The media engines of a profile, from its name.
 fn media(name: &str) -> Media {
     if name.contains("+me.all") {
         Media::All

@@ -48,14 +48,14 @@ fn text(title: &str, planned: &Planned) -> String {
 
 #[test]
 fn scenarios_match_their_expectations() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scenarios");
-    let mut files: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scenarios");
+    let mut files: Vec<_> = std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
     files.sort();
     assert!(files.len() >= 35, "the scenario files are there");
 
     let mut settings = insta::Settings::clone_current();
-    settings.set_snapshot_path(&folder);
+    settings.set_snapshot_path(&directory);
     settings.set_prepend_module_to_snapshot(false);
     settings.set_omit_expression(true);
     let _bound = settings.bind_to_scope();

@@ -5,8 +5,8 @@
 //! file, `crates/api/src/sharingpolicy.rs::Mode`.
 use std::path::Path;
 
-/// Folders with which references start.
-const REFERENCE_FOLDERS: [&str; 7] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "src/", "tests/"];
+/// Directories with which references start.
+const REFERENCE_DIRECTORIES: [&str; 7] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "src/", "tests/"];
 /// Keywords that declare an item.
 const KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];
 
@@ -17,7 +17,7 @@ pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
         .flat_map(|(index, line)| spans(line).map(move |span| (index + 1, span)))
         .filter_map(|(line, span)| {
             let (path, item) = span.split_once("::").map_or((span, None), |(path, item)| (path, Some(item)));
-            if !REFERENCE_FOLDERS.iter().any(|folder| path.starts_with(folder)) || is_pattern(path) {
+            if !REFERENCE_DIRECTORIES.iter().any(|directory| path.starts_with(directory)) || is_pattern(path) {
                 return None;
             }
             let file = root.join(path);

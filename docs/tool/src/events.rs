@@ -65,10 +65,10 @@ fn written_reasons(source: &str) -> BTreeSet<String> {
     names
 }
 
-/// Returns the Rust files below a folder, except folders and files of tests.
-fn rust_files(folder: &Path) -> Result<Vec<(String, String)>> {
+/// Returns the Rust files below a directory, except directories and files of tests.
+fn rust_files(directory: &Path) -> Result<Vec<(String, String)>> {
     let mut files = Vec::new();
-    for entry in std::fs::read_dir(folder).with_context(|| format!("failed to list {}", folder.display()))? {
+    for entry in std::fs::read_dir(directory).with_context(|| format!("failed to list {}", directory.display()))? {
         let path = entry?.path();
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         if name.starts_with("tests") {

@@ -17,7 +17,7 @@ struct Page {
     links: BTreeSet<String>,
 }
 
-/// Returns the broken links of the site in a folder, each as a sentence.
+/// Returns the broken links of the site in a directory, each as a sentence.
 pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
     let mut files = BTreeSet::new();
     walk(site, &mut files)?;
@@ -43,9 +43,9 @@ pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// Collects all files below a folder.
-fn walk(folder: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
-    for entry in std::fs::read_dir(folder).with_context(|| format!("failed to list {}", folder.display()))? {
+/// Collects all files below a directory.
+fn walk(directory: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
+    for entry in std::fs::read_dir(directory).with_context(|| format!("failed to list {}", directory.display()))? {
         let path = entry?.path();
         if path.is_dir() {
             walk(&path, files)?;
@@ -81,9 +81,9 @@ fn resolve(page: &Path, link: &str) -> PathBuf {
     if link.is_empty() {
         return page.to_owned();
     }
-    let folder = page.parent().unwrap_or(page);
+    let directory = page.parent().unwrap_or(page);
     let mut target = PathBuf::new();
-    for component in folder.join(link).components() {
+    for component in directory.join(link).components() {
         match component {
             Component::ParentDir => {
                 target.pop();

@@ -83,8 +83,8 @@ fn generate(root: &Path, check: bool) -> Result<()> {
     ];
     let mut outputs: Vec<(PathBuf, String)> =
         pages.into_iter().map(|(name, page)| (root.join("docs/reference").join(name), page)).collect();
-    let folder = root.join("docs/diagrams");
-    for entry in std::fs::read_dir(&folder).with_context(|| format!("failed to list {}", folder.display()))? {
+    let directory = root.join("docs/diagrams");
+    for entry in std::fs::read_dir(&directory).with_context(|| format!("failed to list {}", directory.display()))? {
         let text = entry?.path();
         if text.extension().is_some_and(|extension| extension == "txt") {
             let svg = diagram::svg(&read(&text)?).with_context(|| format!("failed to draw {}", text.display()))?;

@@ -9,11 +9,11 @@ use crate::code;
 use crate::file::read;
 use crate::text::COLUMNS;
 
-/// Folders with pages of the site.
-const PAGE_FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
-/// Folders with pages that state for each block of commands how it is tested.
-const FOLDERS_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
-/// Pages outside these folders.
+/// Directories with pages of the site.
+const PAGE_DIRECTORIES: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
+/// Directories with pages that state for each block of commands how it is tested.
+const DIRECTORIES_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
+/// Pages outside these directories.
 const OTHER_PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
 /// Pages outside of docs/contributing that name files and items of the code.
@@ -23,11 +23,11 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
     let summary = read(&root.join("docs/SUMMARY.md"))?;
     let mut pages: Vec<PathBuf> = OTHER_PAGES.iter().map(PathBuf::from).collect();
-    for folder in PAGE_FOLDERS {
-        let path = root.join("docs").join(folder);
+    for directory in PAGE_DIRECTORIES {
+        let path = root.join("docs").join(directory);
         for entry in std::fs::read_dir(&path).with_context(|| format!("failed to list {}", path.display()))? {
             let name = entry?.file_name();
-            let page = format!("{folder}/{}", name.to_string_lossy());
+            let page = format!("{directory}/{}", name.to_string_lossy());
             if !summary.contains(&format!("({page})")) {
                 problems.push(format!("docs/{page} is not in docs/SUMMARY.md"));
             }
@@ -40,14 +40,14 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
         let name = page.display();
         problems
             .extend(long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {COLUMNS} columns")));
-        if FOLDERS_WITH_COMMANDS.iter().any(|folder| page.starts_with(Path::new("docs").join(folder))) {
+        if DIRECTORIES_WITH_COMMANDS.iter().any(|directory| page.starts_with(Path::new("docs").join(directory))) {
             problems.extend(blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
         }
         if name.to_string().starts_with("docs/contributing/") || PAGES_WITH_CODE.contains(&name.to_string().as_str()) {
             problems.extend(code::problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")));
         }
-        let folder = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
-        let gone = links(&text).into_iter().filter(|link| !folder.join(link).exists());
+        let directory = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
+        let gone = links(&text).into_iter().filter(|link| !directory.join(link).exists());
         problems.extend(gone.map(|link| format!("{name}: the target of {link} does not exist")));
     }
     Ok(problems)

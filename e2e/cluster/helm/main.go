@@ -15,7 +15,7 @@ func main() {
 	kube.ManagedFieldsManager = "helm"
 	command, err := helm.NewRootCmd(os.Stdout, os.Args[1:], helm.SetupLogging)
 	if err != nil {
-		slog.Error("helm cannot start", slog.Any("error", err))
+		slog.Error("failed to start helm", slog.Any("error", err))
 		os.Exit(1)
 	}
 	if err := command.Execute(); err != nil {

@@ -27,10 +27,10 @@ const (
 	containerdVersion = "v2.4.2"
 )
 
-// unit is a set of programs that one go build produces, kept in one folder of the cache.
+// unit is a set of programs that one go build produces, kept in one directory of the cache.
 type unit struct {
 	name     string
-	dir      string // folder of the Go module, relative to e2e/cluster
+	dir      string // directory of the Go module, relative to e2e/cluster
 	packages []string
 	links    map[string]string // additional name → program
 	ldflags  string
@@ -57,7 +57,7 @@ func units() []unit {
 	}
 }
 
-// binaries are the folders of the built programs, by unit.
+// binaries are the directories of the built programs, by unit.
 type binaries map[string]string
 
 func (b binaries) dirs() []string {
@@ -72,20 +72,20 @@ func (b binaries) dirs() []string {
 // fingerprint identifies a set of programs.
 func (b binaries) fingerprint() string { return strings.Join(b.dirs(), "\n") }
 
-// cacheDir is the folder of built programs, outside the source tree so that cleaning the tree keeps
-// them.
+// cacheDir is the directory of built programs, outside the source tree so that cleaning the tree
+// keeps them.
 func cacheDir() (string, error) {
 	if dir := os.Getenv("CLEAVE_CACHE"); dir != "" {
 		return filepath.Abs(dir)
 	}
 	dir, err := os.UserCacheDir()
 	if err != nil {
-		return "", fmt.Errorf("no folder for built programs: %w: set CLEAVE_CACHE", err)
+		return "", fmt.Errorf("no directory for built programs: %w: set CLEAVE_CACHE", err)
 	}
 	return filepath.Join(dir, "cleave"), nil
 }
 
-// sourceVariable names the folder e2e/cluster. The script there sets it.
+// sourceVariable names the directory e2e/cluster. The script there sets it.
 const sourceVariable = "CLEAVE_CLUSTER_SOURCE"
 
 func sourceDir() (string, error) {
@@ -128,10 +128,10 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 	return hex.EncodeToString(hash.Sum(nil))[:16], nil
 }
 
-// programsVariable names a folder with prebuilt programs.
+// programsVariable names a directory with prebuilt programs.
 const programsVariable = "CLEAVE_CLUSTER_PROGRAMS"
 
-// programsIn uses the programs of a folder for all units.
+// programsIn uses the programs of a directory for all units.
 func programsIn(dir string) (binaries, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -149,7 +149,7 @@ func programsIn(dir string) (binaries, error) {
 	return given, nil
 }
 
-// buildAll returns the folders of all programs and builds those that the cache lacks.
+// buildAll returns the directories of all programs and builds those that the cache lacks.
 func buildAll(ctx context.Context, progress *progress) (binaries, error) {
 	if dir := os.Getenv(programsVariable); dir != "" {
 		return programsIn(dir)
@@ -182,7 +182,7 @@ func buildAll(ctx context.Context, progress *progress) (binaries, error) {
 }
 
 // ensure builds the unit into dir if dir does not exist. An existing dir is always complete: ensure
-// builds into a folder beside dir and then renames that folder.
+// builds into a directory beside dir and then renames that directory.
 func (u unit) ensure(ctx context.Context, source, dir string, progress *progress) error {
 	if _, err := os.Stat(dir); err == nil {
 		return nil
@@ -201,7 +201,7 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 	if _, err := os.Stat(dir); err == nil {
 		return nil
 	}
-	// This process has the lock, so folders with this name are the remains of interrupted builds.
+	// This process has the lock, so directories with this name are the remains of interrupted builds.
 	stale, err := filepath.Glob(filepath.Join(cache, ".building-"+u.name+"-*"))
 	if err != nil {
 		return err
@@ -323,8 +323,8 @@ func (l *buildLog) tail() string {
 	return strings.Join(l.lines, "\n")
 }
 
-// lockFile locks the file at path, until unlock or the process's exit. It calls waiting once if
-// another process holds the lock. The holder may remove the file.
+// lockFile locks the file at path, until unlock or the process's exit. lockFile calls waiting once
+// if another process holds the lock. The holder may remove the file.
 func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), err error) {
 	for first := true; ; first = false {
 		file, err := tryLock(path)
@@ -352,7 +352,7 @@ func tryLock(path string) (*os.File, error) {
 	}
 	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {
-		return nil, ignoreMissing(err) // the holder has just removed the folder
+		return nil, ignoreMissing(err) // the holder has just removed the directory
 	}
 	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		file.Close()

@@ -172,7 +172,7 @@ func TestEnsureRemovesFilesOfAKilledBuild(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(cache + "/.building-small-123"); err == nil {
-		t.Error("the stale folder still exists")
+		t.Error("the stale directory still exists")
 	}
 }
 

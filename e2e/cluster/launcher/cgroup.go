@@ -157,7 +157,7 @@ func joinCgroup(path string) error {
 	return nil
 }
 
-// cgroupDirs returns the existing folders of a cgroup in all hierarchies.
+// cgroupDirs returns the existing directories of a cgroup in all hierarchies.
 func cgroupDirs(path string) ([]string, error) {
 	all, err := hierarchies()
 	if err != nil {

@@ -215,7 +215,7 @@ func (c *cluster) prepare(policies bool) error {
 	return c.layout.makeBridge()
 }
 
-// makePrograms fills the folder that cluster env adds to PATH.
+// makePrograms fills the directory that cluster env adds to PATH.
 func (c *cluster) makePrograms() error {
 	launcher, err := os.Executable()
 	if err != nil {
@@ -412,7 +412,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	// A boot clears these folders.
+	// A boot clears these directories.
 	for _, dir := range []string{"/run", "/tmp"} {
 		if err := os.RemoveAll(c.layout.inNode(name, dir)); err != nil {
 			return err
@@ -479,7 +479,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 		err = writeJSON(c.layout.processFile(component{kindNode, name}), started)
 	}
 	if err == nil {
-		// An empty answer means that the node failed. Its log has the reason.
+		// An empty answer means that the node failed. The node's log has the reason.
 		answer, readErr := io.ReadAll(ready)
 		if readErr != nil || string(answer) != "ready" {
 			err = fmt.Errorf("%s does not boot: %s", name, tailFile(log.Name(), 3))
@@ -496,7 +496,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	return nil
 }
 
-// cniDir returns the machine's folder of CNI plugins.
+// cniDir returns the machine's directory of CNI plugins.
 func cniDir() (string, error) {
 	dirs := []string{"/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"}
 	if given := os.Getenv(programsVariable); given != "" {
@@ -619,7 +619,7 @@ func (c *cluster) addNode(ctx context.Context, name, driverRoot string) error {
 			return err
 		}
 		n = node{Name: name, Index: index, DriverRoot: driverRoot}
-		// A folder without a node file is the remains of a removed node.
+		// A directory without a node file is the remains of a removed node.
 		if err := os.RemoveAll(c.layout.nodeDir(name)); err != nil {
 			return err
 		}
@@ -664,7 +664,7 @@ func (c *cluster) removeNode(ctx context.Context, name string) error {
 			return err
 		}
 	}
-	// Remove this file before the folder: without it the node no longer exists.
+	// Remove this file before the directory: without it the node no longer exists.
 	if err := os.Remove(c.layout.nodeFile(name)); err != nil {
 		return err
 	}

@@ -250,8 +250,8 @@ func networkConfig(n node) object {
 	}
 }
 
-// containerdConfig is containerd's configuration. containerd 2 always enables CDI, and the folders
-// are set here.
+// containerdConfig is containerd's configuration. containerd 2 always enables CDI, and the
+// directories are set here.
 const containerdConfig = `version = 3
 root = "/var/lib/containerd"
 state = "/run/containerd"

@@ -119,7 +119,7 @@ func (c *cluster) processes() ([]process, error) {
 	return found, nil
 }
 
-// mounts returns the mounts below the cluster's folder, the innermost first.
+// mounts returns the mounts below the cluster's directory, the innermost first.
 func (c *cluster) mounts() []string {
 	info, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
@@ -177,7 +177,7 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 		found = append(found, "cgroup "+dir)
 	}
 	if _, err := os.Stat(c.layout.dir); err == nil {
-		found = append(found, "folder "+c.layout.dir)
+		found = append(found, "directory "+c.layout.dir)
 	}
 	return found, nil
 }
@@ -196,7 +196,7 @@ func ourRules(saved string) []string {
 	return rules
 }
 
-// otherCluster returns the folder of another running cluster, or "". Two clusters would share
+// otherCluster returns the directory of another running cluster, or "". Two clusters would share
 // addresses and devices.
 func (c *cluster) otherCluster() (string, error) {
 	entries, err := os.ReadDir("/proc")

@@ -41,7 +41,7 @@ type entry struct {
 // layer contains the files of a layer by absolute path.
 type layer map[string]entry
 
-// addDir adds a folder and its parents. Existing entries are kept.
+// addDir adds a directory and its parents. Existing entries are kept.
 func (l layer) addDir(dir string, mode fs.FileMode) {
 	for ; dir != "/"; dir, mode = path.Dir(dir), 0o755 {
 		if _, ok := l[dir]; !ok {
@@ -55,7 +55,7 @@ func (l layer) addFile(target string, e entry) {
 	l[target] = e
 }
 
-// addTree adds a file, or a folder with its contents. Mode 0 keeps the modes of the sources.
+// addTree adds a file, or a directory with its contents. Mode 0 keeps the modes of the sources.
 func (l layer) addTree(source, target string, mode fs.FileMode) error {
 	info, err := os.Stat(source)
 	if err != nil {
@@ -96,7 +96,7 @@ func (l layer) addTree(source, target string, mode fs.FileMode) error {
 			}
 			l.addFile(to, entry{mode: permissions, source: at})
 		default:
-			return fmt.Errorf("%s is neither a file nor a folder nor a link", at)
+			return fmt.Errorf("%s is neither a file nor a directory nor a link", at)
 		}
 		return nil
 	})
@@ -276,8 +276,8 @@ func (l layer) addLibraries(of layer) error {
 	return nil
 }
 
-// sharedLibraries returns the shared libraries of a program or library, with its loader. It returns
-// none for static programs and other files.
+// sharedLibraries returns the shared libraries of a program or library, with its loader. The result
+// is empty for static programs and other files.
 func sharedLibraries(file string) ([]string, error) {
 	content, err := os.Open(file)
 	if err != nil {

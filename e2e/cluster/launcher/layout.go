@@ -39,7 +39,7 @@ const (
 	nodePath         = kubeInNode + ":" + containerdInNode + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
 
-// defaultPlace is the parent folder of clusters without --state.
+// defaultPlace is the parent directory of clusters without --state.
 const defaultPlace = "/var/lib/cleave-e2e"
 
 // markerVariable is in the environment of each process that the launcher starts.
@@ -80,7 +80,7 @@ func newLayout(name, dir string) (layout, error) {
 
 func (l layout) nodeDir(node string) string { return filepath.Join(l.dir, "nodes", node) }
 
-// nodeRoot is the node's root folder.
+// nodeRoot is the node's root directory.
 func (l layout) nodeRoot(node string) string     { return filepath.Join(l.nodeDir(node), "host") }
 func (l layout) inNode(node, path string) string { return filepath.Join(l.nodeRoot(node), path) }
 func (l layout) nodeFile(node string) string     { return filepath.Join(l.nodeDir(node), "node.json") }
@@ -97,7 +97,7 @@ func (l layout) processFile(c component) string {
 	return filepath.Join(l.dir, "run", c.String()+".json")
 }
 
-// lockPath is beside the folder, which down removes while it holds the lock.
+// lockPath is beside the directory, which down removes while it holds the lock.
 func (l layout) lockPath() string { return l.dir + ".lock" }
 
 // bridge is the same for every cluster, because only one can run at a time.
@@ -117,8 +117,8 @@ func (l layout) marker() string { return markerVariable + "=" + l.dir }
 
 func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", hostAddress, apiPort) }
 
-// shellEnv returns shell code to use the cluster. Helm's folders are below the cluster's folder, so
-// that Helm does not use the user's settings.
+// shellEnv returns shell code to use the cluster. Helm's directories are below the cluster's
+// directory, so that Helm does not use the user's settings.
 func (l layout) shellEnv() string {
 	helm := filepath.Join(l.dir, "helm")
 	var lines strings.Builder
@@ -233,7 +233,7 @@ func writeJSON(path string, value any) error {
 	return writeFile(path, append(content, '\n'), 0o600)
 }
 
-// writeFile replaces a file atomically and creates its parent folders.
+// writeFile replaces a file atomically and creates its parent directories.
 func writeFile(path string, content []byte, mode fs.FileMode) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err

@@ -31,7 +31,7 @@ func TestNewLayoutRejectsInvalidArguments(t *testing.T) {
 	}
 	l, err := newLayout("cleave", "")
 	if err != nil || l.dir != "/var/lib/cleave-e2e/cleave" {
-		t.Errorf("default folder: %q, %v", l.dir, err)
+		t.Errorf("default directory: %q, %v", l.dir, err)
 	}
 }
 
@@ -44,7 +44,7 @@ func TestShellEnvWorksInAShell(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v: %s", err, output)
 	}
-	// Evaluated twice, PATH contains the folder once.
+	// Evaluated twice, PATH contains the directory once.
 	if want := "/var/lib/it's here/kubeconfig\n/var/lib/it's here/bin:/bin\n"; string(output) != want {
 		t.Errorf("got %q, want %q", output, want)
 	}

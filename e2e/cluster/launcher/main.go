@@ -67,7 +67,7 @@ func newCommand() *cobra.Command {
 	}
 	root.CompletionOptions.DisableDefaultCmd = true
 	root.PersistentFlags().StringVar(&name, "name", "cleave", "name of the cluster")
-	root.PersistentFlags().StringVar(&state, "state", "", "folder of the cluster's state (default /var/lib/cleave-e2e/NAME)")
+	root.PersistentFlags().StringVar(&state, "state", "", "directory of the cluster's state (default /var/lib/cleave-e2e/NAME)")
 
 	open := func() (*cluster, error) {
 		if os.Geteuid() != 0 {
@@ -212,10 +212,10 @@ func upCommand(with withCluster) *cobra.Command {
 }
 
 func driverRootFlag(command *cobra.Command, value *string) {
-	command.Flags().StringVar(value, "driver-root", "", "folder that the node mounts read-only at "+driverRootInNode)
+	command.Flags().StringVar(value, "driver-root", "", "directory that the node mounts read-only at "+driverRootInNode)
 }
 
-// resolveDriverRoot makes the path absolute, because later commands use it from other folders.
+// resolveDriverRoot makes the path absolute, because later commands use it from other directories.
 func resolveDriverRoot(path string) (string, error) {
 	if path == "" {
 		return "", nil
@@ -225,7 +225,7 @@ func resolveDriverRoot(path string) (string, error) {
 		return "", fmt.Errorf("--driver-root: %w", err)
 	}
 	if !info.IsDir() {
-		return "", fmt.Errorf("--driver-root: %s is not a folder", path)
+		return "", fmt.Errorf("--driver-root: %s is not a directory", path)
 	}
 	return filepath.Abs(path)
 }
@@ -301,7 +301,7 @@ func nodeCommand(with withCluster) *cobra.Command {
 			RunE: with(true, func(ctx context.Context, c *cluster, args []string) error { return c.removeNode(ctx, args[0]) }),
 		},
 		&cobra.Command{
-			Use: "list", Short: "List the nodes with their addresses and root folders", Args: cobra.NoArgs,
+			Use: "list", Short: "List the nodes with their addresses and root directories", Args: cobra.NoArgs,
 			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error {
 				nodes, err := c.layout.nodes()
 				if err != nil {
@@ -366,11 +366,11 @@ Layers are, from the lowest: --base, --shell, the libraries of --ldd, --add.`,
 	}
 	flags := build.Flags()
 	flags.StringVar(&spec.Tag, "tag", "", "name of the image, as localhost/NAME:TAG")
-	flags.StringVar(&spec.Base, "base", "none", "folder with a root file system to start from")
+	flags.StringVar(&spec.Base, "base", "none", "directory with a root file system to start from")
 	flags.BoolVar(&spec.Shell, "shell", false, "add a shell and its commands: the machine's static busybox")
 	flags.BoolVar(&spec.Libraries, "ldd", false, "add the shared libraries that the added programs need, from this machine")
-	flags.StringArrayVar(&spec.Add, "add", nil, "file or folder, as SOURCE:TARGET[:MODE], mode octal")
-	flags.StringArrayVar(&spec.Dirs, "dir", nil, "empty folder, as PATH[:MODE]")
+	flags.StringArrayVar(&spec.Add, "add", nil, "file or directory, as SOURCE:TARGET[:MODE], mode octal")
+	flags.StringArrayVar(&spec.Dirs, "dir", nil, "empty directory, as PATH[:MODE]")
 	flags.StringArrayVar(&spec.Links, "link", nil, "symbolic link, as PATH:DESTINATION")
 	flags.StringArrayVar(&spec.Entrypoint, "entrypoint", nil, "entry point, one flag for each word")
 	flags.StringArrayVar(&spec.Cmd, "cmd", nil, "default arguments, one flag for each word")

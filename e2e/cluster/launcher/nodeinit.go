@@ -18,9 +18,9 @@ import (
 type nodeInitSpec struct {
 	Node       string
 	Address    string
-	Root       string // the node's root folder
+	Root       string // the node's root directory
 	Cgroup     string
-	Kube       string // folder with Kubernetes programs
+	Kube       string // directory with Kubernetes programs
 	Containerd string
 	CNI        string
 	DriverRoot string
@@ -299,7 +299,7 @@ func makeDevices(dev string) error {
 	return symlink("pts/ptmx", filepath.Join(dev, "ptmx"))
 }
 
-// pivot makes root the root folder of this namespace.
+// pivot makes root the root directory of this namespace.
 func pivot(root string) error {
 	if err := os.Chdir(root); err != nil {
 		return err
@@ -343,7 +343,7 @@ func symlink(target, path string) error {
 	return nil
 }
 
-// copyTree copies a file or folder. It keeps links and skips missing files.
+// copyTree copies a file or directory. It keeps links and skips missing files.
 func copyTree(source, target string) error {
 	info, err := os.Stat(source)
 	if err != nil {

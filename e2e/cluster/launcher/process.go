@@ -226,7 +226,7 @@ func readAt(dir *os.File, path string) ([]byte, error) {
 	return content.Bytes(), err
 }
 
-// writeAt replaces a file in the folder atomically.
+// writeAt replaces a file in the directory atomically.
 func writeAt(dir *os.File, name string, value any) error {
 	content, err := json.Marshal(value)
 	if err != nil {
@@ -270,7 +270,7 @@ func enter(cgroup string, pid int) error {
 		defer unix.Close(descriptor)
 		descriptors[i] = descriptor
 	}
-	// A thread that shares its root folder with others cannot join a mount namespace.
+	// A thread that shares its root directory with others cannot join a mount namespace.
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
 		return fmt.Errorf("unshare: %w", err)
 	}

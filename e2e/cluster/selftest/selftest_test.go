@@ -289,7 +289,7 @@ func testSecondNode(t *testing.T) {
 		t.Error("the machine sees the file of node2's /var/lib/kubelet")
 	}
 	if got, err := os.ReadFile(state + "/nodes/node2/host/var/lib/kubelet/selftest"); err != nil || string(got) != "mine\n" {
-		t.Errorf("the node's folder on the machine: %q, %v", got, err)
+		t.Errorf("the node's directory on the machine: %q, %v", got, err)
 	}
 	for _, n := range []string{"node1", "node2"} {
 		cluster(t, "exec-node", n, "test", "-d", "/var/lib/kubelet/device-plugins")
@@ -394,7 +394,7 @@ func testDriverRoot(t *testing.T) {
 			t.Errorf("%s sees %q", n, got)
 		}
 		if r := execute("", clusterArgv("exec-node", n, "touch", "/opt/simgpu/x")...); r.err == nil {
-			t.Errorf("%s can write to the machine's folder", n)
+			t.Errorf("%s can write to the machine's directory", n)
 		}
 	}
 	cluster(t, "up", "--nodes", "2")
@@ -414,7 +414,7 @@ func testNodeAddRemove(t *testing.T) {
 		t.Errorf("nodes: %s", got)
 	}
 	if _, err := os.Stat(state + "/nodes/node2"); err == nil {
-		t.Error("the node's folder still exists")
+		t.Error("the node's directory still exists")
 	}
 	cluster(t, "node", "add", "other")
 	cluster(t, "node", "add", "other")

@@ -44,13 +44,13 @@ impl Progress {
 }
 
 /// Reads the committed inputs of a target: samples, and inputs that failed once. Sorted by name;
-/// empty for a target without a folder.
+/// empty for a target without a directory.
 ///
 /// # Errors
 /// If a file cannot be read.
 pub fn corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
-    let entries = match fs::read_dir(&folder) {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
+    let entries = match fs::read_dir(&directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries?,
     };

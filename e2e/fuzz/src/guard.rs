@@ -50,8 +50,8 @@ pub fn run(target: &Target, input: &[u8]) -> ReadResult {
     seen
 }
 
-/// Folder of the failing inputs.
-pub fn failures_folder() -> PathBuf {
+/// Directory of the failing inputs.
+pub fn failures_directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/fuzz-failures")
 }
 
@@ -59,11 +59,11 @@ pub fn failures_folder() -> PathBuf {
 ///
 /// # Errors
 /// If the file cannot be written.
-pub fn save_input(folder: &Path, target: &str, input: &[u8]) -> io::Result<PathBuf> {
+pub fn save_input(directory: &Path, target: &str, input: &[u8]) -> io::Result<PathBuf> {
     let mut hash = DefaultHasher::new();
     input.hash(&mut hash);
-    let path = folder.join(format!("{target}-{:016x}", hash.finish()));
-    std::fs::create_dir_all(folder)?;
+    let path = directory.join(format!("{target}-{:016x}", hash.finish()));
+    std::fs::create_dir_all(directory)?;
     std::fs::write(&path, input)?;
     path.canonicalize()
 }
@@ -75,7 +75,7 @@ fn failure_message(target: &str, input: &[u8], why: &str) -> String {
         hex
     });
     let more = if input.len() > MAX_PRINTED_BYTES { "…" } else { "" };
-    let repeat = match save_input(&failures_folder(), target, input) {
+    let repeat = match save_input(&failures_directory(), target, input) {
         Ok(path) => format!("repeat with: cargo run -p cleave-fuzz -- {target} --input {}", path.display()),
         Err(error) => format!("failed to keep the input: {error}"),
     };
@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn only_an_input_that_panics_is_kept() {
         assert_eq!(run(&FAILS, b"good"), ReadResult::Read);
-        let kept = save_input(&failures_folder(), FAILS.name, b"bad").unwrap();
+        let kept = save_input(&failures_directory(), FAILS.name, b"bad").unwrap();
         std::fs::remove_file(&kept).unwrap();
         thread::spawn(|| run(&FAILS, b"bad")).join().unwrap_err();
         assert_eq!(std::fs::read(&kept).unwrap(), b"bad");

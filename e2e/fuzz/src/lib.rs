@@ -37,7 +37,7 @@ pub enum ReadResult {
 /// A function that reads bytes from others, with samples and settings for its test.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
-    /// Name of the target and of its folder in the corpus.
+    /// Name of the target and of its directory in the corpus.
     pub name: &'static str,
     /// Human-readable description of the input and its sender.
     pub what: &'static str,

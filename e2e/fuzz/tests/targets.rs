@@ -13,7 +13,7 @@ fn run_target(name: &str) -> io::Result<()> {
         assert_eq!(
             guard::run(target, &sample),
             ReadResult::Read,
-            "{name} cannot read its sample {}",
+            "{name} failed to read its sample {}",
             String::from_utf8_lossy(&sample)
         );
     }
@@ -36,12 +36,12 @@ macro_rules! targets {
         })*
 
         #[test]
-        fn every_target_is_tested_and_every_corpus_folder_has_a_target() {
+        fn every_target_is_tested_and_every_corpus_directory_has_a_target() {
             let names: Vec<&str> = all().iter().map(|target| target.name).collect();
             assert_eq!(names, [$(stringify!($name)),*]);
-            let folders = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/corpus")).expect("the corpus");
-            for folder in folders {
-                let name = folder.expect("a folder").file_name();
+            let directories = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/corpus")).expect("the corpus");
+            for directory in directories {
+                let name = directory.expect("a directory").file_name();
                 let target = name.to_str().and_then(named).unwrap_or_else(|| panic!("no target is named {name:?}"));
                 assert!(!corpus(target).expect("the target's corpus").is_empty());
             }

@@ -437,8 +437,8 @@ impl<'a> Scope<'a> {
         self.cluster.read(&format!("{}/log?container=main", self.pod_path(name)))
     }
 
-    /// Waits for the first JSON line in a pod's log. It describes the GPU that `cleave-client`
-    /// sees.
+    /// Waits for the first JSON line in a pod's log. The line describes the GPU that
+    /// `cleave-client` sees.
     pub fn client_report(&self, name: &str) -> Result<Value> {
         wait_for(&format!("{name} has a JSON line in its log"), WAIT_TIMEOUT, || {
             let log = self.pod_log(name)?;

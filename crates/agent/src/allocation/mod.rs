@@ -39,7 +39,7 @@ pub struct MpsLimits {
 }
 
 impl Allocation {
-    /// The id of the allocation. It depends on the set of slices, not on their order.
+    /// The id of the allocation. The id depends on the set of slices, not on their order.
     pub fn id(&self) -> String {
         allocation_id(&self.resource, &self.ids)
     }

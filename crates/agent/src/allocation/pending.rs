@@ -410,6 +410,7 @@ impl PendingAllocations {
         }
     }
 
+    /// All requests, with their pods.
     fn all(&self) -> impl Iterator<Item = (RequestKey, &Pod, &PendingRequest)> {
         self.pods.iter().flat_map(|(uid, pod)| {
             pod.requests.iter().enumerate().map(move |(index, request)| ((uid.clone(), index), pod, request))
@@ -423,12 +424,14 @@ impl PendingAllocations {
         self.all().filter(move |(_, pod, request)| which(pod, request))
     }
 
+    /// The request with this key.
     fn request(&mut self, (uid, index): &RequestKey) -> Option<&mut PendingRequest> {
         self.pods.get_mut(uid)?.requests.get_mut(*index)
     }
 }
 
 impl PendingRequest {
+    /// Whether the request is for `units` of a resource.
     fn is(&self, resource: &str, units: u32) -> bool {
         self.wanted.units == units && self.wanted.resource == resource
     }

@@ -16,6 +16,7 @@ const BEING_ADMITTED: &str = "a pod that is being admitted";
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Allocations(BTreeMap<String, Entry>);
 
+/// An allocation that has not ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Entry {
     allocation: Allocation,

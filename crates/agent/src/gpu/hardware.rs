@@ -308,6 +308,7 @@ impl HardwareTracker {
         }
     }
 
+    /// The wall-clock time of a monotonic time.
     fn since(&self, requested_at: Instant) -> Time {
         whole_seconds(self.clock.stamp(requested_at).wall)
     }
@@ -409,6 +410,7 @@ impl HardwareTracker {
 }
 
 impl Lost {
+    /// The health of a lost GPU.
     fn health(&self) -> Health {
         Health {
             healthy: false,

@@ -237,10 +237,12 @@ fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, 
     Ok(TargetLayout { layout, changes, note: String::new() })
 }
 
+/// A layout without slices.
 fn empty(mode: Mode) -> Layout {
     Layout { mode, pools: Vec::new(), daemons: BTreeMap::new() }
 }
 
+/// The layout of a GPU that is served as a whole.
 fn whole(device: &str, resource: &str) -> Layout {
     Layout { pools: vec![whole_pool(device, resource.to_owned())], ..empty(Mode::Whole) }
 }
@@ -337,6 +339,7 @@ fn check_limit_counts(resource: &str, count: u32, limits: [usize; 2]) -> Result<
     Ok(())
 }
 
+/// The pool of a time-sliced device's replicas.
 fn replicas(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
     let TimeSlicedPartition { resource, replicas, interval: _ } = partition;
     if *replicas == 0 || *replicas > MAX_SLICES {

@@ -402,6 +402,7 @@ impl MigProgress {
     }
 }
 
+/// The status of a step that performs a change.
 fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
     let (gpu, action, result) = (gpu.to_owned(), change.to_string(), result.to_owned());
     StepStatus { gpu, action, result, message, ..StepStatus::default() }

@@ -125,6 +125,7 @@ impl HostLink {
         watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, || self.refresh(view), unwatched).await;
     }
 
+    /// Reads the MPS host's status file, and publishes a change.
     fn refresh(&self, view: &watch::Sender<HostView>) {
         let next = self.read_status(view.borrow().alive);
         view.send_if_modified(|view| std::mem::replace(view, next.clone()) != next);

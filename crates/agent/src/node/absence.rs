@@ -16,8 +16,8 @@ use crate::mps::HostView;
 /// Maximum time that a daemon may be unavailable while its shares remain Healthy.
 ///
 /// This is more than twice the usual absence: half a second for a restarted daemon or server, and
-/// up to 4 s for a replaced MPS host. It is well below the 25 s that a container's start waits
-/// before the kubelet retries. A pod that arrived earlier is therefore still waiting when the
+/// up to 4 s for a replaced MPS host. The maximum is well below the 25 s that a container's start
+/// waits before the kubelet retries. A pod that arrived earlier is therefore still waiting when the
 /// shares become Unhealthy. With a longer time, the kubelet would only send more pods to a daemon
 /// that does not recover.
 pub const MAX_ABSENCE: Duration = Duration::from_secs(10);
@@ -83,6 +83,7 @@ impl Absences {
     }
 }
 
+/// Whether a device's MPS daemon serves, is away for a while, or fails.
 fn presence(view: &HostView, device: &str) -> Presence {
     match view.status.daemons.get(device).map(|DaemonStatus { state, .. }| state) {
         Some(DaemonState::Active) if view.alive => Presence::Serves,

@@ -143,6 +143,7 @@ impl Decision {
         }
     }
 
+    /// Adds a step with a result.
     fn step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
         let (gpu, result) = (gpu.uuid.clone(), result.into());
         self.steps.push(StepStatus { gpu, action, result, message, ..StepStatus::default() });

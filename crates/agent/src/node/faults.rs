@@ -39,6 +39,7 @@ pub struct Pods<'a> {
 }
 
 impl Pods<'_> {
+    /// The pod to which an allocation belongs.
     fn of(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
         let is = |row: &&ContainerDevices| {
@@ -163,6 +164,7 @@ impl ReportedFault {
         patience.checked_sub(age).filter(|wait| !wait.is_zero())
     }
 
+    /// The pod of a client.
     fn pod(&self, client: &Client) -> Option<&PodRef> {
         self.pods.get(client.allocation.as_ref()?)
     }

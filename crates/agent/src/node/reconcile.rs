@@ -132,6 +132,7 @@ impl Node {
         })
     }
 
+    /// The data with which the tenants' processes are compared.
     fn snapshot(&self, hardware: &Hardware, table: &AllocationTable, rules: &Rules) -> TenantSnapshot {
         TenantSnapshot::new(&snapshot::SnapshotInputs {
             hardware,
@@ -315,6 +316,7 @@ impl Node {
         self.adopted_allocations.retain(|_, allocation| self.adopted.contains_key(&allocation.device));
     }
 
+    /// The daemons and doors that the MPS host must run.
     fn desired(&self, allocations: &Allocations) -> Desired {
         let mut daemons = self.adopted.clone();
         for layout in self.layouts.values() {

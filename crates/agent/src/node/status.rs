@@ -108,7 +108,7 @@ pub fn check_daemon(view: &HostView, device: &str) -> Result<(), String> {
 /// Builds the status. Its conditions have no times yet.
 pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
     let StatusInput { hardware, spec, applied, steps, boot_id, .. } = *input;
-    let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu(input, known)).collect();
+    let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu_status(input, known)).collect();
     let generation = match (input.object, spec) {
         (Object::Present(generation, _), _) | (_, Some((generation, _))) => *generation,
         _ => 0,
@@ -134,13 +134,14 @@ pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
     .compact()
 }
 
-fn gpu(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
+/// The status of a GPU. The GPU is unhealthy if one of its MPS daemons fails.
+fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let KnownGpu { gpu, health, instances, .. } = known;
     let layout = input.layouts.get(&gpu.uuid);
     let devices = devices(gpu, layout);
     let mut health = health.clone();
     let daemons: Vec<&String> = layout.iter().flat_map(|layout| layout.daemons.keys()).collect();
-    let mps: Vec<MpsStatus> = daemons.iter().map(|device| daemon(input.view, device)).collect();
+    let mps: Vec<MpsStatus> = daemons.iter().map(|device| daemon_status(input.view, device)).collect();
     if health.healthy {
         let starting = |device: &str| {
             input.view.alive && input.view.status.daemons.get(device).is_none_or(|d| d.state == DaemonState::Starting)
@@ -161,9 +162,9 @@ fn gpu(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         sms: gpu.sms.0,
         pci: gpu.pci.clone(),
         numa: gpu.numa,
-        mig: gpu.mig.as_ref().map(|of| mig(of, instances)),
+        mig: gpu.mig.as_ref().map(|of| mig_status(of, instances)),
         mode: layout.map(|layout| layout.mode.as_str().to_owned()).unwrap_or_default(),
-        slices: layout.iter().flat_map(|layout| &layout.pools).map(|pool| slices(input, gpu, pool)).collect(),
+        slices: layout.iter().flat_map(|layout| &layout.pools).map(|pool| slice_status(input, gpu, pool)).collect(),
         allocations: allocations(input, gpu, &devices),
         health,
         mps,
@@ -179,7 +180,8 @@ fn devices<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a str> {
     devices
 }
 
-fn mig(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
+/// NVML's description of a GPU's MIG mode, profiles and instances.
+fn mig_status(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
     let Mig { enabled, pending, profiles, instances } = mig;
     let profile = |profile: &MigProfile| {
         let MigProfile { id: _, name, memory, sms, slices: _, size, starts } = profile;
@@ -198,7 +200,8 @@ fn mig(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
     }
 }
 
-fn slices(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
+/// The numbers of total, used and unhealthy slices of a pool.
+fn slice_status(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
     let of_pool = |id: &str| parse_id(id).is_some_and(|(device, number)| pool.contains(device, number));
     // While usage is unknown, all slices count as used, because the operator releases pods for free
@@ -216,12 +219,13 @@ fn slices(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -
         resource: pool.resource.clone(),
         start: instance.map(|instance| instance.start),
         total: pool.count,
-        in_use: count(in_use),
-        unhealthy: count(unhealthy),
+        in_use: saturate_u32(in_use),
+        unhealthy: saturate_u32(unhealthy),
     }
 }
 
-fn count(number: usize) -> u32 {
+/// Converts a count. Counts that do not fit become the maximum.
+fn saturate_u32(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
@@ -242,7 +246,7 @@ fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> 
             let whole = gpu.uuid == device;
             // For a MIG instance, the number of SMs comes from the instance's profile in NVML.
             let total = if whole { Some(gpu.sms) } else { instance_sms(gpu, device) };
-            let sms = limits.and_then(|limits| limited(limits, total));
+            let sms = limits.and_then(|limits| limited_sms(limits, total));
             let memory_mib = limits.and_then(|limits| limits.memory_mib);
             rows.push(AllocationStatus {
                 pod: format!("{}/{}", row.namespace, row.pod),
@@ -258,7 +262,7 @@ fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> 
                     .filter(|_| whole && memory_mib.is_some())
                     .and_then(|sms| context(gpu.compute_capability, input.hardware.driver.version()?, sms))
                     .map(|memory| memory.0),
-                clients: allocation.map_or(0, |allocation| clients(input.view, device, allocation)),
+                clients: allocation.map_or(0, |allocation| count_clients(input.view, device, allocation)),
             });
         }
     }
@@ -268,7 +272,8 @@ fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> 
     rows
 }
 
-fn limited(limits: MpsLimits, total: Option<Sms>) -> Option<Sms> {
+/// The SMs of a share, after the driver's rounding.
+fn limited_sms(limits: MpsLimits, total: Option<Sms>) -> Option<Sms> {
     let threads = limits.threads.and_then(|threads| Percent::new(threads).ok());
     total.map(|total| sms(threads, total))
 }
@@ -279,13 +284,18 @@ fn instance_sms(gpu: &Gpu, device: &str) -> Option<Sms> {
     mig.profiles.iter().find(|profile| profile.name == instance.profile).map(|profile| profile.sms)
 }
 
-fn clients(view: &HostView, device: &str, allocation: &Allocation) -> u32 {
+/// Number of an allocation's MPS clients.
+fn count_clients(view: &HostView, device: &str, allocation: &Allocation) -> u32 {
     let id = allocation.id();
     let of_allocation = |client: &&cleave_gpu::mps::wire::Client| client.allocation.as_deref() == Some(id.as_str());
-    view.status.daemons.get(device).map_or(0, |daemon| count(daemon.clients.iter().filter(of_allocation).count()))
+    view.status
+        .daemons
+        .get(device)
+        .map_or(0, |daemon| saturate_u32(daemon.clients.iter().filter(of_allocation).count()))
 }
 
-fn daemon(view: &HostView, device: &str) -> MpsStatus {
+/// The status of a device's MPS daemon. The state is empty while the MPS host does not run.
+fn daemon_status(view: &HostView, device: &str) -> MpsStatus {
     let status = view.status.daemons.get(device).filter(|_| view.alive);
     MpsStatus {
         device: device.to_owned(),
@@ -315,6 +325,7 @@ const fn state_name(state: DaemonState) -> &'static str {
     }
 }
 
+/// The content of a condition.
 struct Verdict {
     status: &'static str,
     reason: &'static str,
@@ -325,6 +336,7 @@ fn verdict(status: bool, reason: &'static str, message: impl Into<String>) -> Ve
     Verdict { status: if status { "True" } else { "False" }, reason, message: message.into() }
 }
 
+/// The condition `Ready`.
 fn ready(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Verdict {
     match &input.hardware.driver {
         Driver::Unknown => return verdict(false, reason::STARTING, "NVML has not answered yet"),
@@ -384,6 +396,7 @@ fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
     }
 }
 
+/// The condition `Applied`.
 fn is_applied(input: &StatusInput<'_>) -> Verdict {
     if let Object::Malformed(why) = input.object {
         return verdict(false, reason::MALFORMED, format!("the last valid spec still applies: {why}"));
@@ -464,7 +477,7 @@ mod tests {
 
     fn status(pods: &[&str], change: impl FnOnce(&mut GpuStatus)) -> GpuNodeStatus {
         let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
-        let slices = vec![SliceStatus { total: 10, in_use: count(pods.len()), ..SliceStatus::default() }];
+        let slices = vec![SliceStatus { total: 10, in_use: saturate_u32(pods.len()), ..SliceStatus::default() }];
         let mut gpu = GpuStatus { allocations: pods.iter().map(row).collect(), slices, ..GpuStatus::default() };
         change(&mut gpu);
         let gpus = vec![gpu];

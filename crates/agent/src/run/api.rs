@@ -113,6 +113,7 @@ async fn follow(
     }
 }
 
+/// Records the server's version of the object. A malformed object replaces no spec.
 fn read(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<Server>) -> Object {
     match object {
         Ok(object) => {

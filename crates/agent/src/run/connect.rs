@@ -42,9 +42,9 @@ pub(crate) enum ConnectError {
     NoPod(&'static str),
     #[error("{0:?} is not a valid address of an API server")]
     Address(String, #[source] http::Error),
-    #[error("cannot read {path}")]
+    #[error("failed to read {path}")]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("cannot configure TLS")]
+    #[error("failed to configure TLS")]
     Tls(#[from] rustls::Error),
 }
 
@@ -52,7 +52,7 @@ pub(crate) enum ConnectError {
 pub(crate) fn in_cluster() -> Result<Client, ConnectError> {
     let variable = |name| std::env::var(name).map_err(|_| ConnectError::NoPod(name));
     let (host, port) = (variable("KUBERNETES_SERVICE_HOST")?, variable("KUBERNETES_SERVICE_PORT")?);
-    client(&authority(&host, &port), Path::new(SERVICE_ACCOUNT))
+    build_client(&authority(&host, &port), Path::new(SERVICE_ACCOUNT))
 }
 
 /// Joins host and port. IPv6 addresses need brackets.
@@ -60,7 +60,8 @@ fn authority(host: &str, port: &str) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-fn client(authority: &str, account: &Path) -> Result<Client, ConnectError> {
+/// A client that reads the service account's token and CA from files.
+fn build_client(authority: &str, account: &Path) -> Result<Client, ConnectError> {
     let uri = Uri::builder().scheme("https").authority(authority).path_and_query("/").build();
     let uri = uri.map_err(|error| ConnectError::Address(authority.to_owned(), error))?;
     let token = Token::read(account.join("token"))?;
@@ -104,7 +105,7 @@ impl Token {
     fn read(file: PathBuf) -> Result<Self, ConnectError> {
         let text = std::fs::read_to_string(&file);
         let text = text.map_err(|source| ConnectError::Read { path: file.clone(), source })?;
-        Ok(Self { file: file.into(), read: Arc::new(Mutex::new((bearer(&text), Instant::now()))) })
+        Ok(Self { file: file.into(), read: Arc::new(Mutex::new((bearer_header(&text), Instant::now()))) })
     }
 
     /// Returns the token, and first reads it again if it is older than [`MAX_TOKEN_AGE`]. If the
@@ -112,14 +113,15 @@ impl Token {
     fn now(&self) -> Option<HeaderValue> {
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         if read.1.elapsed() >= MAX_TOKEN_AGE {
-            let token = std::fs::read_to_string(&self.file).ok().and_then(|text| bearer(&text));
+            let token = std::fs::read_to_string(&self.file).ok().and_then(|text| bearer_header(&text));
             *read = (token.or_else(|| read.0.take()), Instant::now());
         }
         read.0.clone()
     }
 }
 
-fn bearer(token: &str) -> Option<HeaderValue> {
+/// The value of the header `Authorization`, marked as sensitive so that it is not logged.
+fn bearer_header(token: &str) -> Option<HeaderValue> {
     let mut value = HeaderValue::try_from(format!("Bearer {}", token.trim())).ok()?;
     value.set_sensitive(true);
     Some(value)
@@ -133,7 +135,8 @@ struct CurrentCa {
 }
 
 impl CurrentCa {
-    fn verifier(&self) -> Result<Arc<WebPkiServerVerifier>, rustls::Error> {
+    /// A verifier with the current content of the CA file.
+    fn load_verifier(&self) -> Result<Arc<WebPkiServerVerifier>, rustls::Error> {
         let invalid = |error: &dyn fmt::Display| rustls::Error::General(format!("{}: {error}", self.file.display()));
         let mut roots = rustls::RootCertStore::empty();
         for certificate in CertificateDer::pem_file_iter(&self.file).map_err(|error| invalid(&error))? {
@@ -160,7 +163,7 @@ impl ServerCertVerifier for CurrentCa {
         ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        self.verifier()?.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
+        self.load_verifier()?.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
     }
 
     fn verify_tls12_signature(
@@ -244,7 +247,7 @@ mod tests {
         std::fs::write(account.path().join("token"), "one\n").unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let at = listener.local_addr().unwrap();
-        let client = client(&authority("127.0.0.1", &at.port().to_string()), account.path()).unwrap();
+        let client = build_client(&authority("127.0.0.1", &at.port().to_string()), account.path()).unwrap();
 
         let of_first = acceptor(&first);
         let (version, head) = tokio::join!(client.apiserver_version(), answer(&listener, &of_first));
@@ -287,6 +290,6 @@ mod tests {
     fn ipv6_addresses_get_brackets_and_invalid_addresses_are_errors() {
         assert_eq!(authority("10.0.0.1", "443"), "10.0.0.1:443");
         assert_eq!(authority("fd00::1", "443"), "[fd00::1]:443");
-        assert!(matches!(client("a b:c", Path::new("/nowhere")), Err(ConnectError::Address(..))));
+        assert!(matches!(build_client("a b:c", Path::new("/nowhere")), Err(ConnectError::Address(..))));
     }
 }

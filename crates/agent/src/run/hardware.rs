@@ -25,8 +25,8 @@ use super::input::Input;
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum interval between polls, even if more events trigger polls.
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Deadline of NVML calls for a GPU. NVML usually answers within a second, even if it has to
-/// initialize the GPU. A driver that hangs takes minutes, or never answers.
+/// Deadline of NVML calls for a GPU. A call may have to initialize the GPU first. A driver that
+/// hangs takes minutes, or never answers.
 const GPU_DEADLINE: Duration = Duration::from_secs(20);
 /// Time for which answers are gathered, so that a poll of eight GPUs causes one reconciliation
 /// instead of eight.
@@ -44,7 +44,7 @@ pub(crate) async fn watch(
     inputs: mpsc::Sender<Input>,
     mut poll: watch::Receiver<()>,
 ) -> anyhow::Result<()> {
-    let node = Worker::start(&library, "nvml-node").context("cannot start the NVML thread")?;
+    let node = Worker::start(&library, "nvml-node").context("failed to start the NVML thread")?;
     let (mut events, mut received_events) = EventWatch::new(library.clone());
     let (driver_back, driver_returned) = watch::channel(());
     let (answers, gathered) = mpsc::channel(64);
@@ -72,10 +72,10 @@ pub(crate) async fn watch(
             if answered && !before {
                 driver_back.send_replace(());
             }
-            events.watch(count).context("cannot start an NVML event thread")?;
+            events.watch(count).context("failed to start an NVML event thread")?;
             while watched < count {
                 let worker = Worker::start(&library, format!("nvml-gpu-{watched}"));
-                let worker = worker.context("cannot start the NVML thread of a GPU")?;
+                let worker = worker.context("failed to start the NVML thread of a GPU")?;
                 gpus.spawn(watch_gpu(watched, worker, answers.clone(), poll.clone(), driver_returned.clone()));
                 watched += 1;
             }

@@ -29,6 +29,7 @@ pub(super) struct Heartbeat {
     pub(super) not_ready: Option<String>,
 }
 
+/// The state that the HTTP endpoints report.
 #[derive(Debug)]
 struct Probes {
     metrics: Metrics,
@@ -43,7 +44,7 @@ pub(super) async fn serve(
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginsState>,
 ) -> anyhow::Result<()> {
-    let listener = TcpListener::bind(addr).await.with_context(|| format!("cannot serve metrics at {addr}"))?;
+    let listener = TcpListener::bind(addr).await.with_context(|| format!("failed to serve metrics at {addr}"))?;
     let router = Router::new()
         .route("/metrics", get(metrics_text))
         .route("/healthz", get(healthz))

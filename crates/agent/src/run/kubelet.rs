@@ -15,8 +15,8 @@ use crate::metrics::Metrics;
 
 /// Usual delay between an allocation and the kubelet listing its pod.
 pub(super) const LIST_DELAY: Duration = Duration::from_millis(300);
-/// Usual delay between a resent device list and the kubelet writing its checkpoint. It doubles with
-/// each attempt.
+/// Usual delay between a resent device list and the kubelet writing its checkpoint. The delay
+/// doubles with each attempt.
 const CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
 /// Deadline for the PodResources list.
 const LIST_DEADLINE: Duration = Duration::from_secs(5);
@@ -147,8 +147,8 @@ mod tests {
 
     #[test]
     fn a_kubelet_with_a_new_socket_has_restarted() {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("kubelet.sock");
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("kubelet.sock");
         let mut kubelet = SocketTracker::default();
         assert!(!kubelet.has_restarted(socket_id(&socket)), "there is no socket");
         let bind = || drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
@@ -156,7 +156,7 @@ mod tests {
         assert!(!kubelet.has_restarted(socket_id(&socket)), "the first start");
         assert!(!kubelet.has_restarted(socket_id(&socket)), "no restart");
         // Keep the old socket, so that the new socket has another inode.
-        std::fs::rename(&socket, folder.path().join("old")).unwrap();
+        std::fs::rename(&socket, directory.path().join("old")).unwrap();
         assert!(!kubelet.has_restarted(socket_id(&socket)), "there is no socket");
         bind();
         assert!(kubelet.has_restarted(socket_id(&socket)));

@@ -277,6 +277,7 @@ impl Main {
         }
     }
 
+    /// Passes the files' new content to the task that writes them, if the content changed.
     fn write(&self, next: Written) {
         self.written.send_if_modified(|last| {
             let Written { desired, checkpoint, nodes, sweep } = &next;

@@ -16,7 +16,7 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
     let worker = match Worker::start(&library, "nvml-change") {
         Ok(worker) => worker,
         Err(error) => {
-            let outcome = ChangeOutcome::Failed(format!("cannot start a thread: {error}"));
+            let outcome = ChangeOutcome::Failed(format!("failed to start a thread: {error}"));
             return report(OrderResult { order, outcome, after: None, at: Instant::now() }).await;
         }
     };

@@ -47,6 +47,7 @@ impl OfflineDirectory {
         self.pods().exists()
     }
 
+    /// Path of the list of pod objects.
     fn pods(&self) -> PathBuf {
         self.0.join("pods.json")
     }

@@ -87,6 +87,7 @@ impl ProcessObserver {
         Ok(round)
     }
 
+    /// Asks a GPU's worker thread for the processes, and starts the thread on first use.
     fn query(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
         let worker = match self.workers.get(&gpu) {
             Some(worker) => worker.clone(),
@@ -107,6 +108,7 @@ impl ProcessObserver {
         Ok(())
     }
 
+    /// Adds a GPU's answer to the round.
     fn record(&mut self, Answer { gpu, sample }: Answer, round: &mut Round) {
         self.in_progress.remove(&gpu);
         match sample {

@@ -69,7 +69,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
             }
             continue;
         }
-        let round = observer.round(&before, &devices).await.context("cannot start a tenant watch's NVML thread")?;
+        let round = observer.round(&before, &devices).await.context("failed to start a tenant watch's NVML thread")?;
         log_unreachable(&round, &before, &mut unreachable, &metrics);
         let Round { sample, waiting, .. } = round;
         // Read the snapshot again: the MPS host may have reported more clients during the round.

@@ -81,6 +81,7 @@ fn clients(pods: &TerminatingPods, view: &mps::HostView, known: &mut BTreeMap<Cl
     found
 }
 
+/// Requests the termination of a client from the MPS host. Returns when the request began.
 async fn terminate(link: mps::link::HostLink, client: Client) -> (Client, Outcome, Instant) {
     let began = Instant::now();
     let ClientKey { device, pid } = client.key.clone();

@@ -38,6 +38,7 @@ pub struct Findings {
     clients: BTreeMap<ProcessId, Instant>,
 }
 
+/// A reported violation.
 #[derive(Debug)]
 struct Finding {
     status: FindingStatus,

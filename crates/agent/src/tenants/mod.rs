@@ -1,5 +1,5 @@
 //! The tenant watch reports containers that use more of a shared GPU than their shares allow, or
-//! that use it outside MPS. It reports a violation within two seconds.
+//! that use the GPU outside MPS. The watch reports a violation within two seconds.
 //!
 //! ```text
 //!  main loop ─ TenantSnapshot ─┐

@@ -27,8 +27,8 @@ pub struct Process {
 /// # Errors
 /// A file cannot be read or parsed. The process may still run.
 pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
-    let folder = proc.join(pid.to_string());
-    let read = |name: &str| match File::open(folder.join(name)) {
+    let directory = proc.join(pid.to_string());
+    let read = |name: &str| match File::open(directory.join(name)) {
         Ok(file) => {
             let mut bytes = Vec::new();
             match file.take(MAX_BYTES).read_to_end(&mut bytes) {
@@ -58,8 +58,8 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
 /// Parses the parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`
 /// (`proc_pid_stat(5)`). The name, field 2, may contain spaces and parentheses.
 ///
-/// Ignores the state of the process: it is zombie once the first thread has ended, even if other
-/// threads run.
+/// Ignores the state of the process: the state is zombie once the first thread has ended, even if
+/// other threads run.
 pub fn parse_stat(stat: &str) -> Option<(u32, u64)> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace();

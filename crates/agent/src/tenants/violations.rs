@@ -250,6 +250,7 @@ impl ContainerOnDevice<'_> {
         self.snapshot.shares.iter().flatten().filter(|share| share.device == self.uuid)
     }
 
+    /// The pod and container to which the process belongs. Empty if unknown.
     fn tenant(&self) -> Tenant {
         let Some((owner, pod)) = self.owner.and_then(|owner| Some((owner, self.names.get(&owner.pod)?))) else {
             return Tenant::default();
@@ -315,6 +316,7 @@ impl Share {
     }
 }
 
+/// Names a process's owner in a sentence.
 fn describe(tenant: &Tenant, owner: Option<&Owner>) -> String {
     match (tenant.pod.as_str(), tenant.container.as_str(), owner) {
         ("", _, None) => "the host (no pod)".to_owned(),

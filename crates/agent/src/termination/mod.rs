@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use self::pods::Deadlines;
 
-/// Time from a client's deadline until the agent reports that the client still runs. It is shorter
-/// than a `preStop` sleep of one second.
+/// Time from a client's deadline until the agent reports that the client still runs. This time is
+/// shorter than a `preStop` sleep of one second.
 const REPORT_AFTER: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed attempt.
 const RETRY_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));

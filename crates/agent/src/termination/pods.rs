@@ -83,6 +83,7 @@ impl Deadlines {
     }
 }
 
+/// A pod, its deadlines and its removal.
 #[derive(Debug, PartialEq, Eq)]
 struct Pod {
     name: String,
@@ -190,6 +191,7 @@ impl TerminatingPods {
         Some((&first.name, last))
     }
 
+    /// Removes pods whose removal was observed at least [`RETENTION`] ago.
     fn prune(&mut self, now: Instant) {
         let old = |removed: Instant| now.saturating_duration_since(removed) >= RETENTION;
         self.by_uid.retain(|_, pod| !pod.removed.is_some_and(old));

@@ -22,7 +22,7 @@ impl Process {
     /// Reads the process with this pid in the host's pid namespace. Returns `None` if the process
     /// has ended.
     pub(crate) fn read(pid: u32) -> Option<Self> {
-        let directory = directory(pid);
+        let directory = proc_directory(pid);
         let status = Status::parse(&read(&directory.join("status"))?)?;
         let survives_sigterm = status.handles || status.blocks && all_threads_block(&directory);
         let stopped = status.state == State::Stopped;
@@ -36,14 +36,15 @@ impl Process {
 /// processes belong to that pod.
 pub(crate) fn pods_of(pid: u32) -> Vec<String> {
     static OWN: LazyLock<Vec<String>> = LazyLock::new(|| {
-        cgroup::parse_pod_uids(&read(&directory(std::process::id()).join("cgroup")).unwrap_or_default())
+        cgroup::parse_pod_uids(&read(&proc_directory(std::process::id()).join("cgroup")).unwrap_or_default())
     });
-    let mut pods = cgroup::parse_pod_uids(&read(&directory(pid).join("cgroup")).unwrap_or_default());
+    let mut pods = cgroup::parse_pod_uids(&read(&proc_directory(pid).join("cgroup")).unwrap_or_default());
     pods.retain(|uid| !OWN.contains(uid));
     pods
 }
 
-fn directory(pid: u32) -> PathBuf {
+/// The directory of a process below `/proc`.
+fn proc_directory(pid: u32) -> PathBuf {
     Path::new("/proc").join(pid.to_string())
 }
 
@@ -61,6 +62,7 @@ fn all_threads_block(directory: &Path) -> bool {
     threads.flatten().filter_map(|thread| status(&thread.path())).all(|status| status.blocks)
 }
 
+/// The parts of `/proc/PID/status` that concern SIGTERM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Status {
     /// Whether the process handles or ignores SIGTERM. All threads have the same value.

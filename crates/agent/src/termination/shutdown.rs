@@ -70,10 +70,12 @@ impl Periods {
         self.0.iter().rposition(|period| period.priority <= priority).unwrap_or(0)
     }
 
+    /// The time that a group of pods has to terminate.
     fn duration(&self, group: usize) -> Duration {
         self.0.get(group).map_or(Duration::ZERO, |period| Duration::from_secs(period.seconds.into()))
     }
 
+    /// The time that all groups have together.
     fn total(&self) -> Duration {
         (0..self.0.len()).map(|group| self.duration(group)).sum()
     }

@@ -69,7 +69,8 @@ impl Machine {
     }
 }
 
-fn healthy(seen: &FakeKubeletState, resource: &str) -> Vec<String> {
+/// The ids of a resource's healthy devices, as the kubelet has them.
+fn healthy_ids(seen: &FakeKubeletState, resource: &str) -> Vec<String> {
     seen.endpoints[resource].healthy().iter().map(ToString::to_string).collect()
 }
 
@@ -96,8 +97,8 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     assert!(
         starts.contains(&(MIG_3G, Some(4))) && starts.contains(&(MPS, Some(2))) && starts.contains(&(SLICED, Some(0)))
     );
-    let three = healthy(&machine.wait_for_healthy(MIG_3G, 1).await, MIG_3G);
-    let shares = healthy(&machine.wait_for_healthy(MPS, 4).await, MPS);
+    let three = healthy_ids(&machine.wait_for_healthy(MIG_3G, 1).await, MIG_3G);
+    let shares = healthy_ids(&machine.wait_for_healthy(MPS, 4).await, MPS);
     machine.wait_for_healthy(SLICED, 3).await;
     machine.wait_for_healthy(WHOLE, 1).await;
 
@@ -194,7 +195,7 @@ async fn a_hanging_creation_blocks_only_its_own_gpu() {
     machine.simgpu(&["hang", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0"]);
     let with_instance = |gpu: usize| partitioned(&machine.uuids[gpu], &[("1g.10gb", 3, ServedAs::Whole)]);
     machine.set_spec("partitioned", vec![with_instance(0), with_instance(1), sliced(&machine.uuids[2], 4)]);
-    let created = healthy(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
+    let created = healthy_ids(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
     machine.kubelet.allocate(MIG_1G, &[&created[0]]).await.unwrap();
     machine.kubelet.allocate(SLICED, &[&format!("{}::1", machine.uuids[2])]).await.unwrap();
     machine.wait_for_message("the driver has not answered").await;
@@ -249,7 +250,7 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
 async fn a_restarted_agent_completes_the_change_of_the_killed_agent() {
     let mut machine =
         Machine::start(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 6, ServedAs::Whole)])]);
-    let used = healthy(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
+    let used = healthy_ids(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
     machine.applied("first").await;
     let given = machine.kubelet.allocate(MIG_1G, &[&used[0]]).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MIG_1G, &used)]);
@@ -324,7 +325,7 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
         machine
             .wait_for_view(strategy, |seen| seen.endpoints.get(MIG_3G).is_some_and(|endpoint| endpoint.connected))
             .await;
-        let ids = healthy(&machine.wait_for_healthy(MIG_3G, 1).await, MIG_3G);
+        let ids = healthy_ids(&machine.wait_for_healthy(MIG_3G, 1).await, MIG_3G);
         let uuid = ids[0].split("::").next().unwrap();
         let given = machine.kubelet.allocate(MIG_3G, &[&ids[0]]).await.unwrap();
         machine.kubelet.pre_start(MIG_3G, &[&ids[0]]).await.unwrap();

@@ -82,6 +82,7 @@ impl Record {
         Self(context.paths.mps().join(format!("{device}{RECORD_EXTENSION}")))
     }
 
+    /// An error of an operation on the record's file.
     fn error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
         move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
     }

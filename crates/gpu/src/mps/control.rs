@@ -17,8 +17,8 @@ use super::process::{Children, Exit};
 use super::protocol::{self, Command, Kind, Reply, Unexpected};
 use super::seqpacket::{Credentials, Socket};
 
-/// Time limit for a daemon's answer. A daemon that misses this limit is treated as hung. Answers
-/// usually arrive within a millisecond, even while the server is in FAULT.
+/// Time limit for a daemon's answer. A daemon that misses this limit is treated as hung. A daemon
+/// answers even while its server is in FAULT.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 /// The command that stops a daemon and allows its clients 3 seconds to exit.
 pub(crate) const QUIT: Command = Command::Quit { seconds: 3 };
@@ -33,7 +33,7 @@ const MAX_OUTPUT: usize = 256 * 1024;
 pub(crate) enum ControlError {
     #[error("the MPS control daemon did not answer `{what}` within {} s", .after.as_secs_f32())]
     Timeout { what: String, after: Duration },
-    #[error("cannot reach the MPS control daemon: {0}")]
+    #[error("failed to reach the MPS control daemon: {0}")]
     Io(#[from] io::Error),
     #[error("the MPS control daemon closed the connection")]
     Closed,
@@ -170,6 +170,7 @@ async fn expect_hello(socket: &Socket) -> Result<(), ControlError> {
     if hello.data == protocol::HELLO { Ok(()) } else { Err(ControlError::UnknownProtocol) }
 }
 
+/// Limits the time of an operation. `what` names the operation in the error.
 async fn within<T>(
     after: Duration,
     what: &str,

@@ -194,6 +194,7 @@ impl Device {
         }
     }
 
+    /// The driver's control tool for this daemon.
     fn tool(&self) -> Process {
         let options = &self.context.options;
         tool::command(&options.mps_control, options.library_path.as_deref(), &self.pipe, &self.name)

@@ -63,7 +63,7 @@ pub(crate) struct Door {
     /// Locked by a client of this allocation while it waits for the device's control lock. At most
     /// one client per allocation waits for that lock, so allocations take turns.
     turn: Mutex<()>,
-    /// Number of clients in a row that did not complete their handshake.
+    /// Number of consecutive clients that did not complete their handshake.
     stalled: Cell<u32>,
     /// Cancelled when a new listener replaces the current one.
     replaced: RefCell<CancellationToken>,
@@ -166,6 +166,7 @@ impl Door {
         Ok(())
     }
 
+    /// Accepts clients until the listener is replaced.
     async fn accept(self: &Rc<Self>, listener: &Listener, replaced: &CancellationToken) {
         let mut has_failed = false;
         loop {

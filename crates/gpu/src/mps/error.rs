@@ -18,7 +18,7 @@ use crate::nvml;
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
     /// A directory or the socket of the MPS host could not be created.
-    #[error("cannot create {path}")]
+    #[error("failed to create {path}")]
     Prepare {
         /// Path of the directory or socket.
         path: PathBuf,
@@ -52,16 +52,16 @@ pub enum HostError {
     #[error("system call failed")]
     System(#[from] io::Error),
     /// An NVML call failed.
-    #[error("cannot set the compute mode")]
+    #[error("failed to set the compute mode")]
     ComputeMode(#[from] nvml::NvmlError),
 }
 
 /// Why a daemon that should run was stopped or has exited.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DaemonError {
-    #[error("cannot start {program}: {source}")]
+    #[error("failed to start {program}: {source}")]
     Spawn { program: String, source: io::Error },
-    #[error("cannot prepare {path}: {source}")]
+    #[error("failed to prepare {path}: {source}")]
     Prepare { path: PathBuf, source: io::Error },
     #[error("the MPS control daemon exited with {exit}{}", after_colon(.last_line))]
     Exited { exit: Exit, last_line: String },
@@ -77,7 +77,7 @@ pub(crate) enum DaemonError {
     ServerExited { server: u32, state: ServerState },
     #[error("MPS server {server} did not shut down within {} s", .after.as_secs())]
     ServerNotStopped { server: u32, after: Duration },
-    #[error("cannot set the compute mode: {0}")]
+    #[error("failed to set the compute mode: {0}")]
     ComputeMode(#[from] ComputeModeError),
     #[error("the MPS host is stopping")]
     HostStopping,
@@ -112,9 +112,9 @@ impl std::fmt::Display for LastSeen {
 /// Why a compute mode was not set.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ComputeModeError {
-    #[error("cannot start the child process: {0}")]
+    #[error("failed to start the child process: {0}")]
     Spawn(io::Error),
-    #[error("cannot read the output of the child process: {0}")]
+    #[error("failed to read the output of the child process: {0}")]
     Output(io::Error),
     #[error("{output} ({exit})")]
     Failed { output: String, exit: Exit },
@@ -122,7 +122,7 @@ pub(crate) enum ComputeModeError {
     UnknownOutput(String),
     #[error("NVML did not answer within {} s", .after.as_secs())]
     Timeout { after: Duration },
-    #[error("cannot {action} {path}: {source}")]
+    #[error("failed to {action} {path}: {source}")]
     Record { action: &'static str, path: PathBuf, source: io::Error },
     #[error("{path} contains no compute mode: {content:?}")]
     UnknownRecord { path: PathBuf, content: String },
@@ -152,7 +152,7 @@ impl From<Unexpected> for TerminateError {
 /// Why the desired file was not applied.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DesiredError {
-    #[error("cannot read {path}: {source}")]
+    #[error("failed to read {path}: {source}")]
     Read { path: PathBuf, source: io::Error },
     #[error("{0}")]
     Invalid(#[from] InvalidDesired),
@@ -161,7 +161,7 @@ pub(crate) enum DesiredError {
 /// Why an allocation's clients have to wait.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NotReady {
-    #[error("the door of allocation {allocation} cannot be opened: {error}")]
+    #[error("failed to open the door of allocation {allocation}: {error}")]
     DoorFailed { allocation: String, error: String },
     #[error("allocation {0} is not in the desired file yet")]
     Unknown(String),

@@ -58,7 +58,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
     let paths = Paths::new(&args.run_dir);
     let lock = files::prepare(&paths)?;
     let max_descriptors = raise_descriptor_limit();
-    let options = options(args, subcommand)?;
+    let options = build_options(args, subcommand)?;
     let context = Rc::new(Context::new(paths, options, Children::start()?, max_descriptors));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
@@ -92,7 +92,8 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
     Ok(())
 }
 
-fn options(args: PathArgs, subcommand: Option<&str>) -> Result<Options, HostError> {
+/// The options of daemons. Compute modes are set by a child process of this program.
+fn build_options(args: PathArgs, subcommand: Option<&str>) -> Result<Options, HostError> {
     let PathArgs { run_dir: _, mps_control, mps_library_path, nvml_library } = args;
     let mut compute_mode = vec![std::env::current_exe()?.into_os_string()];
     compute_mode.extend(subcommand.map(OsString::from));

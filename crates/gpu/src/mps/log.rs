@@ -52,18 +52,20 @@ pub struct LogLine<'a> {
 
 /// Parses one line. Any text is accepted.
 pub fn log_line(line: &str) -> LogLine<'_> {
-    let (source, pid, text) = prefix(line).unwrap_or(("", None, line.trim()));
-    LogLine { source, pid, text, event: event(text) }
+    let (source, pid, text) = split_prefix(line).unwrap_or(("", None, line.trim()));
+    LogLine { source, pid, text, event: parse_event(text) }
 }
 
-fn prefix(line: &str) -> Option<(&str, Option<u32>, &str)> {
+/// Splits a line into its source, the source's pid, and the text.
+fn split_prefix(line: &str) -> Option<(&str, Option<u32>, &str)> {
     let (inside, text) = line.trim().strip_prefix('[')?.split_once(']')?;
     let mut words = inside.split_whitespace().skip(2);
     let source = words.next()?;
     Some((source, words.next().and_then(|pid| pid.parse().ok()), text.trim()))
 }
 
-fn event(text: &str) -> LogEvent {
+/// The event that a text reports.
+fn parse_event(text: &str) -> LogEvent {
     let number = |text: &str| text.parse().ok();
     let pid_of =
         |text: &str| text.strip_prefix("Client {PID: ").and_then(|rest| number(rest.split([',', '}']).next()?));
@@ -135,17 +137,17 @@ mod tests {
     #[test]
     fn known_lines_parse_to_their_events() {
         let event = |text: &str| log_line(&format!("[2026-11-21 10:38:36.269 Server   402] {text}")).event;
-        assert_eq!(event("NEW SERVER 423: Ready"), LogEvent::ServerReady(423));
-        assert_eq!(event("Server 423 exited with status 0"), LogEvent::ServerExited { server: 423, status: 0 });
-        assert_eq!(event("Client {PID: 436, Context ID: 0} connected"), LogEvent::ClientConnected(436));
-        assert_eq!(event("Client process 436 disconnected"), LogEvent::ClientDisconnected(436));
+        assert_eq!(parse_event("NEW SERVER 423: Ready"), LogEvent::ServerReady(423));
+        assert_eq!(parse_event("Server 423 exited with status 0"), LogEvent::ServerExited { server: 423, status: 0 });
+        assert_eq!(parse_event("Client {PID: 436, Context ID: 0} connected"), LogEvent::ClientConnected(436));
+        assert_eq!(parse_event("Client process 436 disconnected"), LogEvent::ClientDisconnected(436));
         assert_eq!(
-            event("Client {PID: 579, Context: 1} encountered a fatal GPU error."),
+            parse_event("Client {PID: 579, Context: 1} encountered a fatal GPU error."),
             LogEvent::Fault { client: Some(579) }
         );
-        assert_eq!(event("Server is handling a fatal GPU error."), LogEvent::Fault { client: None });
+        assert_eq!(parse_event("Server is handling a fatal GPU error."), LogEvent::Fault { client: None });
         let lost = |context| {
-            event(&format!(
+            parse_event(&format!(
                 "Server failed to recevie command with status 806, assuming client {{PID: 814, {context}}} exit"
             ))
         };
@@ -153,18 +155,18 @@ mod tests {
         assert_eq!(lost("Context: 2"), LogEvent::ClientLost(814));
         assert_eq!(lost("Context ID: 0"), LogEvent::Routine, "printed whenever a client exits");
         assert_eq!(lost("what"), LogEvent::Routine);
-        assert_eq!(event("CUDA MPS Control binary version: 13000"), LogEvent::Version(13000));
+        assert_eq!(parse_event("CUDA MPS Control binary version: 13000"), LogEvent::Version(13000));
         for chatter in ["Cmd:get_server_list", "NEW UI", "100.0", "8G", "423", "ACTIVE"] {
-            assert_eq!(event(chatter), LogEvent::Chatter, "{chatter}");
+            assert_eq!(parse_event(chatter), LogEvent::Chatter, "{chatter}");
         }
         for routine in [
             "NEW CLIENT 436 from user 0: Server already exists",
             "Client {PID: 436, Context ID: 2} exiting. Number of active client contexts is 1.",
             "Device NVIDIA H200 (uuid GPU-3da61522-b946-8b5e-d0da-5debfa49f742) is associated",
         ] {
-            assert_eq!(event(routine), LogEvent::Routine, "{routine}");
+            assert_eq!(parse_event(routine), LogEvent::Routine, "{routine}");
         }
-        assert_eq!(event("Server has started"), LogEvent::Other);
+        assert_eq!(parse_event("Server has started"), LogEvent::Other);
         let line = log_line("[2026-11-21 10:38:36.269 Control   402] NEW UI");
         assert_eq!((line.source, line.pid, line.text), ("Control", Some(402), "NEW UI"));
         assert_eq!(log_line("An instance of this daemon is already running").source, "");

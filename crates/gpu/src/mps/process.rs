@@ -69,9 +69,10 @@ impl Children {
         Ok(children)
     }
 
+    /// Collects the exit status of all ended processes, also of orphans.
     fn reap(&self) {
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
-            let Some(exit) = exit(status) else { continue };
+            let Some(exit) = parse_exit(status) else { continue };
             let waiting =
                 u32::try_from(pid.as_raw_nonzero().get()).ok().and_then(|pid| self.waited.borrow_mut().remove(&pid));
             if let Some(waiting) = waiting {
@@ -108,7 +109,8 @@ impl Children {
     }
 }
 
-fn exit(status: WaitStatus) -> Option<Exit> {
+/// How a process ended. `None` if it was only stopped or continued.
+fn parse_exit(status: WaitStatus) -> Option<Exit> {
     let signal = status.terminating_signal().map(Exit::Signal);
     signal.or_else(|| status.exit_status().map(Exit::Status))
 }
@@ -129,13 +131,14 @@ impl Child {
         if self.exit.borrow().is_some() {
             return;
         }
-        if let Some(pid) = raw(self.pid) {
+        if let Some(pid) = to_pid(self.pid) {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
     }
 }
 
-fn raw(pid: u32) -> Option<Pid> {
+/// A pid, if it is in the kernel's range.
+fn to_pid(pid: u32) -> Option<Pid> {
     Pid::from_raw(i32::try_from(pid).ok()?)
 }
 
@@ -146,7 +149,7 @@ pub(crate) struct PidFd(OwnedFd);
 impl PidFd {
     /// Opens a pidfd. `None` if no such process exists, or the kernel refuses.
     pub(crate) fn open(pid: u32) -> Option<Self> {
-        rustix::process::pidfd_open(raw(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
+        rustix::process::pidfd_open(to_pid(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
     }
 
     /// Whether the process has exited. Never waits.

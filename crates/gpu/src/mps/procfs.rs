@@ -22,13 +22,13 @@ const EMPTY_READ_INTERVAL: Duration = Duration::from_millis(5);
 /// one started them.
 pub(crate) async fn of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
     let of = pipe.to_owned();
-    on_own_thread(move || search(&of)).await.unwrap_or_default()
+    on_own_thread(move || find_processes(&of)).await.unwrap_or_default()
 }
 
 /// Finds all MPS daemons and servers that may serve a GPU. `None` if the search failed.
 pub(crate) async fn of_gpu(uuid: &str) -> Option<Vec<u32>> {
     let uuid = uuid.to_owned();
-    on_own_thread(move || pids().filter(|&pid| is_mps(pid) && serves(pid, &uuid)).collect()).await
+    on_own_thread(move || all_pids().filter(|&pid| is_mps(pid) && serves_device(pid, &uuid)).collect()).await
 }
 
 /// Runs a search on its own thread. Reading the environment of a process that hangs in the driver
@@ -48,23 +48,26 @@ async fn on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 's
     None
 }
 
-fn pids() -> impl Iterator<Item = u32> {
+/// The pids of all visible processes.
+fn all_pids() -> impl Iterator<Item = u32> {
     let processes = std::fs::read_dir("/proc").into_iter().flatten();
     processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
-fn read(pid: u32, what: &str) -> Vec<u8> {
+/// A file of a process. Empty if the file cannot be read.
+fn read_proc(pid: u32, what: &str) -> Vec<u8> {
     std::fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default()
 }
 
 fn is_mps(pid: u32) -> bool {
-    read(pid, "comm").starts_with(b"nvidia-cuda-mps")
+    read_proc(pid, "comm").starts_with(b"nvidia-cuda-mps")
 }
 
-fn serves(pid: u32, uuid: &str) -> bool {
+/// Whether an MPS process may serve a device.
+fn serves_device(pid: u32, uuid: &str) -> bool {
     // A process briefly has no environment while it starts, and none once it has exited.
     for _ in 0..MAX_EMPTY_READS {
-        let environment = read(pid, "environ");
+        let environment = read_proc(pid, "environ");
         if !environment.is_empty() {
             return may_serve(&environment, uuid);
         }
@@ -87,8 +90,9 @@ fn may_serve(environment: &[u8], uuid: &str) -> bool {
     list.is_none_or(|list| !list.split(|&byte| byte == b',').all(is_other))
 }
 
-fn search(pipe: &Path) -> Vec<(u32, PidFd)> {
-    pids()
+/// The MPS processes that use a pipe directory, with open pidfds.
+fn find_processes(pipe: &Path) -> Vec<(u32, PidFd)> {
+    all_pids()
         .filter(|&pid| is_of_pipe(pid, pipe))
         // Check again with the pidfd open: the pid may have been reused after the first check.
         .filter_map(|pid| Some((pid, PidFd::open(pid)?)))
@@ -101,7 +105,7 @@ fn is_of_pipe(pid: u32, pipe: &Path) -> bool {
         return false;
     }
     let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", pipe.as_os_str().as_encoded_bytes()].concat();
-    read(pid, "environ").split(|&byte| byte == 0).any(|variable| variable == wanted)
+    read_proc(pid, "environ").split(|&byte| byte == 0).any(|variable| variable == wanted)
 }
 
 /// Kills the MPS processes of a pipe directory. Returns their number.
@@ -139,7 +143,7 @@ pub(crate) fn owner(pid: u32) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use super::{may_serve, process_state, serves};
+    use super::{may_serve, process_state, serves_device};
 
     #[test]
     fn a_daemon_that_names_only_other_gpus_does_not_serve_this_one() {
@@ -159,7 +163,7 @@ mod tests {
         while process_state(child.id()) != Some('Z') {
             std::thread::yield_now();
         }
-        assert!(!serves(child.id(), "GPU-1"), "its environment is gone");
+        assert!(!serves_device(child.id(), "GPU-1"), "its environment is gone");
         child.wait().unwrap();
     }
 }

@@ -77,6 +77,7 @@ impl Reconciler {
         self.context.status_changed();
     }
 
+    /// Starts, stops and changes daemons and doors as the new desired file requires.
     fn apply(&self, new: Desired) {
         let changes = diff::changes(&self.desired.borrow(), &new);
         let hash = new.hash();

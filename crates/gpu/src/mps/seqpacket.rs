@@ -87,7 +87,7 @@ impl Socket {
     pub(crate) async fn connect(path: &Path) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;
         loop {
-            let fd = socket()?;
+            let fd = new_socket()?;
             match rustix::net::connect(&fd, &address) {
                 Ok(()) => return Self::new(fd),
                 // The queue is full. Poll, because the kernel reports no event when it has space.
@@ -192,7 +192,7 @@ impl Socket {
     async fn write(&self, mut attempt: impl FnMut(BorrowedFd<'_>) -> io::Result<()>) -> io::Result<()> {
         loop {
             let mut ready = self.0.writable().await?;
-            match ready.try_io(|fd| retry(|| attempt(fd.get_ref().as_fd()))) {
+            match ready.try_io(|fd| retry_interrupted(|| attempt(fd.get_ref().as_fd()))) {
                 Ok(result) => return result,
                 Err(_would_block) => {}
             }
@@ -202,7 +202,7 @@ impl Socket {
     async fn read(&self, mut attempt: impl FnMut(BorrowedFd<'_>) -> io::Result<Packet>) -> io::Result<Option<Packet>> {
         loop {
             let mut ready = self.0.readable().await?;
-            match ready.try_io(|fd| retry(|| attempt(fd.get_ref().as_fd()))) {
+            match ready.try_io(|fd| retry_interrupted(|| attempt(fd.get_ref().as_fd()))) {
                 // An empty packet means the end of the connection: this protocol never sends one.
                 Ok(Ok(packet)) if packet.data.is_empty() => return Ok(None),
                 Ok(Ok(packet)) => return Ok(Some(packet)),
@@ -233,7 +233,7 @@ impl Listener {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let fd = socket()?;
+        let fd = new_socket()?;
         // Accepted sockets inherit this, so the kernel attests the sender of their first packet
         // too.
         rustix::net::sockopt::set_socket_passcred(&fd, true)?;
@@ -249,7 +249,7 @@ impl Listener {
         loop {
             let mut ready = self.0.readable().await?;
             let accept = || Ok(rustix::net::accept_with(&self.0, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC)?);
-            match ready.try_io(|_| retry(accept)) {
+            match ready.try_io(|_| retry_interrupted(accept)) {
                 Ok(fd) => {
                     let fd = fd?;
                     rustix::net::sockopt::set_socket_passcred(&fd, true)?;
@@ -270,12 +270,14 @@ pub(crate) fn async_fd(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(fd)
 }
 
-fn socket() -> io::Result<OwnedFd> {
+/// An unconnected, non-blocking socket.
+fn new_socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-fn retry<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+/// Repeats a system call that a signal interrupts.
+fn retry_interrupted<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     loop {
         match attempt() {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -109,6 +109,7 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
     }
 }
 
+/// Answers a request of the agent.
 async fn answer(reconciler: &Reconciler, request: Request) -> Reply {
     match request {
         Request::Status => Reply::Status(reconciler.status()),

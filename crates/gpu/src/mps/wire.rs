@@ -7,7 +7,7 @@
 //!
 //! | path | created by | content |
 //! |---|---|---|
-//! | `RUN/alloc/<id>/` | agent, before it answers `Allocate` | the folder that a container sees, read-only |
+//! | `RUN/alloc/<id>/` | agent, before it answers `Allocate` | the directory that a container sees, read-only |
 //! | `RUN/alloc/<id>/control` | MPS host | the door of that allocation |
 //! | `RUN/mps/<device>/` | MPS host | the daemon's pipe directory; no container sees it |
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ pub struct Desired {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidDesired {
     /// The file is not JSON, or does not have the structure of [`Desired`].
-    #[error("desired.json cannot be parsed: {0}")]
+    #[error("failed to parse desired.json: {0}")]
     Malformed(String),
     /// A newer agent wrote the file.
     #[error("desired.json has version {0}, but this MPS host supports version {VERSION}: upgrade the MPS host")]
@@ -184,12 +184,12 @@ impl Paths {
         self.mps().join(device)
     }
 
-    /// `RUN/alloc`: one folder per allocation.
+    /// `RUN/alloc`: one directory per allocation.
     pub fn allocations(&self) -> PathBuf {
         self.run.join("alloc")
     }
 
-    /// The folder that the allocation's container sees.
+    /// The directory that the allocation's container sees.
     pub fn allocation(&self, id: &str) -> PathBuf {
         self.allocations().join(id)
     }
@@ -393,19 +393,19 @@ mod tests {
 
     const GPU: &str = "GPU-3da61522-b946-8b5e-d0da-5debfa49f742";
 
-    fn daemon() -> Daemon {
+    fn sample_daemon() -> Daemon {
         Daemon { multi_user: true, exclusive: true, default_threads: Some(50), default_memory_mib: None }
     }
 
-    fn allocation() -> Allocation {
+    fn sample_allocation() -> Allocation {
         Allocation { device: GPU.into(), threads: Some(20), memory_mib: Some(8192), max_clients: None }
     }
 
-    fn desired() -> Desired {
+    fn sample_desired() -> Desired {
         Desired {
             version: VERSION,
-            daemons: BTreeMap::from([(GPU.into(), daemon())]),
-            allocations: BTreeMap::from([("00ff".into(), allocation())]),
+            daemons: BTreeMap::from([(GPU.into(), sample_daemon())]),
+            allocations: BTreeMap::from([("00ff".into(), sample_allocation())]),
         }
     }
 
@@ -415,7 +415,7 @@ mod tests {
 
     #[test]
     fn a_written_desired_file_parses_to_the_same_content() {
-        assert_eq!(parse(&desired()), Ok(desired()));
+        assert_eq!(parse(&sample_desired()), Ok(sample_desired()));
     }
 
     #[test]
@@ -433,10 +433,10 @@ mod tests {
     #[test]
     fn error_texts_are_short_for_long_input() {
         let long = "\u{1}".repeat(100_000);
-        let mut device = desired();
-        device.daemons.insert(long.clone(), daemon());
-        let mut id = desired();
-        id.allocations.insert(long.clone(), allocation());
+        let mut device = sample_desired();
+        device.daemons.insert(long.clone(), sample_daemon());
+        let mut id = sample_desired();
+        id.allocations.insert(long.clone(), sample_allocation());
         for bad in [device, id].map(|bad| serde_json::to_vec(&bad).unwrap()) {
             assert!(Desired::parse(&bad).unwrap_err().to_string().len() < 2000);
         }
@@ -447,13 +447,13 @@ mod tests {
     #[test]
     fn names_that_would_escape_their_directory_are_rejected() {
         for name in ["../x", "", ".", "a/b", "a b", &"a".repeat(81)] {
-            let mut bad = desired();
-            bad.daemons.insert(name.into(), daemon());
+            let mut bad = sample_desired();
+            bad.daemons.insert(name.into(), sample_daemon());
             assert_eq!(parse(&bad), Err(InvalidDesired::Device(name.into())));
         }
         for id in ["../x", "", "00FF", "0g", &"0".repeat(33)] {
-            let mut bad = desired();
-            bad.allocations.insert(id.into(), allocation());
+            let mut bad = sample_desired();
+            bad.allocations.insert(id.into(), sample_allocation());
             assert_eq!(parse(&bad), Err(InvalidDesired::AllocationId(id.into())));
         }
     }
@@ -461,15 +461,15 @@ mod tests {
     #[test]
     fn meaningless_limits_are_rejected() {
         for threads in [0, 101] {
-            let mut bad = desired();
-            bad.allocations.insert("01".into(), Allocation { threads: Some(threads), ..allocation() });
+            let mut bad = sample_desired();
+            bad.allocations.insert("01".into(), Allocation { threads: Some(threads), ..sample_allocation() });
             assert_eq!(parse(&bad), Err(InvalidDesired::Threads { owner: "01".into(), threads }));
         }
-        let mut bad = desired();
-        bad.allocations.insert("01".into(), Allocation { memory_mib: Some(0), ..allocation() });
+        let mut bad = sample_desired();
+        bad.allocations.insert("01".into(), Allocation { memory_mib: Some(0), ..sample_allocation() });
         assert_eq!(parse(&bad), Err(InvalidDesired::Memory("01".into())));
-        let mut bad = desired();
-        bad.daemons.insert("MIG-1".into(), daemon());
+        let mut bad = sample_desired();
+        bad.daemons.insert("MIG-1".into(), sample_daemon());
         assert_eq!(parse(&bad), Err(InvalidDesired::Exclusive("MIG-1".into())));
     }
 
@@ -492,10 +492,10 @@ mod tests {
 
     #[test]
     fn the_hash_depends_on_the_content_only() {
-        let mut other = desired();
-        assert_eq!(other.hash(), desired().hash());
+        let mut other = sample_desired();
+        assert_eq!(other.hash(), sample_desired().hash());
         assert_eq!(other.hash().len(), 32);
-        other.allocations.insert("01".into(), allocation());
-        assert_ne!(other.hash(), desired().hash());
+        other.allocations.insert("01".into(), sample_allocation());
+        assert_ne!(other.hash(), sample_desired().hash());
     }
 }

@@ -16,6 +16,7 @@ type Open = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync>;
 #[derive(Clone)]
 pub struct Library(Arc<Shared>);
 
+/// The parts that all clones of a [`Library`] use.
 struct Shared {
     open: Open,
     /// Locked while the library is being loaded: one thread can hang in `nvmlInit`, and the others

@@ -44,7 +44,7 @@ impl EventWatch {
     /// return.
     ///
     /// # Errors
-    /// A thread cannot be started. Call this function again to retry.
+    /// A thread could not be started. Call this function again to retry.
     pub fn watch(&mut self, count: u32) -> std::io::Result<()> {
         while self.watched < count {
             let (index, library) = (self.watched, self.library.clone());
@@ -65,6 +65,7 @@ impl Drop for EventWatch {
     }
 }
 
+/// Reports a GPU's events until `stop` is set or the receiver is dropped. Retries with a back-off.
 fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &AtomicBool) {
     let mut pause = BACK_OFF.0;
     let should_stop = || stop.load(Ordering::Relaxed) || events.is_closed();
@@ -98,6 +99,7 @@ fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &
     }
 }
 
+/// Sleeps, but ends soon after `stop` is set.
 fn sleep(duration: Duration, stop: &AtomicBool) {
     let until = Instant::now() + duration;
     while !stop.load(Ordering::Relaxed) && Instant::now() < until {

@@ -25,6 +25,7 @@ pub struct Worker {
     progress: Arc<Mutex<Progress>>,
 }
 
+/// The state of the worker's queue.
 #[derive(Debug, Default)]
 struct Progress {
     /// Number of calls queued.
@@ -98,6 +99,7 @@ impl Worker {
     }
 }
 
+/// Runs the queued calls, one at a time, until the worker is dropped.
 fn serve(queue: &Receiver<Job>) {
     while let Ok(job) = queue.recv() {
         job();

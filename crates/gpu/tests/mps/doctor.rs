@@ -126,7 +126,7 @@ fn without_a_cuda_program_the_checks_that_need_one_are_not_tested() {
     assert_eq!(observed(&report, "limits"), "needs a CUDA program (--client)");
     let (status, report) = run(&node, &["--client", "/nonexistent/program"]);
     assert_eq!((status, checks_with(&report, "differs")), (Some(0), Vec::new()));
-    assert!(observed(&report, "limits").contains("cannot be started"), "{report:#}");
+    assert!(observed(&report, "limits").contains("does not start"), "{report:#}");
 }
 
 #[test]

@@ -449,8 +449,8 @@ fn an_invalid_desired_file_changes_nothing() {
     let node = two_tenants();
     let before = node.status().unwrap();
     for (bytes, says) in [
-        (&b"{\"version\":1,\"daem"[..], "cannot be parsed"),
-        (b"", "cannot be parsed"),
+        (&b"{\"version\":1,\"daem"[..], "failed to parse"),
+        (b"", "failed to parse"),
         (br#"{"version":7}"#, "version 7"),
         (br#"{"version":1,"daemons":{"../x":{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}},"allocations":{}}"#, "../x"),
     ] {

@@ -409,7 +409,7 @@ pub(crate) fn build_programs() -> &'static Path {
             cargo.arg("--release");
         }
         cargo.arg("--target-dir").arg(built.parent().unwrap());
-        assert!(cargo.status().unwrap().success(), "cannot build the simulated hardware");
+        assert!(cargo.status().unwrap().success(), "failed to build the simulated hardware");
         built
     })
 }

@@ -103,22 +103,22 @@ fn resources(of: &[(&str, &Arc<Shares>)]) -> BTreeMap<ResourceName, Arc<dyn Reso
 
 /// A device plugin directory with timers that do not fire unless a test sets them.
 struct Bench {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     config: Config,
 }
 
 impl Bench {
     fn new() -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
-        let mut config = Config::new(folder.path());
+        let directory = tempfile::tempdir().expect("a directory");
+        let mut config = Config::new(directory.path());
         config.timings.stream = Backoff { first: NEVER, cap: NEVER };
         config.timings.register_deadline = NEVER;
         config.timings.poll_watched = NEVER;
-        Self { folder, config }
+        Self { directory, config }
     }
 
     fn path(&self) -> &Path {
-        self.folder.path()
+        self.directory.path()
     }
 
     fn kubelet(&self) -> FakeKubelet {
@@ -133,7 +133,7 @@ impl Bench {
 
     /// Sockets in the directory, except the kubelet's.
     fn sockets(&self) -> Vec<String> {
-        let names = std::fs::read_dir(self.path()).expect("a folder").map(|e| e.expect("an entry").file_name());
+        let names = std::fs::read_dir(self.path()).expect("a directory").map(|e| e.expect("an entry").file_name());
         let mut names: Vec<_> =
             names.map(|n| n.into_string().expect("UTF-8")).filter(|n| n != "kubelet.sock").collect();
         names.sort();
@@ -184,6 +184,7 @@ fn registrations(kubelet: &FakeKubelet, resource: &str) -> usize {
     kubelet.state().borrow().registrations.iter().filter(|r| r.request.resource_name == resource).count()
 }
 
+/// Connects to a plugin's socket, as the kubelet does.
 async fn dial(socket: &Path) -> Result<DevicePluginClient<tonic::transport::Channel>, tonic::transport::Error> {
     let address = Address::from_shared(format!("unix://{}", socket.display())).expect("an address");
     Ok(DevicePluginClient::new(address.connect().await?))

@@ -55,7 +55,7 @@ const MAX_BODY_BYTES: usize = 4 << 20;
 /// Maximum number of bodies that are read at once. Together with [`MAX_BODY_BYTES`], this limits
 /// the memory that unknown clients can use.
 const MAX_CONCURRENT_BODIES: usize = 16;
-/// Maximum number of open connections. An API server keeps a few dozen open.
+/// Maximum number of open connections. Bounds the memory that unknown clients can use.
 const MAX_CONNECTIONS: usize = 256;
 /// Time limit of a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

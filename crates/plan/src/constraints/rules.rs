@@ -39,8 +39,8 @@ impl Rules {
     }
 }
 
-/// One required `PodAffinityTerm`. It selects pods, and names the topology domain in which these
-/// pods must or must not be.
+/// One required `PodAffinityTerm`. The term selects pods, and names the topology domain in which
+/// these pods must or must not be.
 ///
 /// `matchLabelKeys` and `mismatchLabelKeys` are not read, because the API server merges them into
 /// `labelSelector` when it creates the pod.

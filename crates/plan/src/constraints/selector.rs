@@ -12,8 +12,8 @@ pub type Labels = BTreeMap<String, String>;
 /// Maximum number of comparisons for one pod's rules. Counts terms, requirements, their values,
 /// namespaces and ports together.
 ///
-/// A pod is an API object of up to 1.5 MiB, so it can contain 50,000 requirements. Real pods have
-/// about ten.
+/// A pod is an API object of up to 1.5 MiB, so it can contain 50,000 requirements. This limit
+/// bounds the time that one pod takes.
 pub const MAX_REQUIREMENTS: usize = 256;
 
 /// A `metav1.LabelSelector`. All of its requirements must match. A selector without requirements

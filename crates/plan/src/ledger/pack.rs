@@ -1,8 +1,8 @@
 //! Assigns sizes to devices. The search is exact: if an assignment exists, it is found.
 use std::collections::BTreeSet;
 
-/// Maximum number of states that a search visits. A pod of one container needs one state. Only
-/// dozens of containers of different sizes on a nearly full node need almost this many states.
+/// Maximum number of states that a search visits. A pod of one container needs one state. The limit
+/// bounds the time for a pod with many containers of different sizes on a nearly full node.
 const MAX_STATES: usize = 20_000;
 
 /// Index of a device for each size. `None` if the sizes do not fit at the same time.

@@ -264,14 +264,21 @@ impl<'a> NodeView<'a> {
         let Some(one) = self.packed() else { return found };
         let mut left: Vec<i128> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
-        self.assign(&mut left, &mut Vec::new(), &mut found, &mut steps);
+        self.collect_assignments(&mut left, &mut Vec::new(), &mut found, &mut steps);
         if found.len() >= MAX_OPTIONS || steps >= MAX_STEPS {
             found.insert(one);
         }
         found
     }
 
-    fn assign(&self, left: &mut [i128], chosen: &mut Vec<usize>, found: &mut BTreeSet<Vec<usize>>, steps: &mut usize) {
+    /// Adds to `found` each way to place the requests that are not in `chosen` yet.
+    fn collect_assignments(
+        &self,
+        left: &mut [i128],
+        chosen: &mut Vec<usize>,
+        found: &mut BTreeSet<Vec<usize>>,
+        steps: &mut usize,
+    ) {
         let Some(&(_, request)) = self.device_requests.get(chosen.len()) else {
             found.insert(chosen.clone());
             return;
@@ -293,7 +300,7 @@ impl<'a> NodeView<'a> {
             *steps += 1;
             left[slot] -= units;
             chosen.push(slot);
-            self.assign(left, chosen, found, steps);
+            self.collect_assignments(left, chosen, found, steps);
             chosen.pop();
             left[slot] += units;
         }

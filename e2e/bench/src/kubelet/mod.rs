@@ -2,8 +2,8 @@
 //! real unix sockets.
 //!
 //! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`.
-//! Without either, the plugin is this program, which serves MPS shares of synthetic GPUs. It uses
-//! the kubelet's protocol and the agent's choice of devices, but no NVML.
+//! Without either, the plugin is this program, which serves MPS shares of synthetic GPUs. The
+//! plugin uses the kubelet's protocol and the agent's choice of devices, but no NVML.
 mod faults;
 mod measure;
 mod occupancy;
@@ -24,7 +24,7 @@ use simulated::Sharing;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Measure the agent of this `cleave` program, on simulated GPUs. The simulated NVML and MPS
-    /// must be in the same folder.
+    /// must be in the same directory.
     #[arg(long, value_name = "PATH", conflicts_with = "command")]
     agent: Option<PathBuf>,
     /// How the agent shares the simulated GPUs.

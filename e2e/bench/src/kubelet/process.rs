@@ -36,7 +36,7 @@ pub(super) struct Plugin {
     host: Option<Child>,
     log: PathBuf,
     _pods: FakePodResources,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
 }
 
 impl Launcher {
@@ -78,17 +78,17 @@ impl Launcher {
 
     /// Starts the plugin, and waits until the kubelet has its devices.
     pub(super) async fn start(&self) -> Result<Plugin> {
-        let folder = tempfile::Builder::new().prefix("cleave-bench").tempdir().context("a folder")?;
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::Builder::new().prefix("cleave-bench").tempdir().context("a directory")?;
+        let at = |name: &str| directory.path().join(name);
         let (plugins, pods) = (at("device-plugins"), at("pod-resources/kubelet.sock"));
         for name in ["device-plugins", "pod-resources", "run", "state", "cdi", "offline"] {
-            std::fs::DirBuilder::new().mode(0o750).create(at(name)).context("a folder")?;
+            std::fs::DirBuilder::new().mode(0o750).create(at(name)).context("a directory")?;
         }
         let kubelet = FakeKubelet::start(&plugins).context("a fake kubelet")?;
         let pod_resources = FakePodResources::start(&pods).context("fake PodResources")?;
         let log = at("log");
         let output = File::options().create(true).append(true).open(&log).context("a log")?;
-        let dir = folder.path().to_str().context("a path in UTF-8")?;
+        let dir = directory.path().to_str().context("a path in UTF-8")?;
         let command = |program: &Path, args: Vec<String>| -> Result<Command> {
             let mut command = Command::new(program);
             command
@@ -104,22 +104,22 @@ impl Launcher {
                 .stderr(output.try_clone().context("a log")?)
                 .kill_on_drop(true);
             if let Some(simulated) = &self.simulated {
-                command.envs(simulated.environment(folder.path()));
+                command.envs(simulated.environment(directory.path()));
             }
             Ok(command)
         };
         let machine = match &self.simulated {
-            Some(simulated) => Some(simulated.prepare(folder.path())?),
+            Some(simulated) => Some(simulated.prepare(directory.path())?),
             None => None,
         };
         let host = match self.simulated.as_ref().and_then(Simulated::mps_host) {
-            Some(program) => Some(command(program, Vec::new())?.spawn().context("cannot start the MPS host")?),
+            Some(program) => Some(command(program, Vec::new())?.spawn().context("failed to start the MPS host")?),
             None => None,
         };
         let args = self.args.iter().map(|arg| arg.replace("{dir}", dir)).collect();
         let mut command = command(&self.program, args)?;
         let started = Instant::now();
-        let child = command.spawn().with_context(|| format!("cannot start {}", self.program.display()))?;
+        let child = command.spawn().with_context(|| format!("failed to start {}", self.program.display()))?;
         let resource = self.resource.clone();
         let mut plugin = Plugin {
             kubelet,
@@ -131,7 +131,7 @@ impl Launcher {
             host,
             log,
             _pods: pod_resources,
-            _folder: folder,
+            _directory: directory,
         };
         plugin.served().await?;
         Ok(plugin)
@@ -187,10 +187,10 @@ impl Plugin {
         bail!("{failure}\n{}", tail(&self.log))
     }
 
-    /// Terminates the plugin, and restarts it with the same kubelet and folders.
+    /// Terminates the plugin, and restarts it with the same kubelet and directories.
     pub(super) async fn replace(&mut self) -> Result<()> {
         terminate(&mut self.child).await?;
-        self.child = self.command.spawn().context("cannot restart the plugin")?;
+        self.child = self.command.spawn().context("failed to restart the plugin")?;
         Ok(())
     }
 

@@ -34,7 +34,7 @@ pub(super) struct Simulated {
 }
 
 impl Simulated {
-    /// Uses the simulated NVML and MPS in the folder of the `cleave` program.
+    /// Uses the simulated NVML and MPS in the directory of the `cleave` program.
     pub(super) fn new(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let beside = |name: &str| {
             let path = cleave.canonicalize().ok().and_then(|path| Some(path.parent()?.join(name)));
@@ -53,15 +53,15 @@ impl Simulated {
         })
     }
 
-    /// Folder of the simulated machine.
-    fn machine(folder: &Path) -> PathBuf {
-        folder.join("machine")
+    /// Directory of the simulated machine.
+    fn machine(directory: &Path) -> PathBuf {
+        directory.join("machine")
     }
 
     /// Environment by which the agent and the MPS host find the simulated hardware.
-    pub(super) fn environment(&self, folder: &Path) -> [(&'static str, OsString); 3] {
+    pub(super) fn environment(&self, directory: &Path) -> [(&'static str, OsString); 3] {
         [
-            (STATE_ENV, Self::machine(folder).into()),
+            (STATE_ENV, Self::machine(directory).into()),
             ("CLEAVE_NVML_LIBRARY", self.nvml.clone().into()),
             ("CLEAVE_MPS_CONTROL", self.mps_control.clone().into()),
         ]
@@ -73,11 +73,11 @@ impl Simulated {
     }
 
     /// Creates the machine, and the spec for its GPUs.
-    pub(super) fn prepare(&self, folder: &Path) -> Result<Machine> {
+    pub(super) fn prepare(&self, directory: &Path) -> Result<Machine> {
         let gpu = GpuDescription { model: MODEL.to_owned(), count: Some(self.gpus), ..GpuDescription::default() };
         let description =
             Description { name: "bench".to_owned(), driver: Driver::default(), gpus: vec![gpu], models: Vec::new() };
-        let machine = Machine::init(Self::machine(folder), &description).context("a simulated machine")?;
+        let machine = Machine::init(Self::machine(directory), &description).context("a simulated machine")?;
         let state = machine.snapshot().context("a simulated machine")?;
         let mut gpus = Vec::new();
         for gpu in &state.gpus {
@@ -86,7 +86,7 @@ impl Simulated {
         }
         let spec = GpuNodeSpec { plan_id: "bench".to_owned(), gpus };
         let text = serde_json::to_vec(&spec).context("a spec")?;
-        std::fs::write(folder.join("offline/spec.json"), text).context("a spec")?;
+        std::fs::write(directory.join("offline/spec.json"), text).context("a spec")?;
         Ok(machine)
     }
 

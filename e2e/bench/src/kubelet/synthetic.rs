@@ -93,7 +93,7 @@ pub(super) async fn serve(directory: &Path, resource: &str, gpus: u32, units: u3
     let plugins = Plugins::start(&Config::new(directory))?;
     plugins.set(BTreeMap::from([(ResourceName::parse(resource)?, shares)]));
     let terminate = tokio::signal::unix::SignalKind::terminate();
-    tokio::signal::unix::signal(terminate).context("cannot wait for SIGTERM")?.recv().await;
+    tokio::signal::unix::signal(terminate).context("failed to wait for SIGTERM")?.recv().await;
     plugins.shutdown().await;
     Ok(())
 }

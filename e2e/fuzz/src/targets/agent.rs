@@ -100,7 +100,7 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
 /// checkpoint breaks.
 fn check(turn: &Actions, sound: bool) {
     let read = Desired::parse(&fixtures::json(&turn.desired));
-    assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host cannot read the desired state");
+    assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host failed to read the desired state");
     if sound {
         encoded(&turn.checkpoint);
     }
@@ -122,7 +122,7 @@ fn check(turn: &Actions, sound: bool) {
 /// Encodes a checkpoint, and checks that the next agent can read it.
 fn encoded(checkpoint: &Checkpoint) -> Vec<u8> {
     let again = Checkpoint::decode(&checkpoint.encode()).map_err(|error| error.to_string());
-    assert_eq!(again.as_ref(), Ok(checkpoint), "the next agent cannot read the checkpoint");
+    assert_eq!(again.as_ref(), Ok(checkpoint), "the next agent failed to read the checkpoint");
     checkpoint.encode()
 }
 

@@ -156,6 +156,7 @@ impl Context {
 }
 
 impl Plain {
+    /// Fails with the `CUresult` of the error that broke the context.
     fn working(&self) -> Result<(), i32> {
         match self.error.load(Ordering::Relaxed) {
             0 => self.context.check().map_err(|error| error.cuda_code()),

@@ -94,6 +94,7 @@ impl DeviceSelection {
         }
     }
 
+    /// The devices that the program's own environment selects.
     fn wanted(&self, given: Vec<Device>) -> Vec<Device> {
         match self.program.as_deref() {
             Some(list) => select(&given, list),
@@ -113,6 +114,7 @@ fn select(devices: &[Device], list: &str) -> Vec<Device> {
     list.split(',').map(str::trim).map_while(find).collect()
 }
 
+/// The numbers of the GPUs' device nodes in a directory.
 fn nodes(dev: &Path) -> Vec<u32> {
     let entries = fs::read_dir(dev).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix("nvidia")?.parse().ok()).collect()

@@ -48,13 +48,13 @@ fn main() -> anyhow::Result<ExitCode> {
     let control = arguments.socket.clone().unwrap_or_else(|| sim_mps::tool::pipe_directory().join("control"));
     if let Some(command) = &arguments.admin {
         let reply = handshake::send_command(&control, command)
-            .with_context(|| format!("cannot send a command to {}", control.display()))?;
+            .with_context(|| format!("failed to send a command to {}", control.display()))?;
         output::print(&json!({ "command": command, "reply": reply }));
         return Ok(if reply.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
     if let Some(lie) = arguments.lie {
         let patience = if let Some(Span::For(hold)) = arguments.hold { hold } else { Duration::from_secs(10) };
-        lie::run(&control, lie, patience).with_context(|| format!("cannot connect to {}", control.display()))?;
+        lie::run(&control, lie, patience).with_context(|| format!("failed to connect to {}", control.display()))?;
         return Ok(ExitCode::SUCCESS);
     }
     if arguments.processes > 1 && std::env::var_os(CHILD_ENV).is_none() {

@@ -62,6 +62,7 @@ fn exit_status(code: i32) -> u8 {
     u8::try_from(code.rem_euclid(256)).ok().filter(|status| *status != 0).unwrap_or(1)
 }
 
+/// The program's work on its contexts.
 struct Program<'a> {
     arguments: &'a Arguments,
     contexts: &'a [Context],
@@ -69,6 +70,7 @@ struct Program<'a> {
 }
 
 impl Program<'_> {
+    /// Prints the GPU's properties, and performs the requested work.
     fn run(&self) -> Result<(), Stop> {
         let first = self.first()?;
         let mib = |bytes: u64| bytes >> 20;

@@ -36,8 +36,8 @@ fn child() {
 
 #[test]
 fn the_offset_applies_to_the_time_of_day_only() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("clock");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("clock");
     let library = std::env::current_exe().unwrap().with_file_name("libsim_clock.so");
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])

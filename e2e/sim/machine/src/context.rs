@@ -29,7 +29,8 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
-/// A context on a device. It closes when it is dropped, or when its process ends for any reason.
+/// A context on a device. The context closes when it is dropped, or when its process ends for any
+/// reason.
 #[derive(Debug)]
 pub struct Context {
     machine: Machine,

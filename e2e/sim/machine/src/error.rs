@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file of the state directory could not be read, written or locked.
-    #[error("cannot {action} {}", .path.display())]
+    #[error("failed to {action} {}", .path.display())]
     Io {
         /// The action that failed ("read", "lock", …).
         action: &'static str,

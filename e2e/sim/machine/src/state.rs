@@ -452,7 +452,7 @@ fn find_by_prefix<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str
 impl Fault {
     /// Whether the fault applies to a call about a device. The fault names the call exactly,
     /// without its version (`nvmlDeviceGetCount` for `nvmlDeviceGetCount_v2`), or by a prefix with
-    /// `*`. It applies to all devices, to this device or to the GPU of this MIG device.
+    /// `*`. The fault applies to all devices, to this device or to the GPU of this MIG device.
     #[must_use]
     pub fn applies_to(&self, state: &State, call: &str, device: Option<&str>) -> bool {
         let bare = call.rsplit_once("_v").filter(|(_, v)| v.parse::<u8>().is_ok()).map_or(call, |(name, _)| name);

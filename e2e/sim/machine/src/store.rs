@@ -293,8 +293,8 @@ impl Machine {
         state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
         let (path, fresh, number) = (self.path(STATE_FILE), self.path("state.json.new"), self.path(GENERATION_FILE));
         let text = serde_json::to_vec(&state).map_err(|source| Error::Malformed { path: path.clone(), source })?;
-        // A killed writer may have left a file that belongs to another user. It can be replaced but
-        // not opened.
+        // A killed writer may have left a file that belongs to another user. Such a file can be
+        // replaced but not opened.
         match fs::remove_file(&fresh) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(io("replace", &fresh)(e)),
             _ => {}

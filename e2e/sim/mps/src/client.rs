@@ -58,7 +58,7 @@ pub struct Mps {
 }
 
 impl Mps {
-    /// Searches for a daemon like the CUDA library's initialisation. It waits without a deadline
+    /// Searches for a daemon like the CUDA library's initialisation. Waits without a deadline
     /// for the daemon's answer.
     ///
     /// `None` is not an error: the program then runs as plain CUDA without limits. This was

@@ -53,7 +53,8 @@ pub enum Command {
     GetDefaultPriority,
     /// Sets the priority of clients of servers started later.
     SetDefaultPriority(u8),
-    /// Stops the servers and the daemon. It waits for the clients, at most for the given time.
+    /// Stops the servers and the daemon. The daemon waits for the clients, at most for the given
+    /// time.
     Quit(Option<Duration>),
     /// Prints the list of commands.
     Help,

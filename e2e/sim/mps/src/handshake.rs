@@ -141,7 +141,7 @@ pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
 }
 
 /// The server's side: sends a client its descriptors, of which `channel` is the first, and reads
-/// its introduction.
+/// the client's introduction.
 ///
 /// It reads the three packets of the introduction before it checks them, like the real server.
 pub fn receive(connection: &Connection, channel: &Connection) -> Result<(Subject, Credentials), Refusal> {
@@ -206,7 +206,7 @@ pub enum Closed {
     Refused(i32),
 }
 
-/// The client's side up to the socket to the server. It waits without a deadline.
+/// The client's side up to the socket to the server. The client waits without a deadline.
 pub fn connect_to_server(control: &Path) -> Result<Entrance, Closed> {
     let daemon = introduce(control, KIND_CLIENT).ok().flatten().ok_or(Closed::ByDaemon)?;
     let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);

@@ -111,7 +111,7 @@ pub fn bytes(text: &str) -> Option<u64> {
 pub enum ClientMemory {
     /// No effect: the server's limit applies.
     Unset,
-    /// Lowers the limit to this many bytes. It cannot raise it.
+    /// Lowers the limit to this many bytes. Cannot raise the limit.
     Lowered(u64),
     /// Removes all limits, including the server's. One entry that names no visible device has this
     /// effect.

@@ -23,9 +23,9 @@ Usage: nvidia-cuda-mps-control -d|-f [-multiuser-server]    start the daemon in 
 Commands: get_server_list, help and others (see `nvidia-cuda-mps-control help`).
 
 Environment of daemon and commands:
-  CUDA_MPS_PIPE_DIRECTORY            folder of the sockets (/tmp/nvidia-mps)
+  CUDA_MPS_PIPE_DIRECTORY            directory of the sockets (/tmp/nvidia-mps)
 Environment of the daemon:
-  CUDA_MPS_LOG_DIRECTORY             log folder of -d (/var/log/nvidia-mps); -f logs to standard output
+  CUDA_MPS_LOG_DIRECTORY             log directory of -d (/var/log/nvidia-mps); -f logs to standard output
   CUDA_VISIBLE_DEVICES               GPUs or MIG devices to serve, by UUID or index
   CUDA_MPS_ACTIVE_THREAD_PERCENTAGE  default thread percentage
   CUDA_MPS_PINNED_DEVICE_MEM_LIMIT   default memory limits, such as 0=8G

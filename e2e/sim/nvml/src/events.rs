@@ -12,6 +12,7 @@ use crate::library::{Code, Handle, Object, Result, View, handle, object};
 /// The event types that a recent driver supports on a data-centre GPU.
 pub(crate) const SUPPORTED: u64 = sys::nvmlEventTypeAll as u64;
 
+/// An event set.
 #[derive(Debug, Default)]
 struct Set {
     /// By GPU: the registered event types, and the last event before the registration.
@@ -20,6 +21,7 @@ struct Set {
     seen: u64,
 }
 
+/// The last number of a set, and the sets by number.
 static SETS: Mutex<Option<(u64, HashMap<u64, Set>)>> = Mutex::new(None);
 
 fn sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, Set>)>> {
@@ -79,6 +81,7 @@ pub(crate) fn wait(view: &View, set: Handle, timeout: Duration) -> Result<Event>
     }
 }
 
+/// Runs `body` with the set behind a handle.
 fn with<T>(set: Handle, body: impl FnOnce(&mut Set) -> T) -> Result<T> {
     let Object::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
     let mut sets = sets();
@@ -86,6 +89,7 @@ fn with<T>(set: Handle, body: impl FnOnce(&mut Set) -> T) -> Result<T> {
     Ok(body(set))
 }
 
+/// The first event that the set registered and that was not delivered.
 fn next(set: &Set, state: &State) -> Option<Event> {
     let wanted = |e: &&Event| {
         let asked = set.registered.get(&e.gpu).is_some_and(|(types, after)| e.seq > *after && types & bit(e.kind) != 0);
@@ -94,6 +98,7 @@ fn next(set: &Set, state: &State) -> Option<Event> {
     state.events.iter().find(wanted).cloned()
 }
 
+/// Whether a GPU with registered events is lost.
 fn lost(set: &Set, state: &State) -> bool {
     state.gpus.iter().any(|g| g.lost && set.registered.contains_key(&g.uuid))
 }

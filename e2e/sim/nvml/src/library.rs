@@ -64,6 +64,7 @@ pub(crate) enum Object {
 /// harmless.
 pub(crate) type Handle = usize;
 
+/// The state between `nvmlInit` and `nvmlShutdown`.
 #[derive(Debug)]
 struct Library {
     users: usize,

@@ -174,7 +174,7 @@ pub(crate) fn create(machine: &Machine, gpu: &str, profile: &str, at: Option<u32
         let whole = model.compute_profiles(found.id).into_iter().find(|c| c.slices == found.slices);
         let whole = whole.context("the profile has no compute instance")?;
         let gpu = state.gpu_mut(gpu)?;
-        let refused = format!("cannot create {profile} on GPU {}", gpu.index);
+        let refused = format!("failed to create {profile} on GPU {}", gpu.index);
         let gi = gpu.create_gpu_instance(&model, found.id, at).context(refused)?;
         let ci = gpu.create_compute_instance(&model, gi, whole.id, None)?;
         let made = gpu.instances.iter().filter(|i| i.id == gi).flat_map(|i| &i.compute).find(|c| c.id == ci);
@@ -193,8 +193,8 @@ pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
         let processes = machine.live_processes(state);
         let busy = |uuid: &str| processes.iter().any(|p| p.device == uuid);
         let target = state.gpu_mut(&gpu)?;
-        target.destroy_compute_instance(gi, ci, busy).with_context(|| format!("cannot destroy {uuid}"))?;
-        target.destroy_gpu_instance(gi).with_context(|| format!("cannot destroy the GPU instance of {uuid}"))?;
+        target.destroy_compute_instance(gi, ci, busy).with_context(|| format!("failed to destroy {uuid}"))?;
+        target.destroy_gpu_instance(gi).with_context(|| format!("failed to destroy the GPU instance of {uuid}"))?;
         state.push_event(&gpu, EventKind::MigConfigChange, 0, None);
         Ok(())
     })

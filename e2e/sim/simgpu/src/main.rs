@@ -50,7 +50,7 @@ fn run(arguments: Arguments) -> Result<()> {
 
 fn describe(gpus: &[String], file: Option<&PathBuf>, name: &str) -> Result<Description> {
     if let Some(file) = file {
-        let text = std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
+        let text = std::fs::read(file).with_context(|| format!("failed to read {}", file.display()))?;
         return serde_json::from_slice(&text)
             .with_context(|| format!("{} does not describe a machine", file.display()));
     }

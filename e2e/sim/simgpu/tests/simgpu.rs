@@ -25,6 +25,7 @@ impl Simgpu {
         command
     }
 
+    /// Runs a command that must succeed, and returns its output.
     fn ok(&self, arguments: &[&str]) -> String {
         let output = self.command(arguments).output().unwrap();
         assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));

@@ -172,8 +172,8 @@ fn run_page(page: &str) -> Result<()> {
 fn run_block(block: &Block) -> Result<()> {
     let script = block.script();
     let program = PathBuf::from(cleave_path());
-    let folder = program.parent().context("cleave has no folder")?;
-    let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
+    let directory = program.parent().context("cleave has no directory")?;
+    let path = format!("{}:{}", directory.display(), std::env::var("PATH").unwrap_or_default());
     let output = Command::new("timeout")
         .args([&BLOCK_SECONDS.to_string(), "bash", "-euc", &script])
         .current_dir(repository_root())
@@ -196,9 +196,9 @@ fn policies_in(page: &str) -> Vec<&str> {
     blocks.map(|(text, _)| text).filter(|text| text.contains("\nkind: SharingPolicy\n")).collect()
 }
 
-/// The pages in a folder of the documentation.
-fn list_pages(folder: &str) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(repository_root().join("docs").join(folder))?;
+/// The pages in a directory of the documentation.
+fn list_pages(directory: &str) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(repository_root().join("docs").join(directory))?;
     entries.map(|entry| Ok(entry?.path())).collect()
 }
 

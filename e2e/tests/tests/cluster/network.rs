@@ -83,7 +83,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let service = cluster.get("/api/v1/namespaces/default/services/kubernetes")?;
     let api = text(&service["spec"]["clusterIP"]);
     ensure!(!api.is_empty(), "the API server has no address: {}", service["spec"]);
-    ensure!(cleave_reaches("cleave-agent", &api, "443")?, "the agent cannot reach the API server");
+    ensure!(cleave_reaches("cleave-agent", &api, "443")?, "the agent failed to reach the API server");
     ensure!(!cleave_reaches("cleave-mps-host", &api, "443")?, "the MPS host can reach the API server");
     for program in ["cleave-agent", "cleave-mps-host"] {
         ensure!(!cleave_reaches(program, &listener, "8081")?, "{program} can reach a pod");

@@ -32,7 +32,7 @@ const SHARES_PER_REPLICA: u64 = 3;
 /// Path of a node's file on the machine. It can be read while the node is down.
 fn node_file(path: &str) -> Result<PathBuf> {
     let kubeconfig = std::env::var_os("KUBECONFIG").context("KUBECONFIG is not set")?;
-    let state = Path::new(&kubeconfig).parent().context("KUBECONFIG has no parent folder")?;
+    let state = Path::new(&kubeconfig).parent().context("KUBECONFIG has no parent directory")?;
     Ok(state.join("nodes").join(NODE).join("host").join(path.trim_start_matches('/')))
 }
 

@@ -66,9 +66,9 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
     scope.wait_until_running("three")?;
     let shell = |script: &str| scope.exec("three", &["sh", "-c", script]);
     let listed = shell("ls -A \"$CUDA_MPS_PIPE_DIRECTORY\"")?;
-    ensure!(listed.trim() == "control", "the folder has {listed:?}");
+    ensure!(listed.trim() == "control", "the directory has {listed:?}");
     let write = shell("touch \"$CUDA_MPS_PIPE_DIRECTORY\"/x 2>&1 || true")?;
-    ensure!(write.contains("Read-only"), "the folder is writable: {write:?}");
+    ensure!(write.contains("Read-only"), "the directory is writable: {write:?}");
     for command in ["set_default_active_thread_percentage 100", "get_server_list", "terminate_client 1 1", "quit"] {
         let refused = shell(&format!("cleave-client --admin '{command}'"));
         ensure!(refused.is_err(), "{command} was answered: {refused:?}");

@@ -132,7 +132,7 @@ impl Drop for AddedNodes<'_> {
     fn drop(&mut self) {
         for name in &self.names {
             if let Err(error) = self.remove(name) {
-                let _ = writeln!(std::io::stderr(), "{name} could not be removed: {error:#}");
+                let _ = writeln!(std::io::stderr(), "failed to remove {name}: {error:#}");
             }
         }
     }

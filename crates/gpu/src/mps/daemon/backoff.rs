@@ -5,14 +5,14 @@ use crate::mps::wire::DaemonState;
 
 /// Minimum run time of a daemon that resets the count of failures.
 const STABLE_AFTER: Duration = Duration::from_secs(60);
-/// Delay after the second failure in a row.
+/// Delay after the second consecutive failure.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
 /// Maximum delay before a restart. It is short because the GPU may be repaired during the delay.
 const MAX_DELAY: Duration = Duration::from_secs(30);
-/// Number of failures in a row from which the state is [`DaemonState::BackOff`].
+/// Number of consecutive failures from which the state is [`DaemonState::BackOff`].
 const BACK_OFF_FAILURES: u32 = 4;
 
-/// Counts a daemon's failures in a row and sets the delay before each restart.
+/// Counts a daemon's consecutive failures and sets the delay before each restart.
 #[derive(Debug, Default)]
 pub(super) struct Backoff {
     failures: u32,

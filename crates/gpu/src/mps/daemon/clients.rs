@@ -130,6 +130,7 @@ impl Clients {
         self.pids().len()
     }
 
+    /// The pids of all clients that MPS lists or a door admitted.
     fn pids(&self) -> BTreeSet<u32> {
         self.listed.iter().chain(self.admitted.keys()).copied().collect()
     }

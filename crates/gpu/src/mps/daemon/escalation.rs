@@ -25,7 +25,7 @@ impl Step {
         let seconds = match self {
             // Measured: programs that exit by themselves do so within 0.3 s.
             Self::Wait => 1,
-            // Most programs exit within this time after SIGTERM. All other clients wait during this
+            // Programs that handle a signal need time to exit. All other clients wait during this
             // time.
             Self::SignalTerm | Self::SignalKill => 2,
             Self::ShutDownServer => 3,
@@ -35,6 +35,7 @@ impl Step {
         Duration::from_secs(seconds)
     }
 
+    /// The step after this one. The last step repeats.
     fn next(self) -> Self {
         match self {
             Self::Wait => Self::SignalTerm,

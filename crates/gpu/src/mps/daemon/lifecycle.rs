@@ -112,6 +112,7 @@ impl Device {
         end
     }
 
+    /// Requests the daemon to quit. Kills a daemon that does not exit in time.
     async fn quit(&self, child: &Child) {
         if let Err(error) = self.send_command_within(&QUIT, QUIT_DEADLINE).await {
             tracing::warn!(device = self.name, %error, "MPS daemon refused the command to quit");

@@ -45,6 +45,7 @@ struct Check {
 }
 
 impl Check {
+    /// Compares an outcome with the expectation.
     fn judge<T>(self, outcome: &Outcome<T>, judge: impl FnOnce(&T) -> (bool, String)) -> Finding {
         let (verdict, observed) = match outcome {
             Outcome::NotTested(why) => (Verdict::NotTested, why.clone()),
@@ -65,14 +66,15 @@ impl Check {
 
 /// All checks, in the order of the report.
 pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
-    let mut findings = daemon(seen);
-    findings.extend(limits(seen, gpu));
+    let mut findings = judge_daemon(seen);
+    findings.extend(judge_limits(seen, gpu));
     findings.extend(known_holes(seen, gpu));
-    findings.extend(clients(seen, gpu));
+    findings.extend(judge_clients(seen, gpu));
     findings
 }
 
-fn daemon(seen: &Observations) -> Vec<Finding> {
+/// Findings about the daemon's start and protocol.
+fn judge_daemon(seen: &Observations) -> Vec<Finding> {
     let start = Check {
         name: "start",
         expected: "the control daemon runs in the foreground and answers within 15 s",
@@ -191,7 +193,8 @@ fn describe_bound(bound: &Bound) -> String {
     format!("at {} % and {} MiB: {}", bound.percent, bound.limit_mib, describe(bound.view))
 }
 
-fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
+/// Findings about limits.
+fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let bound = Check {
         name: "limits",
         expected: "a server's limits apply to the next client that connects, not to clients that already run",
@@ -283,7 +286,8 @@ fn known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     ]
 }
 
-fn clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
+/// Findings about clients: who can connect, how they are listed, and how they end.
+fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let users = Check {
         name: "users",
         expected: "with -multiuser-server several users share a server at once",
@@ -322,15 +326,15 @@ fn clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     vec![
         users.judge(&seen.users, |bound| (limits_apply(bound, gpu), format!("beside root: {}", describe_bound(bound)))),
         link.judge(&seen.link, |bound| (limits_apply(bound, gpu), describe_bound(bound))),
-        by_mps.judge(&seen.listed_by_mps, |&known| (known, listed(Some(known)).to_owned())),
-        by_nvml.judge(&seen.listed_by_nvml, |&known| (known == Some(true), listed(known).to_owned())),
+        by_mps.judge(&seen.listed_by_mps, |&known| (known, describe_listed(Some(known)).to_owned())),
+        by_nvml.judge(&seen.listed_by_nvml, |&known| (known == Some(true), describe_listed(known).to_owned())),
         ended.judge(&seen.terminated, judge_termination),
         contexts.not_tested("needs 49 programs; measured on driver 580"),
         fault.not_tested("would break the GPU's clients; measured on driver 580"),
     ]
 }
 
-fn listed(listed: Option<bool>) -> &'static str {
+fn describe_listed(listed: Option<bool>) -> &'static str {
     match listed {
         Some(true) => "listed",
         Some(false) => "not listed",

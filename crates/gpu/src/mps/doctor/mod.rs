@@ -99,7 +99,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let library = Library::find(search);
     let nvml = Worker::start(&library, "nvml")?;
     let DriverInfo { driver, count } = nvml.call(NVML_DEADLINE, |gpus| gpus.driver_info()).await?;
-    let gpu = choose(describe(&library, count).await?, args.gpu.as_deref())?;
+    let gpu = choose_gpu(describe(&library, count).await?, args.gpu.as_deref())?;
     let (uuid, of) = (gpu.uuid.clone(), gpu.uuid.clone());
     let compute_mode = nvml.call(NVML_DEADLINE, move |gpus| gpus.compute_mode(&uuid)).await.ok();
     let processes = nvml.call(NVML_DEADLINE, move |gpus| gpus.processes(&of)).await.ok();
@@ -154,7 +154,8 @@ async fn describe(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<
     Ok(calls.join_all().await.into_iter().collect())
 }
 
-fn choose(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>) -> Result<Gpu, DoctorError> {
+/// The first GPU with the wanted index or UUID.
+fn choose_gpu(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>) -> Result<Gpu, DoctorError> {
     let mut available = Vec::new();
     for (index, gpu) in gpus {
         let uuid = gpu.as_ref().map(|gpu| gpu.uuid.clone()).unwrap_or_default();
@@ -167,6 +168,7 @@ fn choose(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>) -> 
     Err(DoctorError::NoGpu { wanted, available: available.join(", ") })
 }
 
+/// What the tests need to run.
 fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
     let words = args.client.as_deref().map(|client| client.split_whitespace().map(OsString::from).collect());
     Setup {
@@ -205,6 +207,7 @@ async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
     if stopped { Err(DoctorError::Stopped) } else { Ok(seen) }
 }
 
+/// Runs the tests and records what they observe.
 async fn observe(setup: &Setup, daemon: &mut OwnDaemon, seen: &mut Observations) {
     match daemon.first_answer().await {
         Err(error) => seen.start = Outcome::Failed(error.to_string()),

@@ -38,7 +38,7 @@ pub(super) struct DaemonLog {
 /// Why the daemon did not answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OwnDaemonError {
-    #[error("the daemon cannot be started: {0}")]
+    #[error("failed to start the daemon: {0}")]
     Start(io::Error),
     #[error("the daemon exited ({status}): {last_line}")]
     Exited { status: ExitStatus, last_line: String },
@@ -102,7 +102,7 @@ impl OwnDaemon {
     }
 
     /// The daemon's pipe directory.
-    pub(super) fn pipe(&self) -> PathBuf {
+    pub(super) fn pipe_directory(&self) -> PathBuf {
         self.directory.join("pipe")
     }
 
@@ -116,7 +116,7 @@ impl OwnDaemon {
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
                 return Err(OwnDaemonError::Exited { status, last_line: log.last_line.clone() });
             }
-            match control::has_known_greeting(&self.pipe()).await {
+            match control::has_known_greeting(&self.pipe_directory()).await {
                 Ok(is_known) => return Ok(FirstAnswer { after_ms: begun.elapsed().as_millis(), is_known }),
                 Err(ControlError::Io(_) | ControlError::Closed) if begun.elapsed() < DAEMON_START_DEADLINE => {
                     sleep(POLL_INTERVAL).await;
@@ -128,12 +128,12 @@ impl OwnDaemon {
 
     /// Stops the daemon and removes its processes and its directory.
     pub(super) async fn stop(mut self) {
-        if control::send_command(&self.pipe(), &QUIT, QUIT_DEADLINE).await.is_err()
+        if control::send_command(&self.pipe_directory(), &QUIT, QUIT_DEADLINE).await.is_err()
             || timeout(ANSWER_DEADLINE, self.child.wait()).await.is_err()
         {
             let _ = self.child.kill().await;
         }
-        procfs::clear(&self.pipe()).await;
+        procfs::clear(&self.pipe_directory()).await;
         if let Err(error) = fs::remove_dir_all(&self.directory) {
             tracing::warn!(directory = %self.directory.display(), %error, "failed to remove the doctor's directory");
         }

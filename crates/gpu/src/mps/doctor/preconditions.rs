@@ -96,13 +96,13 @@ fn reserved_by_cleave(run: &Path, uuid: &str) -> Option<String> {
         Ok(bytes) => Desired::parse(&bytes),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
         Err(error) => {
-            return Some(format!("cannot determine whether Cleave uses the GPU: {}: {error}", path.display()));
+            return Some(format!("failed to determine whether Cleave uses the GPU: {}: {error}", path.display()));
         }
     };
     match desired {
         Ok(desired) if !desired.daemons.contains_key(uuid) => None,
         Ok(_) => Some(format!("Cleave shares the GPU with MPS ({})", path.display())),
-        Err(invalid) => Some(format!("cannot determine whether Cleave uses the GPU: {invalid}")),
+        Err(invalid) => Some(format!("failed to determine whether Cleave uses the GPU: {invalid}")),
     }
 }
 
@@ -158,6 +158,6 @@ mod tests {
         assert!(reserved_by_cleave(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
         assert_eq!(reserved_by_cleave(run.path(), "GPU-2"), None);
         std::fs::write(&path, "junk").unwrap();
-        assert!(reserved_by_cleave(run.path(), "GPU-2").unwrap().contains("cannot determine"));
+        assert!(reserved_by_cleave(run.path(), "GPU-2").unwrap().contains("failed to determine"));
     }
 }

@@ -109,7 +109,7 @@ impl Program {
         if let Some(uid) = start.uid {
             command.uid(uid).gid(uid);
         }
-        let mut child = command.spawn().map_err(|error| broken(&format!("cannot be started: {error}")))?;
+        let mut child = command.spawn().map_err(|error| broken(&format!("does not start: {error}")))?;
         let (Some(output), Some(pid)) = (child.stdout.take(), child.id()) else { return Err(broken("has no output")) };
         let mut running = Running {
             input: child.stdin.take(),
@@ -118,7 +118,7 @@ impl Program {
             pid,
             view: GpuView { sms: 0, free_mib: 0 },
         };
-        let line = running.line().await?;
+        let line = running.read_line().await?;
         let (Some(sms), Some(free_mib)) = (line.sms, line.free_mib) else {
             return Err(broken("does not print `sms` and `freeMiB`"));
         };
@@ -145,7 +145,8 @@ impl Program {
 }
 
 impl Running {
-    async fn line(&mut self) -> Result<Line, ProgramError> {
+    /// Reads the program's next line within [`LINE_DEADLINE`].
+    async fn read_line(&mut self) -> Result<Line, ProgramError> {
         let broken = |what: String| Err(ProgramError::Broken(what));
         match timeout(LINE_DEADLINE, self.lines.next_line()).await {
             Err(_) => Err(ProgramError::Timeout),
@@ -161,7 +162,7 @@ impl Running {
 
     /// Reads the result of the allocation.
     async fn allocated(&mut self) -> Result<Allocated, ProgramError> {
-        match self.line().await {
+        match self.read_line().await {
             Ok(_) => Ok(Ok(())),
             Err(ProgramError::Cuda(code)) => Ok(Err(code)),
             Err(error) => Err(error),

@@ -27,12 +27,12 @@ const LINE_WIDTH: usize = 100;
 
 /// The report as text.
 pub(super) fn text(report: &Report) -> String {
-    let mut text = facts(&report.facts);
+    let mut text = facts_text(&report.facts);
     if let Some(why) = &report.skip_reason {
-        paragraph(&mut text, &format!("Nothing was started on the GPU: {why}. No check below was tested."));
+        write_paragraph(&mut text, &format!("Nothing was started on the GPU: {why}. No check below was tested."));
     }
     text.push('\n');
-    row(&mut text, ["CHECK", "", "CLEAVE EXPECTS", "OBSERVED"]);
+    write_row(&mut text, ["CHECK", "", "CLEAVE EXPECTS", "OBSERVED"]);
     for finding in &report.findings {
         let verdict = match finding.verdict {
             Verdict::AsExpected => "ok",
@@ -45,7 +45,7 @@ pub(super) fn text(report: &Report) -> String {
             (_, Verdict::NotTested) => format!("not tested: {}", finding.observed),
             _ => finding.observed.clone(),
         };
-        row(&mut text, [finding.check, verdict, finding.expected, &observed]);
+        write_row(&mut text, [finding.check, verdict, finding.expected, &observed]);
     }
     text.push('\n');
     let count = |verdict| report.findings.iter().filter(|finding| finding.verdict == verdict).count();
@@ -59,12 +59,13 @@ pub(super) fn text(report: &Report) -> String {
         text.push_str("\nWhat that means:\n");
     }
     for finding in report.findings.iter().filter(|finding| finding.verdict == Verdict::Differs) {
-        paragraph(&mut text, &format!("- {}: {}.", finding.check, finding.impact));
+        write_paragraph(&mut text, &format!("- {}: {}.", finding.check, finding.impact));
     }
     text
 }
 
-fn facts(facts: &Facts) -> String {
+/// The facts about the GPU, driver and daemon, one per line.
+fn facts_text(facts: &Facts) -> String {
     let gpu = &facts.gpu;
     let unknown = || "unknown".to_owned();
     let control = match (&facts.control, facts.control_version) {
@@ -91,14 +92,16 @@ fn facts(facts: &Facts) -> String {
     lines.iter().map(|(name, value)| format!("{name:8}{value}").trim_end().to_owned() + "\n").collect()
 }
 
-fn paragraph(text: &mut String, words: &str) {
+/// Writes wrapped text. The lines of a list item after the first are indented.
+fn write_paragraph(text: &mut String, words: &str) {
     for (number, line) in wrapped(words, LINE_WIDTH - 2).iter().enumerate() {
         let indent = if number > 0 && words.starts_with("- ") { "  " } else { "" };
         let _ = writeln!(text, "{indent}{line}");
     }
 }
 
-fn row(text: &mut String, cells: [&str; 4]) {
+/// Writes a row of the table. Cells may need several lines.
+fn write_row(text: &mut String, cells: [&str; 4]) {
     let mut columns = Vec::new();
     for (cell, width) in cells.iter().zip(COLUMN_WIDTHS) {
         columns.push(wrapped(cell, width));

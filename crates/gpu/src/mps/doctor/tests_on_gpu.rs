@@ -30,7 +30,7 @@ const NOBODY_UID: u32 = 65_534;
 const REPORT_DEADLINE: Duration = Duration::from_secs(3);
 /// Poll interval for reports that a client connected or exited.
 const REPORT_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Time limit of `terminate_client`, which usually answers in milliseconds.
+/// Time limit of `terminate_client`, which takes 3 to 10 ms.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
 /// Why the doctor skips tests that need a CUDA program.
 const NO_PROGRAM: &str = "needs a CUDA program (--client)";
@@ -64,7 +64,7 @@ impl From<Unexpected> for NoResult {
 
 impl From<io::Error> for NoResult {
     fn from(error: io::Error) -> Self {
-        Self::NotTested(format!("cannot create a file: {error}"))
+        Self::NotTested(format!("failed to create a file: {error}"))
     }
 }
 
@@ -165,12 +165,13 @@ impl Tests<'_> {
         self.server.get() == Some(pid) || log.ready.contains(&pid)
     }
 
-    fn pipe(&self) -> PathBuf {
+    /// The daemon's pipe directory.
+    fn pipe_directory(&self) -> PathBuf {
         self.directory.join("pipe")
     }
 
     async fn send_command(&self, command: Command) -> Result<String, NoResult> {
-        Ok(control::send_command(&self.pipe(), &command, ANSWER_DEADLINE).await?)
+        Ok(control::send_command(&self.pipe_directory(), &command, ANSWER_DEADLINE).await?)
     }
 
     /// Sends a command and records the answer.
@@ -180,6 +181,7 @@ impl Tests<'_> {
         Ok(())
     }
 
+    /// The pid of the MPS server.
     fn server(&self) -> Result<u32, NoResult> {
         self.server.get().ok_or_else(|| NoResult::NotTested("no MPS server is running".to_owned()))
     }
@@ -189,7 +191,7 @@ impl Tests<'_> {
     }
 
     fn start_here(&self) -> Start {
-        Start { pipe: self.pipe(), ..Start::default() }
+        Start { pipe: self.pipe_directory(), ..Start::default() }
     }
 
     /// The view of a program that sets no limits of its own.
@@ -223,6 +225,7 @@ impl Tests<'_> {
         Bound { percent: USUAL_PERCENT, limit_mib: self.limit_mib, view }
     }
 
+    /// Sends each command that Cleave uses.
     async fn commands(&self) -> Result<Vec<Exchange>, NoResult> {
         let mut exchanges = Vec::new();
         let limit = Some(self.limit_mib);
@@ -259,6 +262,7 @@ impl Tests<'_> {
         Err(NoResult::Failed(format!("no MPS server became ready within {} s", SERVER_START_DEADLINE.as_secs())))
     }
 
+    /// Sends privileged commands through the socket `control`, to which programs also have access.
     async fn unprivileged(&self) -> Result<Vec<Exchange>, NoResult> {
         let server = self.server()?;
         let mut exchanges = Vec::new();
@@ -270,7 +274,7 @@ impl Tests<'_> {
             // Use the server's pid, which does not belong to a client.
             Command::Terminate { server, client: server },
         ] {
-            let answer = control::send_over(&self.pipe().join("control"), &command, ANSWER_DEADLINE).await?;
+            let answer = control::send_over(&self.pipe_directory().join("control"), &command, ANSWER_DEADLINE).await?;
             exchanges.push(Exchange { command, answer, set: None });
         }
         Ok(exchanges)
@@ -297,6 +301,7 @@ impl Tests<'_> {
         Ok(known)
     }
 
+    /// The views of two running programs that started under different limits.
     async fn bound(&self) -> Result<[Bound; 2], NoResult> {
         self.set_usual_limits().await?;
         let first = self.running(None).await?;
@@ -308,6 +313,7 @@ impl Tests<'_> {
         Ok([first_saw, second])
     }
 
+    /// The SMs that a program sees with each of [`ROUNDED_PERCENTAGES`].
     async fn rounding(&self) -> Result<Vec<(u8, u32)>, NoResult> {
         let mut seen = Vec::new();
         for percent in ROUNDED_PERCENTAGES {
@@ -326,6 +332,7 @@ impl Tests<'_> {
         Ok(self.program()?.view(&start).await?)
     }
 
+    /// The views of programs that request more or less than their limits.
     async fn lowered(&self) -> Result<LoweredLimits, NoResult> {
         self.set_usual_limits().await?;
         let set = self.under_usual_limits(self.view().await?);
@@ -335,13 +342,15 @@ impl Tests<'_> {
         Ok(LoweredLimits { set, requested_more, requested_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
     }
 
+    /// Allocates half of the memory limit, and then all of it.
     async fn memory(&self) -> Result<Memory, NoResult> {
         self.set_usual_limits().await?;
-        let half = self.program()?.allocate(&self.pipe(), self.limit_mib / 2).await?;
-        let all = self.program()?.allocate(&self.pipe(), self.limit_mib).await?;
+        let half = self.program()?.allocate(&self.pipe_directory(), self.limit_mib / 2).await?;
+        let all = self.program()?.allocate(&self.pipe_directory(), self.limit_mib).await?;
         Ok(Memory { limit_mib: self.limit_mib, half, all })
     }
 
+    /// The view of a program with an invalid memory limit in its environment.
     async fn escape(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let environment = [("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk".to_owned())].into();
@@ -349,6 +358,7 @@ impl Tests<'_> {
         Ok(self.under_usual_limits(view))
     }
 
+    /// The view of another user's program, while a program of root runs.
     async fn users(&self) -> Result<Bound, NoResult> {
         if !rustix::process::geteuid().is_root() {
             return Err(NoResult::NotTested("needs root".to_owned()));
@@ -363,10 +373,11 @@ impl Tests<'_> {
         }
     }
 
+    /// The view of a program that connects through a hard link to the socket.
     async fn link(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let pipe = self.directory.join("link");
-        fs::hard_link(self.pipe().join("control"), pipe.join("control"))?;
+        fs::hard_link(self.pipe_directory().join("control"), pipe.join("control"))?;
         let view = self.program()?.view(&Start { pipe, ..Start::default() }).await?;
         Ok(self.under_usual_limits(view))
     }
@@ -380,19 +391,21 @@ impl Tests<'_> {
         }
     }
 
+    /// Terminates one of two clients.
     async fn terminate(&self) -> Result<Termination, NoResult> {
         self.set_usual_limits().await?;
         let server = self.server()?;
         let mut client = self.running(Some(1)).await?;
         let mut neighbour = self.running(Some(1)).await?;
         let terminate = Command::Terminate { server, client: client.pid };
-        let answer = control::send_command(&self.pipe(), &terminate, TERMINATE_DEADLINE).await?;
+        let answer = control::send_command(&self.pipe_directory(), &terminate, TERMINATE_DEADLINE).await?;
         let termination = Termination { answer, client: client.resume().await?, neighbour: neighbour.resume().await? };
         client.finish().await;
         neighbour.finish().await;
         Ok(termination)
     }
 
+    /// The view of a program whose server started after a shutdown, with the default limits.
     async fn defaults(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let server = self.server()?;
@@ -407,6 +420,7 @@ impl Tests<'_> {
         Ok(self.under_usual_limits(self.view().await?))
     }
 
+    /// What the daemon has logged, at the latest after [`REPORT_DEADLINE`].
     async fn logged(&self) -> Log {
         let deadline = Instant::now() + REPORT_DEADLINE;
         loop {

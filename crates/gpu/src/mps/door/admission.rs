@@ -88,6 +88,7 @@ impl ServerLink {
         introduce_for(&self.server, who);
     }
 
+    /// Ends the connection to the server.
     fn disconnect(&self) {
         self.stop_relay();
         let _ = rustix::net::shutdown(&self.server, rustix::net::Shutdown::Both);

@@ -48,6 +48,7 @@ pub struct Config {
     pub defaults: Settings,
 }
 
+/// The control daemon.
 struct Daemon {
     config: Config,
     log: Log,
@@ -114,9 +115,9 @@ impl Sinks {
         match self {
             Self::Stdout => Ok(Log::stdout()),
             Self::Files(directory) => {
-                fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
+                fs::create_dir_all(directory).with_context(|| format!("failed to create {}", directory.display()))?;
                 let path = directory.join(name);
-                Log::append(&path).with_context(|| format!("cannot write {}", path.display()))
+                Log::append(&path).with_context(|| format!("failed to write {}", path.display()))
             }
         }
     }
@@ -137,11 +138,12 @@ fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<Ex
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
     let pid_file = directory.join("nvidia-cuda-mps-control.pid");
     fs::write(&pid_file, std::process::id().to_string())
-        .with_context(|| format!("cannot write {}", pid_file.display()))?;
+        .with_context(|| format!("failed to write {}", pid_file.display()))?;
 
     let control = directory.join("control");
-    let bind =
-        |path: &Path, mode| Listener::bind(path, mode).with_context(|| format!("cannot listen on {}", path.display()));
+    let bind = |path: &Path, mode| {
+        Listener::bind(path, mode).with_context(|| format!("failed to listen on {}", path.display()))
+    };
     let listeners = [(bind(&control, 0o666)?, false), (bind(&directory.join("control_privileged"), 0o755)?, true)];
 
     let state = Mutex::new(State::new(config.defaults.clone()));
@@ -169,7 +171,7 @@ impl Daemon {
             let timeout = (!pending.is_empty()).then_some(Timespec { tv_sec: 0, tv_nsec: 50_000_000 });
             match rustix::event::poll(&mut fds, timeout.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(io::Error::from(error)).context("cannot wait for connections"),
+                Err(error) => return Err(io::Error::from(error)).context("failed to wait for connections"),
             }
             let ready: Vec<bool> = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect();
             if ready.last() == Some(&true) {
@@ -185,7 +187,7 @@ impl Daemon {
                     Err(error) => {
                         // The process probably has no free descriptors. Some become free when
                         // connected peers disconnect.
-                        self.log(&format!("cannot accept a connection: {error}"));
+                        self.log(&format!("failed to accept a connection: {error}"));
                         thread::sleep(Duration::from_millis(10));
                     }
                 }
@@ -244,16 +246,16 @@ fn make_directory(directory: &Path) -> anyhow::Result<()> {
     }
     fs::create_dir_all(directory)
         .and_then(|()| fs::set_permissions(directory, Permissions::from_mode(0o755)))
-        .with_context(|| format!("cannot create {}", directory.display()))
+        .with_context(|| format!("failed to create {}", directory.display()))
 }
 
 fn lock(path: &Path) -> anyhow::Result<File> {
     let open = OpenOptions::new().create(true).truncate(false).write(true).mode(0o644).open(path);
-    let file = open.with_context(|| format!("cannot open {}", path.display()))?;
+    let file = open.with_context(|| format!("failed to open {}", path.display()))?;
     match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
         Err(rustix::io::Errno::WOULDBLOCK) => anyhow::bail!("An instance of this daemon is already running"),
-        Err(error) => Err(io::Error::from(error)).with_context(|| format!("cannot lock {}", path.display())),
+        Err(error) => Err(io::Error::from(error)).with_context(|| format!("failed to lock {}", path.display())),
     }
 }
 
@@ -271,7 +273,7 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
         let reader = OpenOptions::new().read(true).write(true).open(path)?;
         Ok((reader, OpenOptions::new().write(true).open(path)?))
     };
-    let (reader, writer) = make().with_context(|| format!("cannot create {}", path.display()))?;
+    let (reader, writer) = make().with_context(|| format!("failed to create {}", path.display()))?;
     thread::spawn(move || {
         let mut reader = BufReader::new(reader);
         let mut line = Vec::new();

@@ -47,7 +47,7 @@ impl Daemon {
             Choice::Start => {
                 let owner = if self.config.multi_user { 0 } else { uid };
                 if let Err(error) = self.start_server(&mut state, owner) {
-                    self.log(&format!("cannot start a server: {error}"));
+                    self.log(&format!("failed to start a server: {error}"));
                     state.failed_starts += 1;
                 }
             }

@@ -59,7 +59,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     log.line("Other", pid, &format!("Connecting to control daemon on socket: {}", control.display()));
     // The server runs as its clients' user, who may lack access to the daemon's directory.
     rustix::fs::access(&control, rustix::fs::Access::READ_OK)
-        .with_context(|| format!("cannot reach {}", control.display()))?;
+        .with_context(|| format!("failed to reach {}", control.display()))?;
     log.line("Other", pid, "Initializing server process");
     let faults = Faults::new(visible.clone());
     if let Some(code) = faults.injected("mps:server") {
@@ -74,7 +74,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     for (ordinal, device) in devices.iter().enumerate() {
         log.line("Server", pid, &format!("Creating server context on device {ordinal} ({})", device.name));
         let context = machine.open_context(&device.offer.uuid, ContextKind::MpsServer, SERVER_MEMORY);
-        own.push(context.with_context(|| format!("cannot create a context on device {ordinal}"))?);
+        own.push(context.with_context(|| format!("failed to create a context on device {ordinal}"))?);
     }
     log.line("Server", pid, &format!("Created anonymous shared memory region mps.shm.{uid}.{pid}"));
     log.line("Server", pid, "CUDA MPS Server for Linux/Unix. Binary version: 13000");
@@ -128,6 +128,7 @@ fn devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Vec<Serve
     Ok(devices)
 }
 
+/// An MPS server.
 struct Server {
     log: Log,
     faults: Faults,
@@ -137,6 +138,7 @@ struct Server {
     inner: Mutex<Inner>,
 }
 
+/// The server's mutable state.
 struct Inner {
     clients: Clients,
     connections: BTreeMap<u64, Entry>,

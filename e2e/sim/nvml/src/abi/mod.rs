@@ -262,7 +262,7 @@ exports! {
         wait(own, set, data, milliseconds);
 }
 
-/// Returns the text of a return code. It requires no initialisation.
+/// Returns the text of a return code. Requires no initialisation.
 // SAFETY: the name is one of NVML's, as above.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(code: Return) -> *const c_char {
@@ -301,6 +301,7 @@ fn number(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
+/// Reads a mode: 0 is off, and 1 is on.
 fn switch(mode: c_uint) -> Result<bool> {
     match mode {
         0 => Ok(false),
@@ -324,6 +325,7 @@ fn by_bus(name: &str, bus: Text, out: Out<Handle>) -> Return {
     })
 }
 
+/// Writes the bits of a list of numbers to the caller's words.
 fn bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
     // 65,536 bits are more than any machine needs. The limit keeps a garbage size from filling
     // memory.
@@ -334,6 +336,7 @@ fn bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
     device::bits(list, words, all).into_iter().enumerate().try_for_each(|(at, word)| set.put_at(at, word))
 }
 
+/// A GPU's number of ECC errors of a kind.
 fn ecc(gpu: &Gpu, kind: c_uint) -> Result<u64> {
     gpu.ecc.get(kind as usize).copied().ok_or(Code::INVALID_ARGUMENT)
 }
@@ -412,7 +415,7 @@ fn wait(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: 
     })
 }
 
-/// Whether a handle is a MIG device's. It does not read the machine's state.
+/// Whether a handle is a MIG device's. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     guarded(|| {
         let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };

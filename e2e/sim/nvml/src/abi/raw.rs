@@ -4,8 +4,8 @@ use std::ffi::{CStr, c_char, c_uint};
 
 use crate::library::{Code, Result};
 
-/// A pointer to which a call writes one or more values. It is null or valid according to NVML's
-/// documentation.
+/// A pointer to which a call writes one or more values. The pointer is null or valid according to
+/// NVML's documentation.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Out<T>(*mut T);

@@ -121,7 +121,7 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
         "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
         "NVML fails" => simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "3"]).map(drop),
-        // An immutable folder refuses writes, as a full disk does. The agent must retry.
+        // An immutable directory refuses writes, as a full disk does. The agent must retry.
         "full disk" => {
             on_node(node, &["chattr", "+i", "/var/lib/cleave"])?;
             std::thread::sleep(Duration::from_secs(random.below(4)));

@@ -13,7 +13,7 @@ pub(crate) struct ObjectCounts(BTreeMap<(&'static str, String), u64>);
 /// Prints one line `KIND COUNT` for each kind of object.
 const COUNT_SCRIPT: &str = r"
 echo clients $(grep -lz '^cleave-client' /proc/[0-9]*/cmdline 2>/dev/null | wc -l)
-echo folders $(ls /run/cleave/alloc 2>/dev/null | wc -l)
+echo directories $(ls /run/cleave/alloc 2>/dev/null | wc -l)
 echo mounts $(grep -c /run/cleave/alloc /proc/mounts)
 echo containers $(ls /run/containerd/io.containerd.runtime.v2.task/k8s.io 2>/dev/null | wc -l)
 ";

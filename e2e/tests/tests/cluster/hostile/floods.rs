@@ -156,7 +156,7 @@ fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
 }
 
 /// Creates a pod with the longest name, and waits until it is bound. The kubelet may fail to run
-/// the pod, because the name of its log folder would be too long.
+/// the pod, because the name of its log directory would be too long.
 fn create_pod_with_longest_name(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = "x".repeat(MAX_NAME_LENGTH);
     bed.tenant.create(&bed.pods_path(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;

@@ -23,8 +23,8 @@ const LIAR: &str = "liar";
 /// Maximum number of GPU processes of a pod, by the policy.
 const MAX_CLIENTS: usize = 8;
 const SLEEP_FOREVER: &str = "exec sleep infinity";
-/// Folder of the door in a container.
-const DOOR_FOLDER: &str = "/run/cleave-mps";
+/// Directory of the door in a container.
+const DOOR_DIRECTORY: &str = "/run/cleave-mps";
 
 /// The violations of [`LIAR`], as `cleave-client --lie` names them.
 const VIOLATIONS: [&str; 18] = [
@@ -115,7 +115,7 @@ fn other_pods() -> Vec<Value> {
     let several = "exec cleave-client --processes 2 --allocate 6000 --hold forever";
     let junk = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
     let mut over =
-        with("over", &one, SLEEP_FOREVER, "volumeMounts", json!([{"name": "over", "mountPath": DOOR_FOLDER}]));
+        with("over", &one, SLEEP_FOREVER, "volumeMounts", json!([{"name": "over", "mountPath": DOOR_DIRECTORY}]));
     over["spec"]["volumes"] = json!([{"name": "over", "emptyDir": {}}]);
     vec![
         pod(LIAR, &one, &lies),
@@ -185,7 +185,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
             check_no_context(&said, 1)
         },
     },
-    Attempt { name: "a volume over the door's folder", expected: Expected::NoEffect, run: mount_over_door },
+    Attempt { name: "a volume over the door's directory", expected: Expected::NoEffect, run: mount_over_door },
     Attempt { name: "an MPS daemon of its own", expected: NO_CONTEXT, run: own_daemon },
     Attempt {
         name: "another GPU of the node, through its own door",
@@ -214,7 +214,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| Ok(Outcome::Refused(vec![run_script(bed, "none", "ls /run/cleave-mps/control")?])),
     },
     Attempt {
-        name: "a new file in the door's folder",
+        name: "a new file in the door's directory",
         expected: READ_ONLY,
         run: |bed| Ok(Outcome::Refused(vec![run_script(bed, HOSTILE, "touch $CUDA_MPS_PIPE_DIRECTORY/mine")?])),
     },
@@ -230,10 +230,11 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the door's folder remounted",
+        name: "the door's directory remounted",
         expected: READ_ONLY,
         run: |bed| {
-            // All mounts must fail. The last command shows whether the folder is still read-only.
+            // All mounts must fail. The last command shows whether the directory is still
+            // read-only.
             let mounts = "cd $CUDA_MPS_PIPE_DIRECTORY; { mount -o remount,rw,bind none $PWD; umount -l $PWD; \
                 unshare -m mount -o remount,rw,bind none $PWD; } >/dev/null 2>&1; touch $CUDA_MPS_PIPE_DIRECTORY/mine";
             Ok(Outcome::Refused(vec![run_script(bed, HOSTILE, mounts)?]))
@@ -378,7 +379,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| wait_for_finding(bed, "several", "MemoryExceeded"),
     },
     Attempt {
-        name: "another pod's door, by a volume with the node's folder",
+        name: "another pod's door, by a volume with the node's directory",
         expected: Expected::Found("NoShare"),
         run: anothers_door,
     },
@@ -465,8 +466,8 @@ fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
     check_no_context(&said, 1)
 }
 
-/// Mounts a volume over the door's folder. The volume may hide the door or be hidden by the door's
-/// mount. In neither case can the pod use the GPU outside MPS.
+/// Mounts a volume over the door's directory. The volume may hide the door or be hidden by the
+/// door's mount. In neither case can the pod use the GPU outside MPS.
 fn mount_over_door(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = run_script(bed, "over", "cleave-client --once")?;
     match check_no_context(&said, 1)? {
@@ -499,8 +500,8 @@ fn start_too_many_processes(bed: &TestBed<'_>) -> Result<Outcome> {
     outcome
 }
 
-/// Tries to connect to all sockets in Cleave's folder of the node, by paths that might reach the
-/// folder.
+/// Tries to connect to all sockets in Cleave's directory of the node, by paths that might reach the
+/// directory.
 fn connect_to_all_sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     let found = on_node(NODE, &["find", "/run/cleave", "-type", "s"])?;
     let found: Vec<&str> = found.split_whitespace().collect();
@@ -544,10 +545,10 @@ fn read_processes(bed: &TestBed<'_>) -> Result<Processes> {
     })
 }
 
-/// ID of the neighbour's allocation: the name of its door's folder on the node.
+/// ID of the neighbour's allocation: the name of its door's directory on the node.
 fn neighbour_allocation_id(bed: &TestBed<'_>) -> Result<String> {
     let mounts = run_script(bed, NEIGHBOUR, "cat /proc/self/mountinfo")?;
-    let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_FOLDER} "))).context("no door")?;
+    let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_DIRECTORY} "))).context("no door")?;
     let root = mount.split(' ').nth(3).and_then(|root| root.rsplit('/').next()).context("no root of the mount")?;
     Ok(root.to_owned())
 }
@@ -579,7 +580,7 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
             return Ok(Outcome::Succeeded(outcome));
         }
         // If the door closes the connection early, the client cannot send the rest.
-        let ended = outcome.contains("cannot connect to");
+        let ended = outcome.contains("failed to connect to");
         outcomes.push(if ended { format!("closed: {outcome}") } else { outcome });
     }
     Ok(Outcome::Refused(outcomes))
@@ -614,8 +615,8 @@ fn wait_for_finding(bed: &TestBed<'_>, pod: &str, kind: &'static str) -> Result<
     Ok(Outcome::Found(kind))
 }
 
-/// Mounts the node's folder of doors and uses the neighbour's door. A pod that can mount this
-/// folder is root on the node, but the agent still reports the pod's use of the GPU.
+/// Mounts the node's directory of doors and uses the neighbour's door. A pod that can mount this
+/// directory is root on the node, but the agent still reports the pod's use of the GPU.
 fn anothers_door(bed: &TestBed<'_>) -> Result<Outcome> {
     let script =
         format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", neighbour_allocation_id(bed)?);

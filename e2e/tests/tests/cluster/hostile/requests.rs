@@ -194,7 +194,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "a volume with Cleave's folder of the node, where the namespace is held to the standard `baseline`",
+        name: "a volume with Cleave's directory of the node, where the namespace is held to the standard `baseline`",
         expected: Expected::Refused(&["violates PodSecurity", "hostPath volumes"]),
         run: host_path,
     },
@@ -405,7 +405,7 @@ fn own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(Outcome::NoEffect("only the status can change".to_owned()))
 }
 
-/// Requests a folder of the node as a volume, in a namespace that enforces the Pod Security
+/// Requests a directory of the node as a volume, in a namespace that enforces the Pod Security
 /// Standard `baseline`.
 fn host_path(bed: &TestBed<'_>) -> Result<Outcome> {
     let namespace = format!("/api/v1/namespaces/{}", bed.scope.namespace);
