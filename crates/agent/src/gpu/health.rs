@@ -463,7 +463,7 @@ pub(crate) mod tests {
         history.record_vitals(Vitals { remap_pending: Some(true), ..Vitals::default() }, start);
         let health = history.health();
         assert!(
-            health.healthy && health.reason == "ResetPending" && health.message.contains("drain and reset"),
+            health.healthy && health.reason == "ResetPending" && health.message.contains("drain it, then reset it"),
             "{health:?}"
         );
         history.record_vitals(Vitals { remap_failed: Some(true), ..Vitals::default() }, start);

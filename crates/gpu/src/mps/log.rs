@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn known_lines_parse_to_their_events() {
-        let event = |text: &str| log_line(&format!("[2026-11-21 10:38:36.269 Server   402] {text}")).event;
+        let parse_event = |text: &str| log_line(&format!("[2026-11-21 10:38:36.269 Server   402] {text}")).event;
         assert_eq!(parse_event("NEW SERVER 423: Ready"), LogEvent::ServerReady(423));
         assert_eq!(parse_event("Server 423 exited with status 0"), LogEvent::ServerExited { server: 423, status: 0 });
         assert_eq!(parse_event("Client {PID: 436, Context ID: 0} connected"), LogEvent::ClientConnected(436));
