@@ -19,6 +19,9 @@ const MAX_COUNTED_AT_START: usize = 16_000;
 /// Further pods count as pods that can run on any model.
 const MAX_SELECTORS: usize = 64;
 
+/// Node selector and node affinity of a pod.
+type Selectors = (BTreeMap<String, String>, Vec<NodeSelectorTerm>);
+
 /// CPU that a pod requests, in thousandths of a core.
 pub(super) fn cpu(requests: &BTreeMap<String, Quantity>) -> u64 {
     requests.get(CPU).and_then(Quantity::milli).unwrap_or(0)
@@ -59,7 +62,7 @@ pub(super) fn learn(chooser: &mut Chooser, unsettled: &[&PodObject]) {
 
 /// Counts the pods that arrived at the gate.
 pub(super) fn count_arrived(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&PodObject]) {
-    let mut known: BTreeMap<(BTreeMap<String, String>, Vec<NodeSelectorTerm>), Vec<String>> = BTreeMap::new();
+    let mut known: BTreeMap<Selectors, Vec<String>> = BTreeMap::new();
     for pod in arrived {
         let plan_pod = plan_pod(pod);
         let key = (plan_pod.node_selector.clone(), plan_pod.affinity.clone());

@@ -95,11 +95,17 @@ impl Observed {
         }
     }
 
-    /// The most frequent kinds that cover 95 % of the pods.
-    pub fn typical(&self) -> Vec<TypicalPod> {
+    /// All kinds with their weights, the most frequent first.
+    pub fn by_weight(&self) -> Vec<(&Demand, f64)> {
         let mut kinds: Vec<(&Demand, f64)> = self.kinds.iter().map(|(kind, weight)| (kind, *weight)).collect();
         // The sort is stable: kinds with equal weights keep their order.
         kinds.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+        kinds
+    }
+
+    /// The most frequent kinds that cover 95 % of the pods.
+    pub fn typical(&self) -> Vec<TypicalPod> {
+        let kinds = self.by_weight();
         let mut sum = 0.0;
         let mut typical = Vec::new();
         for (kind, weight) in kinds {

@@ -6,6 +6,8 @@ use super::{Demand, GPU, Node, Observed, Rank, Score, Tightest, TypicalPod};
 const HALF_LIFE: f64 = 4_000.0;
 /// Number of pods below which too little is known. The score is then the tightest fit.
 const MIN_PODS: usize = 50;
+/// Maximum number of kinds of pods that are ranked when the score is updated.
+const MAX_RANKED_KINDS: usize = 256;
 /// Maximum number of arrivals between two updates of the score.
 const MAX_INTERVAL: usize = 500;
 
@@ -77,6 +79,20 @@ impl Learner {
     /// Records that the scores are up to date.
     pub fn learned(&mut self) {
         self.learned_at = self.pods;
+    }
+
+    /// The most frequent requests for GPUs of `capacity` units. Their ranks can be computed before
+    /// the next such pod arrives.
+    pub fn frequent(&self, capacity: u32) -> impl Iterator<Item = Demand> {
+        let fits = move |kind: &&Demand| {
+            if kind.gpus == 1 { kind.per_gpu <= capacity } else { kind.per_gpu == capacity }
+        };
+        let kinds = self.observed.by_weight().into_iter().map(|(kind, _)| kind).filter(fits).take(MAX_RANKED_KINDS);
+        kinds.map(move |units| Demand {
+            per_gpu: thousandths(units.per_gpu, capacity),
+            models: Vec::new(),
+            ..units.clone()
+        })
     }
 
     /// The score for GPUs of `capacity` units on these nodes. `waiting` are the requests of pending

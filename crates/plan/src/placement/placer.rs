@@ -154,7 +154,7 @@ impl<S: Score> Placer<S> {
     /// The nodes and GPUs that fit a pod, best first. On a node without replicas of the pod's
     /// controller, only the best GPU is returned.
     pub fn candidates(&mut self, demand: Demand, replicas: BTreeMap<usize, Replicas>) -> Candidates<'_> {
-        self.refresh(&demand);
+        self.rank(&demand);
         let beside = replicas.iter().flat_map(|(&index, replicas)| self.beside(&demand, index, replicas)).collect();
         let best = self.answers.get(&demand).map(|answers| answers.best.as_slice()).unwrap_or_default();
         Candidates { nodes: &self.nodes, best, demand, beside, replicas, rest: Rest::All }
@@ -172,7 +172,7 @@ impl<S: Score> Placer<S> {
     }
 
     /// Computes the ranks for a kind of pod, if they are not cached.
-    fn refresh(&mut self, demand: &Demand) {
+    pub fn rank(&mut self, demand: &Demand) {
         let behind = self.answers.get(demand).map_or(usize::MAX, |answers| self.changes.len() - answers.seen);
         let seen = self.changes.len();
         if behind > self.nodes.len() {

@@ -50,14 +50,11 @@ fn set_policy(world: &mut TestCluster, placement: &str) {
             &node,
             |object| {
                 let gpus = object["status"]["gpus"].as_array().unwrap();
-                let spec = |gpu: &Value| {
-                    json!({"uuid": gpu["uuid"], "policy": "shares", "partition": {"mps": {"units": 10, "resource": MPS,
-                        "threads": "Burst", "memory": "Limited", "multiUser": true}}})
-                };
-                let spec: Vec<Value> = gpus.iter().map(spec).collect();
-                for gpu in object["status"]["gpus"].as_array_mut().unwrap() {
-                    gpu["mps"] = json!({"units": 10, "threads": "Burst", "memory": "Limited", "multiUser": true});
-                }
+                let partition = json!({"mps": {"multiUser": true, "computeMode": "ExclusiveProcess",
+                    "slices": [{"resource": MPS, "count": 10}]}});
+                let spec =
+                    gpus.iter().map(|gpu| json!({"uuid": gpu["uuid"], "policy": "shares", "partition": partition}));
+                let spec: Vec<Value> = spec.collect();
                 object["spec"] = json!({ "gpus": spec });
             },
         );
