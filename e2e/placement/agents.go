@@ -223,7 +223,8 @@ func (a *agents) copyOf(index int) machine {
 	return m
 }
 
-// statusWriter writes the statuses of GpuNodes.
+// statusWriter writes the GpuNode statuses of the simulated agents to the API server. It combines
+// changes of one node that follow each other.
 type statusWriter struct {
 	client rest.Interface
 	ctx    context.Context

@@ -237,13 +237,13 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 		if err != nil {
 			return r, err
 		}
-		if err := t.quiet(ctx, paced); err != nil {
+		if err := t.waitUntilQuiet(ctx, paced); err != nil {
 			return r, err
 		}
 		r.Rate = o.rate
 		r.Paced = t.tracker.latencies(paced)
 	}
-	before, err := t.look(ctx)
+	before, err := t.takeSnapshot(ctx)
 	if err != nil {
 		return r, err
 	}
@@ -252,10 +252,10 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 		return r, err
 	}
 	created := time.Now()
-	if err := t.quiet(ctx, burst); err != nil {
+	if err := t.waitUntilQuiet(ctx, burst); err != nil {
 		return r, err
 	}
-	after, err := t.look(ctx)
+	after, err := t.takeSnapshot(ctx)
 	if err != nil {
 		return r, err
 	}
@@ -283,15 +283,15 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	return r, nil
 }
 
-// quiet waits until all pods are bound and running and all allocations are reported.
-func (t *trial) quiet(ctx context.Context, pods []string) error {
+// waitUntilQuiet waits until all pods are bound and running and all allocations are reported.
+func (t *trial) waitUntilQuiet(ctx context.Context, pods []string) error {
 	if err := t.tracker.settle(ctx, pods, t.options.stall, t.options.limit); err != nil {
 		return err
 	}
 	if t.agents.statuses == nil {
 		return nil
 	}
-	return until(ctx, time.Minute, "all allocations to be reported", func(context.Context) (bool, error) { return t.agents.statuses.idle() })
+	return waitUntil(ctx, time.Minute, "all allocations to be reported", func(context.Context) (bool, error) { return t.agents.statuses.idle() })
 }
 
 // snapshot contains counters at one moment.
@@ -300,7 +300,7 @@ type snapshot struct {
 	processes map[string]usage
 }
 
-func (t *trial) look(ctx context.Context) (snapshot, error) {
+func (t *trial) takeSnapshot(ctx context.Context) (snapshot, error) {
 	counted, err := countWrites(ctx, t.plane)
 	if err != nil {
 		return snapshot{}, err

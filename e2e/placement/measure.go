@@ -125,7 +125,7 @@ func (t *tracker) count(pods []string, is func(*record) bool) int {
 func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
 	started, began := time.Now(), t.first(pods)
-	err := until(ctx, 2*limit, "the pods to be bound", func(context.Context) (bool, error) {
+	err := waitUntil(ctx, 2*limit, "the pods to be bound", func(context.Context) (bool, error) {
 		t.mutex.Lock()
 		last := t.progress
 		t.mutex.Unlock()
@@ -137,7 +137,7 @@ func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.D
 	if err != nil {
 		return err
 	}
-	return until(ctx, 2*time.Minute, "the bound pods to run", func(context.Context) (bool, error) {
+	return waitUntil(ctx, 2*time.Minute, "the bound pods to run", func(context.Context) (bool, error) {
 		return t.count(pods, func(r *record) bool { return isBound(r) && !r.running }) == 0, nil
 	})
 }
@@ -244,7 +244,7 @@ func (t *trial) remove(ctx context.Context, pods []string) error {
 	if err != nil {
 		return fmt.Errorf("delete the pods: %w", err)
 	}
-	return until(ctx, time.Minute, "deleted pods to be gone", func(context.Context) (bool, error) {
+	return waitUntil(ctx, time.Minute, "deleted pods to be gone", func(context.Context) (bool, error) {
 		return t.tracker.count(pods, func(r *record) bool { return r.gone }) == len(pods), nil
 	})
 }

@@ -241,7 +241,7 @@ func (p *plane) writeCredentials() error {
 
 // connect waits for the API server and creates the clients.
 func (p *plane) connect(ctx context.Context) error {
-	err := until(ctx, startTimeout, "the API server to serve", func(ctx context.Context) (bool, error) {
+	err := waitUntil(ctx, startTimeout, "the API server to serve", func(ctx context.Context) (bool, error) {
 		// The certificate is not yet known to this process.
 		transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, p.url+"/readyz", nil)
@@ -289,8 +289,8 @@ func freePorts(count int) ([]int, error) {
 	return ports, nil
 }
 
-// until repeats a check until it succeeds. An error stops it.
-func until(ctx context.Context, limit time.Duration, what string, ask func(context.Context) (bool, error)) error {
+// waitUntil repeats a check until it succeeds. An error stops it.
+func waitUntil(ctx context.Context, limit time.Duration, what string, ask func(context.Context) (bool, error)) error {
 	late := fmt.Errorf("timed out after %s waiting for %s", limit, what)
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, late)
 	defer cancel()

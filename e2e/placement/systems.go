@@ -126,7 +126,7 @@ func makeNodes(ctx context.Context, t *trial) error {
 	if err != nil {
 		return fmt.Errorf("create the nodes: %w", err)
 	}
-	return until(ctx, time.Minute, "kwok to make all nodes Ready", func(ctx context.Context) (bool, error) {
+	return waitUntil(ctx, time.Minute, "kwok to make all nodes Ready", func(ctx context.Context) (bool, error) {
 		nodes, err := t.plane.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
 		if err != nil {
 			return false, err
@@ -285,7 +285,7 @@ func prepareCleave(ctx context.Context, t *trial) error {
 	if err != nil {
 		return err
 	}
-	if err := until(ctx, startTimeout, "the operator to be ready", func(ctx context.Context) (bool, error) {
+	if err := waitUntil(ctx, startTimeout, "the operator to be ready", func(ctx context.Context) (bool, error) {
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+"/readyz", nil)
 		if err != nil {
 			return false, err
@@ -353,7 +353,7 @@ func makeAgents(ctx context.Context, t *trial) error {
 	if err != nil {
 		return fmt.Errorf("create the agents' pods: %w", err)
 	}
-	return until(ctx, 2*time.Minute, "the agents' pods to be Ready", func(ctx context.Context) (bool, error) {
+	return waitUntil(ctx, 2*time.Minute, "the agents' pods to be Ready", func(ctx context.Context) (bool, error) {
 		found, err := pods.List(ctx, metav1.ListOptions{FieldSelector: "status.phase=Running"})
 		return err == nil && len(found.Items) == t.nodes, err
 	})
@@ -372,7 +372,7 @@ func share(ctx context.Context, t *trial) error {
 		var list struct{ Items []gpuNode }
 		return list.Items, json.Unmarshal(raw, &list)
 	}
-	if err := until(ctx, 5*time.Minute, "the operator to create a GpuNode for each node", func(ctx context.Context) (bool, error) {
+	if err := waitUntil(ctx, 5*time.Minute, "the operator to create a GpuNode for each node", func(ctx context.Context) (bool, error) {
 		found, err := nodes(ctx)
 		return len(found) == t.nodes, err
 	}); err != nil {
@@ -381,7 +381,7 @@ func share(ctx context.Context, t *trial) error {
 	if err := forEach(ctx, t.nodes, atOnce, statuses.write); err != nil {
 		return err
 	}
-	if err := until(ctx, 5*time.Minute, "the operator to plan all nodes", func(ctx context.Context) (bool, error) {
+	if err := waitUntil(ctx, 5*time.Minute, "the operator to plan all nodes", func(ctx context.Context) (bool, error) {
 		found, err := nodes(ctx)
 		if err != nil {
 			return false, err
@@ -401,7 +401,7 @@ func share(ctx context.Context, t *trial) error {
 	if err := forEach(ctx, t.nodes, atOnce, statuses.write); err != nil {
 		return err
 	}
-	return until(ctx, 5*time.Minute, "the policy to be Ready", func(ctx context.Context) (bool, error) {
+	return waitUntil(ctx, 5*time.Minute, "the policy to be Ready", func(ctx context.Context) (bool, error) {
 		raw, err := t.plane.custom.Get().AbsPath(policiesPath, "ten-shares").Do(ctx).Raw()
 		if err != nil {
 			return false, err

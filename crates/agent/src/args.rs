@@ -144,9 +144,9 @@ pub enum DeviceListStrategy {
 /// Who changes MIG mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum MigMode {
-    /// The agent.
+    /// The agent changes MIG mode.
     Manage,
-    /// An administrator.
+    /// Only administrators change MIG mode.
     Never,
 }
 

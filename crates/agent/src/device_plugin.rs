@@ -185,7 +185,7 @@ mod tests {
         Served::new(MPS.into(), Arc::new(allocator(table)), Metrics::new(), Vec::new())
     }
 
-    fn bound(name: &str, units: u32, device: &str) -> BoundPod {
+    fn bound_pod(name: &str, units: u32, device: &str) -> BoundPod {
         let want = ContainerRequest {
             container: "c".into(),
             resource: MPS.into(),
@@ -202,7 +202,7 @@ mod tests {
         (0..10).map(|number| format!("{device}::{number}")).collect()
     }
 
-    fn all() -> Vec<String> {
+    fn all_ids() -> Vec<String> {
         [ids("A"), ids("B")].concat()
     }
 
@@ -213,15 +213,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_preference_waits_until_the_pod_is_known_or_two_seconds() {
         let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &shares()));
-        let all = all();
+        let all = all_ids();
         let request = request(&all, &[], 3);
         let waits = served.wait_for_pod(&request).unwrap();
         let allocator = Arc::clone(&served.allocator);
         let comes = async {
             tokio::task::yield_now().await;
-            allocator.update_pending(|pending| pending.update_pod(bound("other", 4, "A"), Instant::now()));
+            allocator.update_pending(|pending| pending.update_pod(bound_pod("other", 4, "A"), Instant::now()));
             tokio::task::yield_now().await;
-            allocator.update_pending(|pending| pending.update_pod(bound("p", 3, "B"), Instant::now()));
+            allocator.update_pending(|pending| pending.update_pod(bound_pod("p", 3, "B"), Instant::now()));
         };
         let started = tokio::time::Instant::now();
         tokio::join!(waits, comes);
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn no_request_waits_without_a_choice_or_without_a_watch() {
-        let all = all();
+        let all = all_ids();
         let two = || pools(&["A", "B"], &shares());
         let waits = |served: &Served, request: &PreferredRequest<'_>| served.wait_for_pod(request).is_some();
         assert!(waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &[], 3)));

@@ -136,7 +136,7 @@ pub struct MpsPartition {
     pub multi_user: bool,
     /// Compute mode of the GPU while the daemon runs.
     pub compute_mode: ComputeMode,
-    /// The slices that are served.
+    /// Slices that the daemon serves.
     pub slices: Vec<MpsSlices>,
 }
 
@@ -170,7 +170,7 @@ pub struct MpsSlices {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct TimeSlicedPartition {
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Number of replicas.
     pub replicas: u32,
@@ -446,7 +446,7 @@ pub struct MigInstanceStatus {
 pub struct SliceStatus {
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// First memory slice, if the device is a MIG instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -468,7 +468,7 @@ pub struct AllocationStatus {
     pub pod: String,
     /// Name of the container.
     pub container: String,
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// UUID of the GPU or MIG device.
     pub device: String,
@@ -587,7 +587,7 @@ pub struct FindingStatus {
     pub pid: Option<u32>,
     /// What happened and what to do.
     pub message: String,
-    /// When the agent found it.
+    /// When the agent made the finding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Time>,
 }

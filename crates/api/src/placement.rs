@@ -27,7 +27,7 @@ pub struct Placement {
 /// Reserved units of one device.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ReservedUnits {
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Number of units.
     pub units: u32,
@@ -47,7 +47,7 @@ impl Placement {
     /// Formats the annotation as text.
     ///
     /// # Errors
-    /// Never for values of this type.
+    /// Serialization failed, which cannot happen for values of this type.
     pub fn text(&self) -> Result<String, serde_json::Error> {
         serde_json::to_string(self)
     }

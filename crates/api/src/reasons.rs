@@ -92,7 +92,11 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "A client of a deleted pod was not terminated in time.",
         "See [Termination](../explanation/termination.md).",
     ),
-    reason("SharesSplit", "The kubelet requested shares of two GPUs. The agent refused.", "Recreate the pod."),
+    reason(
+        "SharesSplit",
+        "The kubelet requested shares of two GPUs. The agent refused the request.",
+        "Recreate the pod.",
+    ),
     reason("MigChanged", "MIG instances were created or destroyed.", ""),
     reason(
         "MigFailed",
@@ -100,8 +104,12 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "Read the message. The agent attempts the change five times.",
     ),
     reason("MemoryExceeded", "The agent reported a finding about a pod of the node. The pod has the same Event.", ""),
-    reason("OutsideMps", "A finding as above, possibly about a process without a pod.", "End the process."),
-    reason("NoShare", "As above.", ""),
+    reason(
+        "OutsideMps",
+        "The agent reported a finding about a pod of the node, or about a process without a pod.",
+        "End the process.",
+    ),
+    reason("NoShare", "The agent reported a finding about a pod of the node. The pod has the same Event.", ""),
 ];
 
 /// Events that the operator publishes on nodes.

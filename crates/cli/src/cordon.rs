@@ -29,7 +29,7 @@ Examples:
 /// Options of `cleave cordon`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CordonArgs {
-    /// The GPU.
+    /// The GPU and its cluster.
     #[command(flatten)]
     gpu: GpuArgs,
     /// Reason, shown to other administrators. Must not contain commas.
@@ -40,7 +40,7 @@ pub struct CordonArgs {
 /// Options of `cleave uncordon`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct UncordonArgs {
-    /// The GPU.
+    /// The GPU and its cluster.
     #[command(flatten)]
     gpu: GpuArgs,
 }

@@ -32,7 +32,7 @@ Examples:
 /// Options of `cleave drain`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DrainArgs {
-    /// The GPU.
+    /// The GPU and its cluster.
     #[command(flatten)]
     pub gpu: GpuArgs,
     /// Reason, shown to other administrators. Must not contain commas.

@@ -18,7 +18,7 @@ pub struct GpuArgs {
     /// Index or UUID of the GPU.
     #[arg(value_name = "GPU")]
     pub gpu: String,
-    /// The cluster of the node.
+    /// Connection to the node's cluster.
     #[command(flatten)]
     pub cluster: ClusterArgs,
 }
@@ -26,7 +26,7 @@ pub struct GpuArgs {
 /// A GPU of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
-    /// The node.
+    /// Name of the node.
     pub node: String,
     /// The GPU's index. `None` if the GPU was removed from the node.
     pub index: Option<u32>,

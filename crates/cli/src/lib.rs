@@ -58,8 +58,8 @@ pub enum Command {
 
     /// Try policies and pods on nodes described in YAML files.
     ///
-    /// Shows how GPUs would be partitioned, which pods would run where, and why others would not.
-    /// Connects to no cluster.
+    /// Shows how GPUs would be partitioned, which pods would run where, and why other pods would
+    /// not. Connects to no cluster.
     #[command(after_long_help = simulate::FORMAT)]
     Simulate(simulate::SimulateArgs),
 

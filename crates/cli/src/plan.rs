@@ -45,7 +45,7 @@ pub struct PlanArgs {
     /// Time-sliced replicas of each GPU for which the snapshot sets none.
     #[arg(long, value_name = "N", conflicts_with = "live", help_heading = "Snapshot options")]
     replicas: Option<u32>,
-    /// The cluster.
+    /// Connection to the cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
     /// Cleave in the cluster.

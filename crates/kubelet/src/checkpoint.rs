@@ -81,7 +81,7 @@ pub struct KubeletCheckpoint {
 
 impl KubeletCheckpoint {
     /// Creates a reader for this directory. The file need not exist.
-    pub fn of(directory: &Path) -> Self {
+    pub fn in_directory(directory: &Path) -> Self {
         Self { path: directory.join(CHECKPOINT_FILE), read: None, devices: None }
     }
 
@@ -142,7 +142,7 @@ mod tests {
     #[tokio::test]
     async fn a_new_file_is_read_and_an_invalid_one_is_reported_once() {
         let directory = tempfile::tempdir().unwrap();
-        let mut checkpoint = KubeletCheckpoint::of(directory.path());
+        let mut checkpoint = KubeletCheckpoint::in_directory(directory.path());
         assert_eq!(checkpoint.devices().await.unwrap(), None, "there is none");
         let write = |text: &str| {
             std::fs::write(directory.path().join("new"), text).unwrap();

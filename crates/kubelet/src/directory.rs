@@ -40,7 +40,7 @@ pub enum DirectoryError {
         "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH}"
     )]
     TooLong {
-        /// The directory.
+        /// Path of the directory.
         directory: PathBuf,
         /// Length in bytes of the path of a socket in the directory.
         length: usize,
@@ -51,7 +51,7 @@ pub enum DirectoryError {
     /// The directory could not be opened.
     #[error("failed to open the device plugin directory {directory}")]
     Open {
-        /// The directory.
+        /// Path of the directory.
         directory: PathBuf,
         /// Cause of the failure.
         #[source]
@@ -60,7 +60,7 @@ pub enum DirectoryError {
     /// Locking the directory failed.
     #[error("failed to lock the device plugin directory {directory}")]
     Lock {
-        /// The directory.
+        /// Path of the directory.
         directory: PathBuf,
         /// Cause of the failure.
         #[source]

@@ -44,7 +44,7 @@ pub struct FakeKubelet {
 pub struct Registered {
     /// Time at which the request arrived.
     pub at: Instant,
-    /// The request.
+    /// The request, as the plugin sent it.
     pub request: wire::RegisterRequest,
     /// Whether the kubelet accepted the request. `None` while the kubelet connects to the plugin or
     /// hangs.

@@ -26,7 +26,7 @@ pub struct ContainerDevices {
     pub pod: String,
     /// Name of the container.
     pub container: String,
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Ids of the devices, sorted.
     pub ids: Vec<String>,
@@ -35,7 +35,7 @@ pub struct ContainerDevices {
 /// Devices that the kubelet can allocate, including allocated ones.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct AllocatableDevices {
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Ids of the devices.
     pub ids: Vec<String>,
@@ -50,7 +50,7 @@ pub enum PodResourcesError {
     #[error("{0:?} is not an absolute path in UTF-8")]
     Path(std::path::PathBuf),
     /// The kubelet did not answer within the deadline.
-    #[error("the kubelet's PodResources did not answer within {0:?}")]
+    #[error("the kubelet's PodResources did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
     /// The kubelet returned an error, or the connection failed.
     #[error("the kubelet's PodResources failed: {}", .0.message())]

@@ -30,10 +30,10 @@ pub(crate) enum RegisterError {
     #[error("no process listens on kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
     /// The kubelet refused the registration, or stopped during the call.
-    #[error("the kubelet refused: {}", .0.message())]
+    #[error("the kubelet refused the registration: {}", .0.message())]
     Refused(#[source] Box<tonic::Status>),
     /// The kubelet did not answer in time.
-    #[error("the kubelet did not answer within {0:?}")]
+    #[error("the kubelet did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
     /// The path is not valid for a socket.
     #[error("{0:?} cannot be used as a socket address")]
@@ -75,7 +75,7 @@ pub(crate) enum SelfDialError {
     Connect(#[source] tonic::transport::Error),
     #[error("our own socket does not answer: {}", .0.message())]
     Call(#[source] Box<tonic::Status>),
-    #[error("our own socket did not answer within {0:?}")]
+    #[error("our own socket did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
     #[error("our own socket's path cannot be used as an address")]
     Path,

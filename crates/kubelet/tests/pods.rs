@@ -48,7 +48,7 @@ async fn a_kubelet_that_hangs_times_out() {
     let pods = PodResources::new(&socket, Duration::from_millis(20)).expect("a client");
     let answer = tokio::time::timeout(DEADLINE, pods.list()).await.expect("an end");
     let error = answer.expect_err("the kubelet hangs");
-    assert_eq!(error.to_string(), "the kubelet's PodResources did not answer within 20ms");
+    assert_eq!(error.to_string(), "the kubelet's PodResources did not answer within 0.02 s");
     kubelet.hang(false);
     PodResources::new(&socket, DEADLINE).expect("a client").list().await.expect("a list");
 }

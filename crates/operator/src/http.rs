@@ -35,8 +35,8 @@ pub(crate) struct Health {
 pub(crate) async fn serve(listener: TcpListener, health: Health, stop: CancellationToken) -> std::io::Result<()> {
     let router = Router::new()
         .route("/metrics", get(metrics))
-        // An answer proves that the process is alive: passes run on the same threads, and the
-        // process exits when any of its tasks ends.
+        // The threads that run the passes also answer requests, and the process exits when any of
+        // its tasks ends. So an answer proves that the operator works.
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .with_state(health);

@@ -308,7 +308,7 @@ impl Node {
     }
 }
 
-/// The stores that the watches fill.
+/// The operator's copies of objects from the API server. Each watch updates one store.
 #[derive(Clone)]
 pub struct Stores {
     /// Stored `SharingPolicy`s.

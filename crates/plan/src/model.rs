@@ -158,14 +158,15 @@ impl Tables {
                         })
                         .clone(),
                 };
-                of.push(found.map(|table| tables.add_table(table)));
+                of.push(found.map(|table| tables.intern_table(table)));
             }
             tables.of.push(of);
         }
         tables
     }
 
-    fn add_table(&mut self, table: Table) -> usize {
+    /// Returns the index of an equal table, and adds the table if none exists.
+    fn intern_table(&mut self, table: Table) -> usize {
         if let Some(at) = self.all.iter().position(|known| **known == table) {
             return at;
         }

@@ -71,7 +71,7 @@ pub struct Placement {
 pub struct PlannedSlices {
     /// UUID of the GPU.
     pub gpu: String,
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Number of slices or shares.
     pub count: u32,

@@ -34,7 +34,7 @@ impl Numbers {
         self.below(chance) == 0
     }
 
-    fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
+    fn choose<'a, T>(&mut self, all: &'a [T]) -> &'a T {
         &all[self.below(u32::try_from(all.len()).expect("few")) as usize]
     }
 }
@@ -58,8 +58,8 @@ fn gpu(numbers: &mut Numbers, node: u32, index: u32) -> Gpu {
     let mut slices = Vec::new();
     let mut taken = 0;
     for _ in 0..numbers.below(6) {
-        let (name, size, places) = numbers.of(&PROFILES);
-        let start = *numbers.of(places);
+        let (name, size, places) = numbers.choose(&PROFILES);
+        let start = *numbers.choose(places);
         if taken & slice_mask(*size, start) == 0 {
             taken |= slice_mask(*size, start);
             slices.push(Slice {
@@ -89,7 +89,7 @@ fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
         let gpus = 1 + numbers.below(2);
         Node {
             name: format!("n{node}"),
-            labels: BTreeMap::from([("zone".to_owned(), (*numbers.of(&["a", "b"])).to_owned())]),
+            labels: BTreeMap::from([("zone".to_owned(), (*numbers.choose(&["a", "b"])).to_owned())]),
             allocatable: BTreeMap::from([(
                 "cpu".to_owned(),
                 Quantity::whole(if campaign.scarce { 2 + u64::from(numbers.below(6)) } else { 64 }),
@@ -100,19 +100,19 @@ fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
     });
     let nodes = nodes.collect();
     let pods = (0..2 + numbers.below(11)).map(|pod| {
-        let (name, _, _) = numbers.of(&PROFILES);
+        let (name, _, _) = numbers.choose(&PROFILES);
         let count = if campaign.several && numbers.one_in(3) { 2 + numbers.below(2) } else { 1 };
         let mut requests = BTreeMap::from([
             (format!("nvidia.com/mig-{name}"), Quantity::whole(u64::from(count))),
             ("cpu".to_owned(), Quantity::whole(1 + u64::from(numbers.below(2)))),
         ]);
         if campaign.several && numbers.one_in(6) {
-            let (other, _, _) = numbers.of(&PROFILES);
+            let (other, _, _) = numbers.choose(&PROFILES);
             requests.insert(format!("nvidia.com/mig-{other}"), Quantity::whole(1));
         }
         let mut selector = BTreeMap::new();
         if campaign.zones && numbers.one_in(2) {
-            selector.insert("zone".to_owned(), (*numbers.of(&["a", "b"])).to_owned());
+            selector.insert("zone".to_owned(), (*numbers.choose(&["a", "b"])).to_owned());
         }
         Pod {
             name: format!("p{pod}"),

@@ -46,7 +46,7 @@ enum Command {
     },
     /// Check the internal links and anchors of the built site.
     Links {
-        /// The built site.
+        /// Directory of the built site.
         site: PathBuf,
     },
 }

@@ -71,10 +71,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             nodes,
             gpus_per_node: args.gpus_per_node,
             pods,
-            plan_ms_p50: rounded(at(&times, 50).context("no times")?),
-            plan_ms_p99: rounded(at(&times, 99).context("no times")?),
-            placed_p50: at(&placed, 50).context("no plans")?,
-            gpus_changed_p50: at(&changed, 50).context("no plans")?,
+            plan_ms_p50: rounded(percentile(&times, 50).context("no times")?),
+            plan_ms_p99: rounded(percentile(&times, 99).context("no times")?),
+            placed_p50: percentile(&placed, 50).context("no plans")?,
+            gpus_changed_p50: percentile(&changed, 50).context("no plans")?,
         };
         println!("{}", serde_json::to_string(&line).context("a line as JSON")?);
     }
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// The value at this percentile of sorted values.
-fn at<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
+fn percentile<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()
 }

@@ -12,12 +12,12 @@ const HASH_MARKER: &str = "#";
 /// The files with comments over 100 characters wide, each with the number of such lines.
 pub fn findings(sources: &Sources) -> Vec<Finding> {
     let mut found: Vec<Finding> =
-        sources.files.iter().chain(&sources.others).filter_map(|(path, text)| wide(path, text)).collect();
+        sources.files.iter().chain(&sources.others).filter_map(|(path, text)| find_wide_comments(path, text)).collect();
     found.sort_by(|a, b| a.what.cmp(&b.what));
     found
 }
 
-fn wide(path: &str, text: &str) -> Option<Finding> {
+fn find_wide_comments(path: &str, text: &str) -> Option<Finding> {
     let marker = marker(path, text)?;
     let places: Vec<String> = text
         .lines()

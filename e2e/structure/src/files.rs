@@ -21,18 +21,18 @@ const IGNORED_DIRECTORIES: [&str; 3] = [".git", ".gpu", "target"];
 /// and programs, and reads all other files with comments.
 pub fn read(root: &Path) -> Result<Sources> {
     let mut sources = Sources::default();
-    let mut members = members(&text(&root.join("Cargo.toml"))?);
+    let mut members = members(&read_text(&root.join("Cargo.toml"))?);
     members.sort();
     for member in members {
         let directory = if member == "." { String::new() } else { format!("{member}/") };
         let manifest = root.join(&member).join("Cargo.toml");
-        let package = package(&text(&manifest)?).with_context(|| format!("{}: no package", manifest.display()))?;
+        let package = package(&read_text(&manifest)?).with_context(|| format!("{}: no package", manifest.display()))?;
         for code in CODE_DIRECTORIES {
             let path = root.join(&member).join(code);
             if path.is_dir() {
                 walk(&path, &format!("{directory}{code}/"), &mut |path, file| {
                     if file.extension().is_some_and(|extension| extension == "rs") {
-                        sources.files.insert(path, text(file)?);
+                        sources.files.insert(path, read_text(file)?);
                     }
                     Ok(())
                 })?;
@@ -59,7 +59,7 @@ pub fn read(root: &Path) -> Result<Sources> {
             return Ok(());
         }
         // The first line can determine whether a file has comments. Binary files have none.
-        let Ok(content) = String::from_utf8(bytes(file)?) else { return Ok(()) };
+        let Ok(content) = String::from_utf8(read_bytes(file)?) else { return Ok(()) };
         if comments::marker(&path, &content).is_some() {
             others.insert(path, content);
         }
@@ -85,11 +85,11 @@ fn walk(directory: &Path, prefix: &str, visit: &mut impl FnMut(String, &Path) ->
     Ok(())
 }
 
-fn bytes(path: &Path) -> Result<Vec<u8>> {
+fn read_bytes(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).with_context(|| format!("failed to read {}", path.display()))
 }
 
-fn text(path: &Path) -> Result<String> {
+fn read_text(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))
 }
 

@@ -21,9 +21,9 @@ pub struct Tree {
 /// A file of the crate, which is a node of the graph.
 #[derive(Debug)]
 pub(crate) struct SourceFile {
-    /// The path in the repository.
+    /// Path of the file, from the repository's root.
     pub(crate) path: String,
-    /// The path of its module, `crate` for the root.
+    /// Path of the file's module, `crate` for the root.
     pub(crate) module: String,
 }
 
@@ -47,7 +47,7 @@ pub(crate) enum Name {
     Type,
     /// A function, constant or static defined here.
     Value,
-    /// An import.
+    /// An import, by its index.
     Import(usize),
 }
 

@@ -17,12 +17,12 @@ fn sources(files: &[(&str, &str)]) -> Sources {
     }
 }
 
-fn found(files: &[(&str, &str)]) -> Vec<Finding> {
+fn check_files(files: &[(&str, &str)]) -> Vec<Finding> {
     check(&sources(files)).unwrap()
 }
 
 fn finding_texts(files: &[(&str, &str)]) -> Vec<String> {
-    found(files).into_iter().map(|finding| finding.what).collect()
+    check_files(files).into_iter().map(|finding| finding.what).collect()
 }
 
 /// Findings in a library of two modules with these texts.
@@ -34,7 +34,7 @@ const CYCLE: [&str; 1] = ["cycle it a -> b -> a"];
 
 #[test]
 fn a_cycle_is_found_with_the_lines_that_make_it() {
-    let found = found(&[
+    let found = check_files(&[
         ("src/lib.rs", "mod a;\nmod b;\nmod c;\n"),
         ("src/a.rs", "use std::fmt;\nuse crate::b::B;\npub struct A(B);\n"),
         ("src/b.rs", "pub struct B(super::c::C);\n"),
@@ -245,7 +245,7 @@ fn a_function_over_80_lines_needs_a_reason_above_it() {
     let over = function(81);
     let long = ["long-function src/lib.rs long"];
     assert!(finding_texts(&[("src/lib.rs", &function(80))]).is_empty());
-    assert_eq!(found(&[("src/lib.rs", &over)])[0].places, ["src/lib.rs:1: 81 lines, at most 80"]);
+    assert_eq!(check_files(&[("src/lib.rs", &over)])[0].places, ["src/lib.rs:1: 81 lines, at most 80"]);
     for (above, expected) in [
         ("", long.as_slice()),
         ("// long: a table\n", &[]),
@@ -290,7 +290,7 @@ fn a_comment_over_100_characters_is_found() {
             "src/lib.rs:3: 101 characters, at most 100".to_owned(),
         ],
     };
-    assert_eq!(found(&[("src/lib.rs", &text)]), [expected]);
+    assert_eq!(check_files(&[("src/lib.rs", &text)]), [expected]);
 }
 
 #[test]

@@ -325,7 +325,7 @@ pub fn apply(manifest: &str) -> Result<String> {
 
 /// The namespace and the policies of one test. Dropping the value deletes them.
 pub struct Scope<'a> {
-    /// The client.
+    /// Client of the cluster's API server.
     pub cluster: &'a Cluster,
     /// The namespace's name.
     pub namespace: String,

@@ -15,7 +15,7 @@ const MAX_QUOTED_CHARS: usize = 80;
 /// Pools and reservations of one resource.
 #[derive(Debug, Clone, Copy)]
 pub struct ResourceView<'a> {
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: &'a str,
     /// Pools of the resource on all devices.
     pub pools: &'a [Pool],

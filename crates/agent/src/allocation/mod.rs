@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 /// Slices of one or more devices that are allocated to a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Allocation {
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Ids of the slices, sorted.
     pub ids: Vec<String>,

@@ -42,7 +42,7 @@ pub struct BoundPod {
 pub struct ContainerRequest {
     /// Name of the container.
     pub container: String,
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Number of slices, which is also the size of the kubelet's `Allocate` call.
     pub units: u32,
@@ -474,7 +474,7 @@ mod tests {
     const MPS: &str = "nvidia.com/gpu-mps";
 
     /// A pod with one container for each size, each with its own reservation on the device.
-    fn bound(name: &str, requests: &[(u32, &str)]) -> BoundPod {
+    fn bound_pod(name: &str, requests: &[(u32, &str)]) -> BoundPod {
         let wanted = |(index, &(units, device)): (usize, &(u32, &str))| ContainerRequest {
             container: format!("c{index}"),
             resource: MPS.into(),
@@ -493,7 +493,7 @@ mod tests {
         }
     }
 
-    fn row(pod: &str, container: &str, device: &str, units: u32) -> ContainerDevices {
+    fn container_devices(pod: &str, container: &str, device: &str, units: u32) -> ContainerDevices {
         ContainerDevices {
             namespace: "ns".into(),
             pod: pod.into(),
@@ -507,7 +507,7 @@ mod tests {
         pending.reserved(MPS).into_iter().map(|reserved| (reserved.device, reserved.units, reserved.sizes)).collect()
     }
 
-    fn with(pods: &[BoundPod], now: Instant) -> PendingAllocations {
+    fn pending_pods(pods: &[BoundPod], now: Instant) -> PendingAllocations {
         let mut pending = PendingAllocations::with_watch();
         pods.iter().for_each(|pod| pending.update_pod(pod.clone(), now));
         pending
@@ -516,7 +516,7 @@ mod tests {
     #[test]
     fn a_reservation_lasts_until_it_is_allocated() {
         let now = Instant::now();
-        let mut pending = with(&[bound("a", &[(3, "A"), (2, "B")])], now);
+        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A"), (2, "B")])], now);
         assert_eq!(reserved(&pending), [("A", 3, vec![3]), ("B", 2, vec![2])]);
         assert!(
             pending.expects_request(MPS, 3) && !pending.expects_request(MPS, 4) && !pending.expects_request("other", 3)
@@ -525,7 +525,7 @@ mod tests {
         pending.record_answer(MPS, 3, "A", now);
         assert_eq!(reserved(&pending), [("B", 2, vec![2])]);
         assert!(!pending.expects_request(MPS, 3), "the reservation is used");
-        pending.record_listed(&[row("a", "c0", "A", 3)], now);
+        pending.record_listed(&[container_devices("a", "c0", "A", 3)], now);
         assert!(!pending.expects_request(MPS, 3));
         pending.remove_pod("uid-a");
         assert!(reserved(&pending).is_empty());
@@ -534,12 +534,12 @@ mod tests {
     #[test]
     fn a_call_is_attributed_by_device_and_the_kubelets_list_corrects_it() {
         let now = Instant::now();
-        let mut pending = with(&[bound("a", &[(3, "A")]), bound("b", &[(3, "B")])], now);
+        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(3, "B")])], now);
         pending.record_answer(MPS, 3, "B", now);
         assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
-        pending.record_listed(&[row("a", "c0", "B", 3)], now);
+        pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
         assert_eq!(reserved(&pending), [("A", 3, vec![3])], "the pods have swapped their slices");
-        let mut admitted = bound("a", &[(3, "A")]);
+        let mut admitted = bound_pod("a", &[(3, "A")]);
         admitted.admitted = true;
         pending.update_pod(admitted, now);
         pending.remove_pod("uid-a");
@@ -551,15 +551,15 @@ mod tests {
     #[test]
     fn a_pod_listed_on_anothers_device_swaps_reservations_with_it() {
         let now = Instant::now();
-        let mut pending = with(&[bound("a", &[(3, "A")]), bound("b", &[(3, "B")])], now);
-        pending.record_listed(&[row("a", "c0", "B", 3)], now);
+        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(3, "B")])], now);
+        pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
         assert_eq!(reserved(&pending), [("A", 3, vec![3])], "another agent answered the call");
     }
 
     #[test]
     fn a_call_is_forgotten_if_the_kubelet_never_lists_it() {
         let now = Instant::now();
-        let mut pending = with(&[bound("a", &[(3, "A")])], now);
+        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now);
         pending.record_answer(MPS, 3, "A", now);
         pending.record_listed(&[], now + LIST_DELAY);
         assert!(!pending.expects_request(MPS, 3), "it may not be listed yet");
@@ -572,16 +572,16 @@ mod tests {
         let now = Instant::now();
         let mut pending = PendingAllocations::with_watch();
         pending.record_answer(MPS, 3, "B", now);
-        pending.update_pod(bound("a", &[(3, "A")]), now);
+        pending.update_pod(bound_pod("a", &[(3, "A")]), now);
         assert!(!pending.expects_request(MPS, 3), "its call was answered already");
-        pending.update_pod(bound("b", &[(3, "B")]), now);
+        pending.update_pod(bound_pod("b", &[(3, "B")]), now);
         assert!(pending.expects_request(MPS, 3));
         // Only the reservation on A remains, whichever pod the call was for.
         assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
         late.record_answer(MPS, 3, "A", now);
         late.record_listed(&[], now + 2 * LIST_DELAY);
-        late.update_pod(bound("a", &[(3, "A")]), now + 2 * LIST_DELAY);
+        late.update_pod(bound_pod("a", &[(3, "A")]), now + 2 * LIST_DELAY);
         assert!(late.expects_request(MPS, 3), "that call was for another pod");
     }
 
@@ -590,7 +590,7 @@ mod tests {
         let now = Instant::now();
         let admitted = BoundPod { admitted: true, ..bound("a", &[(3, "A")]) };
         let terminating = BoundPod { terminating: true, ..bound("b", &[(4, "B")]) };
-        let pending = with(&[admitted, terminating], now);
+        let pending = pending_pods(&[admitted, terminating], now);
         assert!(reserved(&pending).is_empty());
         assert!(!pending.expects_request(MPS, 3));
         assert!(pending.expects_request(MPS, 4), "the kubelet may still call Allocate for it");
@@ -608,28 +608,28 @@ mod tests {
             reserved_on: Some("A".into()),
         };
         let pod = BoundPod { requests: vec![wanted("init", 2, 2), wanted("main", 5, 5)], ..bound("a", &[]) };
-        let mut pending = with(std::slice::from_ref(&pod), now);
+        let mut pending = pending_pods(std::slice::from_ref(&pod), now);
         assert_eq!(reserved(&pending), [("A", 5, vec![2, 5])]);
         pending.record_answer(MPS, 2, "A", now);
         assert_eq!(reserved(&pending), [("A", 3, vec![5])]);
-        let mut restarted = with(&[pod], now);
-        restarted.record_listed(&[row("a", "main", "A", 5)], now);
+        let mut restarted = pending_pods(&[pod], now);
+        restarted.record_listed(&[container_devices("a", "main", "A", 5)], now);
         assert!(!restarted.expects_request(MPS, 2) && reserved(&restarted).is_empty());
     }
 
     #[test]
     fn a_list_from_before_the_pod_describes_an_earlier_pod_of_that_name() {
         let now = Instant::now();
-        let mut pending = with(&[bound("a", &[(3, "A")])], now + LIST_DELAY);
-        pending.record_listed(&[row("a", "c0", "B", 3)], now);
+        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now + LIST_DELAY);
+        pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
         assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
     fn a_changed_reservation_is_followed_and_missing_pods_are_removed() {
         let now = Instant::now();
-        let mut pending = with(&[bound("a", &[(3, "A")]), bound("b", &[(1, "")])], now);
-        pending.update_pod(bound("a", &[(3, "B")]), now);
+        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(1, "")])], now);
+        pending.update_pod(bound_pod("a", &[(3, "B")]), now);
         assert_eq!(reserved(&pending), [("B", 3, vec![3])]);
         assert!(pending.expects_request(MPS, 1), "known, without a reservation");
         pending.retain_pods(&BTreeSet::from(["uid-b".to_owned()]));

@@ -174,7 +174,7 @@ pub(crate) mod tests {
         false
     }
 
-    fn none() -> AllocatedDevices {
+    fn no_devices() -> AllocatedDevices {
         AllocatedDevices::new()
     }
 
@@ -207,10 +207,13 @@ pub(crate) mod tests {
         allocations.insert(allocation(&["GPU-a::0"]), start);
         allocations.insert(allocation(&["GPU-a::1"]), start);
         let listed = [listed("p", &["GPU-a::1"])];
-        assert!(allocations.collect(&listed, soon, GRACE, no_clients, &none()).ended.is_empty(), "being admitted");
-        assert_eq!(allocations.collect(&[], soon, GRACE, no_clients, &none()).ended, [allocation(&["GPU-a::1"])]);
+        assert!(
+            allocations.collect(&listed, soon, GRACE, no_clients, &no_devices()).ended.is_empty(),
+            "being admitted"
+        );
+        assert_eq!(allocations.collect(&[], soon, GRACE, no_clients, &no_devices()).ended, [allocation(&["GPU-a::1"])]);
         assert_eq!(
-            allocations.collect(&[], start + GRACE, GRACE, no_clients, &none()).ended,
+            allocations.collect(&[], start + GRACE, GRACE, no_clients, &no_devices()).ended,
             [allocation(&["GPU-a::0"])]
         );
     }
@@ -222,8 +225,10 @@ pub(crate) mod tests {
         allocations.insert(allocation(&["GPU-a::0"]), start);
         allocations.mark_listed(&[listed("p", &["GPU-a::0"])]);
         allocations.insert(allocation(&["GPU-a::0"]), start + GRACE);
-        assert!(allocations.collect(&[], start + GRACE / 2, Duration::ZERO, no_clients, &none()).ended.is_empty());
-        assert!(allocations.collect(&[], start + GRACE, GRACE, no_clients, &none()).ended.is_empty());
+        assert!(
+            allocations.collect(&[], start + GRACE / 2, Duration::ZERO, no_clients, &no_devices()).ended.is_empty()
+        );
+        assert!(allocations.collect(&[], start + GRACE, GRACE, no_clients, &no_devices()).ended.is_empty());
     }
 
     #[test]
@@ -232,11 +237,11 @@ pub(crate) mod tests {
         let mut allocations = Allocations::restore([allocation(&["GPU-a::0"])], start);
         assert!(
             allocations
-                .collect(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id(), &none())
+                .collect(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id(), &no_devices())
                 .ended
                 .is_empty()
         );
-        assert_eq!(allocations.collect(&[], start + 2 * GRACE, GRACE, no_clients, &none()).ended.len(), 1);
+        assert_eq!(allocations.collect(&[], start + 2 * GRACE, GRACE, no_clients, &no_devices()).ended.len(), 1);
     }
 
     #[test]
@@ -244,9 +249,14 @@ pub(crate) mod tests {
         let start = Instant::now();
         let mut allocations = Allocations::restore([allocation(&["GPU-a::0", "GPU-a::1"])], start);
         let later = start + GRACE * 2;
-        assert!(allocations.collect(&[listed("p", &["GPU-a::1"])], later, GRACE, no_clients, &none()).ended.is_empty());
+        assert!(
+            allocations
+                .collect(&[listed("p", &["GPU-a::1"])], later, GRACE, no_clients, &no_devices())
+                .ended
+                .is_empty()
+        );
         assert_eq!(
-            allocations.collect(&[listed("p", &["GPU-b::1"])], later, GRACE, no_clients, &none()).ended.len(),
+            allocations.collect(&[listed("p", &["GPU-b::1"])], later, GRACE, no_clients, &no_devices()).ended.len(),
             1
         );
     }

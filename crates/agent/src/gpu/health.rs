@@ -72,7 +72,7 @@ pub mod reason {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Cause {
-    /// An XID.
+    /// An XID, with its number.
     Xid(u64),
     /// New uncorrected memory errors, with their number.
     EccErrors(u64),

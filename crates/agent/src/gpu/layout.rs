@@ -73,7 +73,7 @@ pub struct Pool {
 /// Kind of a slice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
-    /// The whole device.
+    /// A whole GPU or MIG instance.
     Whole,
     /// A time-sliced replica.
     TimeSliced,

@@ -220,7 +220,6 @@ pub struct MigProgress {
     /// State of the GPU after the last change, if known. If the GPU's state now differs, another
     /// program has changed the GPU.
     last_state: Option<GpuState>,
-    /// The change in progress.
     in_progress: Option<Change>,
     done: Vec<StepStatus>,
     /// Number of entries at the end of `done` that no Event has reported yet.
@@ -413,7 +412,7 @@ fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus
 pub struct MigOrder {
     /// UUID of the GPU.
     pub gpu: String,
-    /// The change to perform.
+    /// Change of MIG mode or MIG instances.
     pub change: Change,
 }
 

@@ -163,7 +163,10 @@ impl HostLink {
             let why = match timeout_at(until, self.request_once(request)).await {
                 Ok(Ok(reply)) => return Ok(reply),
                 Ok(Err(error)) => error.to_string(),
-                Err(_) => return Err(format!("the MPS host did not answer within {deadline:?}")),
+                Err(_) => {
+                    let seconds = deadline.as_secs_f64();
+                    return Err(format!("the MPS host of this node did not answer within {seconds} s"));
+                }
             };
             if Instant::now() + REQUEST_RETRY_INTERVAL >= until {
                 return Err(format!("the MPS host of this node does not answer: {why}"));

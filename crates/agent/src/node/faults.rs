@@ -317,16 +317,16 @@ mod tests {
         now: Instant,
     }
 
-    fn id(number: usize) -> String {
+    fn nth_device_id(number: usize) -> String {
         format!("GPU-a::{number}")
     }
 
-    fn of(number: usize) -> String {
-        allocation(&[&id(number)]).id()
+    fn nth_allocation_id(number: usize) -> String {
+        allocation(&[&nth_device_id(number)]).id()
     }
 
     fn client(number: usize) -> Client {
-        Client { pid: 100 + u32::try_from(number).unwrap(), allocation: Some(of(number)) }
+        Client { pid: 100 + u32::try_from(number).unwrap(), allocation: Some(nth_allocation_id(number)) }
     }
 
     fn view(host: u32, fault: Option<Fault>) -> HostView {
@@ -352,9 +352,12 @@ mod tests {
             let mut pending = PendingAllocations::with_watch();
             let mut rows = Vec::new();
             for (number, (namespace, name)) in pods.iter().enumerate() {
-                rows.push(ContainerDevices { namespace: (*namespace).to_owned(), ..listed(name, &[&id(number)]) });
+                rows.push(ContainerDevices {
+                    namespace: (*namespace).to_owned(),
+                    ..listed(name, &[&nth_device_id(number)])
+                });
                 if !unknown.contains(name) {
-                    pending.update_pod(bound(namespace, name), now);
+                    pending.update_pod(bound_pod(namespace, name), now);
                 }
             }
             let mut test =
@@ -381,7 +384,7 @@ mod tests {
         }
     }
 
-    fn bound(namespace: &str, name: &str) -> BoundPod {
+    fn bound_pod(namespace: &str, name: &str) -> BoundPod {
         BoundPod {
             uid: format!("uid-{name}"),
             namespace: namespace.to_owned(),
@@ -458,7 +461,7 @@ mod tests {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &["b"]);
         let report = test.update(&view(7, Some(fault(1, None, 2))));
         assert_eq!((report.events.len(), report.wake_after, report.faults.len()), (0, Some(OWNER_DELAY), 1));
-        test.pending.update_pod(bound("ns", "b"), test.now);
+        test.pending.update_pod(bound_pod("ns", "b"), test.now);
         test.now += LOG_DELAY / 2;
         let report = test.update(&view(7, Some(fault(1, None, 2))));
         assert_eq!(
@@ -542,8 +545,8 @@ mod tests {
     #[test]
     fn an_init_containers_slices_belong_to_its_pod() {
         let mut test = FaultTest::new(&[("ns", "a")], &[]);
-        test.listed = vec![listed("a", &[&id(0)])];
-        let first = allocation(&[&id(0), &id(1)]);
+        test.listed = vec![listed("a", &[&nth_device_id(0)])];
+        let first = allocation(&[&nth_device_id(0), &nth_device_id(1)]);
         let client = Client { pid: 1, allocation: Some(first.id()) };
         test.allocations.insert(first, test.now);
         let fault = Fault { number: 1, culprit: Some(client.clone()), affected: vec![client], ..Fault::default() };

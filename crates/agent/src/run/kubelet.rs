@@ -69,7 +69,7 @@ pub(super) async fn list(
 ) -> anyhow::Result<()> {
     let socket = args.pod_resources_socket.as_path();
     let pods = PodResources::new(socket, LIST_DEADLINE)?;
-    let mut checkpoint = KubeletCheckpoint::of(&args.device_plugin_dir);
+    let mut checkpoint = KubeletCheckpoint::in_directory(&args.device_plugin_dir);
     let mut kubelet = SocketTracker::default();
     let (mut resent, mut checkpoint_delay) = (0, CHECKPOINT_DELAY);
     loop {

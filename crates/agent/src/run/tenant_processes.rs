@@ -121,7 +121,7 @@ impl ProcessObserver {
     }
 }
 
-/// The devices, by GPU.
+/// Groups devices by the UUID of their GPU.
 fn by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec<String>> {
     let mut gpus: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for device in devices {

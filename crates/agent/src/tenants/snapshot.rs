@@ -57,7 +57,7 @@ pub struct Share {
 /// The inputs of a snapshot.
 #[derive(Debug, Clone, Copy)]
 pub struct SnapshotInputs<'a> {
-    /// The GPUs.
+    /// GPUs of the node, as NVML last reported them.
     pub hardware: &'a Hardware,
     /// How each GPU is served, by UUID.
     pub layouts: &'a BTreeMap<String, Layout>,
@@ -67,7 +67,7 @@ pub struct SnapshotInputs<'a> {
     pub view: &'a HostView,
     /// The kubelet's list of allocated devices, if known.
     pub rows: Option<&'a [ContainerDevices]>,
-    /// The allocations.
+    /// Slices that the kubelet has allocated to containers.
     pub allocations: &'a Allocations,
     /// Processes on each GPU except its MPS daemon, from NVML's last list.
     pub foreign: &'a BTreeMap<String, Vec<Process>>,

@@ -55,7 +55,7 @@ pub struct ProcessId {
 /// The memory that a container uses on a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Usage {
-    /// The container.
+    /// Container that uses the memory.
     pub tenant: Tenant,
     /// UUID of the device.
     pub device: String,
@@ -109,7 +109,7 @@ pub struct Violation {
 pub struct Assessment {
     /// Memory use of each container.
     pub usage: Vec<Usage>,
-    /// The violations.
+    /// Processes and containers that exceed limits or bypass MPS.
     pub violations: Vec<Violation>,
     /// All MPS clients.
     pub clients: BTreeSet<ProcessId>,
@@ -143,12 +143,12 @@ fn is_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSa
 /// How a process uses the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role<'a> {
-    /// Outside MPS.
+    /// The process is not an MPS client.
     Outside,
-    /// As an MPS client that connected through the door of this allocation; `None` if it connected
-    /// to the daemon's own socket.
+    /// The process is an MPS client that connected through the door of this allocation; `None` if
+    /// the process connected to the daemon's own socket.
     Client(Option<&'a str>),
-    /// As an MPS client that the MPS host has not reported yet.
+    /// The process is an MPS client that the MPS host has not reported yet.
     NewClient,
 }
 

@@ -40,7 +40,7 @@ pub struct PodObservation {
 /// A deletion with a grace period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Deletion {
-    /// The grace period.
+    /// Grace period that the deletion requested.
     pub grace: Duration,
     /// Remaining grace period according to the API server's clock, which may differ from the
     /// node's.

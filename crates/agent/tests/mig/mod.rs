@@ -75,9 +75,9 @@ fn healthy_ids(seen: &FakeKubeletState, resource: &str) -> Vec<String> {
 }
 
 /// A program outside Kubernetes that uses a device.
-struct OutsideProgram(Child);
+struct ProgramOutsideKubernetes(Child);
 
-impl Drop for OutsideProgram {
+impl Drop for ProgramOutsideKubernetes {
     fn drop(&mut self) {
         kill_child(&mut self.0);
     }
@@ -218,7 +218,7 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
     let machine = Machine::start(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.applied("first").await;
     let uuid = machine.instances(0)[0].1.clone().unwrap();
-    let program = OutsideProgram(machine.start_outside_pods(&uuid));
+    let program = ProgramOutsideKubernetes(machine.start_outside_pods(&uuid));
     machine
         .wait_until("the program runs", || {
             machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(())

@@ -177,7 +177,7 @@ async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_peri
     let polite = pods.start_pod("polite", 0, &handles).await;
     let dies = pods.start_pod("dies", 0, &LONG_KERNELS).await;
     pods.delete(&["polite", "dies"], 30);
-    // If the agent ignored the grace period, it would have terminated `polite` by now too.
+    // An agent that ignored the grace period would terminate `polite` before `dies` fails.
     assert_eq!(pods.wait_for_error("dies").await, 810);
     polite.signal(Signal::TERM);
     assert_eq!((pods.exit_status(polite).await.code(), pods.last_output("polite", "error")), (Some(0), None));

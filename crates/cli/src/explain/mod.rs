@@ -63,7 +63,7 @@ struct PodArgs {
     /// Output format.
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     output: Output,
-    /// The cluster.
+    /// Connection to the cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
     /// The Cleave installation.

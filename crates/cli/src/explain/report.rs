@@ -81,7 +81,7 @@ impl State {
 /// An amount of one device that is allocated to the pod, or reserved for it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Assignment {
-    /// The node.
+    /// Name of the node.
     pub node: String,
     /// Index of the GPU, if the node reports it.
     #[serde(skip_serializing_if = "Option::is_none")]

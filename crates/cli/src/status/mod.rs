@@ -29,7 +29,7 @@ pub struct StatusArgs {
     /// Show only this node.
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
-    /// The cluster.
+    /// Connection to the cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
 }

@@ -151,7 +151,7 @@ pub struct Allocation {
     pub pod: String,
     /// Name of the container.
     pub container: String,
-    /// The node.
+    /// Name of the node.
     pub node: String,
     /// Index of the GPU.
     pub gpu: u32,

@@ -14,7 +14,7 @@ pub struct DriverInfo {
 /// One GPU and the processes on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Observation {
-    /// The GPU.
+    /// The GPU's description and health.
     pub gpu: Gpu,
     /// The GPU's processes, including those in its MIG instances.
     pub processes: Vec<Process>,

@@ -16,7 +16,7 @@ use crate::{Bench, DEADLINE, MPS, Shares, dial, registrations, wait_until_served
 async fn calls_return_the_resources_answers() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0", "a::1"]))]);
+    let _plugins = bench.plugins(&[(MPS, &Shares::new(&["a::0", "a::1"]))]);
     wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
 
     let response = kubelet.allocate(MPS, &["a::1", "a::0"]).await.expect("allocated");
@@ -46,7 +46,7 @@ async fn calls_return_the_resources_answers() {
 async fn several_containers_in_one_request_are_answered_in_order() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0", "a::1"]))]);
+    let _plugins = bench.plugins(&[(MPS, &Shares::new(&["a::0", "a::1"]))]);
     wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
     let mut client = kubelet.client(MPS).expect("a client");
     let container = |id: &str| wire::ContainerAllocateRequest { devices_ids: vec![id.to_owned()] };
@@ -118,7 +118,7 @@ async fn next_of(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
 async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0"]))]);
+    let _plugins = bench.plugins(&[(MPS, &Shares::new(&["a::0"]))]);
     let socket = bench.path().join(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket);
     let exchange = async {
         let mut connection = UnixStream::connect(&socket).await.expect("a connection");
@@ -152,7 +152,7 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
 async fn hostile_connections_do_not_affect_the_kubelet() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0"]))]);
+    let _plugins = bench.plugins(&[(MPS, &Shares::new(&["a::0"]))]);
     let socket = bench.path().join(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket);
     let settings = frame(SETTINGS, 0, 0, &[]);
     let call = frame(HEADERS, 4, 1, &headers("localhost"));

@@ -41,11 +41,11 @@ fn devices(ids: &[&str]) -> Arc<DeviceList> {
 }
 
 impl Shares {
-    fn of(ids: &[&str]) -> Arc<Self> {
-        Self::with(ids, Options { pre_start: true, preferred: true })
+    fn new(ids: &[&str]) -> Arc<Self> {
+        Self::with_options(ids, Options { pre_start: true, preferred: true })
     }
 
-    fn with(ids: &[&str], options: Options) -> Arc<Self> {
+    fn with_options(ids: &[&str], options: Options) -> Arc<Self> {
         Arc::new(Self { devices: watch::Sender::new(devices(ids)), options })
     }
 }

@@ -20,7 +20,7 @@ use crate::{
 async fn a_resource_is_registered_and_its_devices_are_streamed() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0", "a::1"]);
+    let shares = Shares::new(&["a::0", "a::1"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
     assert!(endpoint.options.pre_start_required && endpoint.options.get_preferred_allocation_available);
@@ -36,7 +36,7 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
 async fn changes_are_streamed_and_the_same_list_is_not() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
     wait_until_served(&kubelet, MPS, &["a::0"]).await;
     for _ in 0..100 {
@@ -59,7 +59,7 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
 async fn two_streams_both_see_every_change() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let mut other = dial(&bench.path().join(endpoint.socket)).await.expect("a connection");
@@ -76,7 +76,7 @@ async fn two_streams_both_see_every_change() {
 async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let mut sockets = vec![wait_until_served(&kubelet, MPS, &["a::0"]).await.socket];
     for _ in 0..5 {
@@ -96,7 +96,7 @@ async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
 #[tokio::test]
 async fn a_kubelet_that_starts_later_is_registered_with() {
     let bench = Bench::new();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let waiting = |state: &PluginsState| state.resources.get(MPS).is_some_and(|r| r.phase == Phase::WaitingForKubelet);
     assert!(!wait_for_state(&plugins, "waiting", waiting).await.is_ready());
@@ -108,7 +108,7 @@ async fn a_kubelet_that_starts_later_is_registered_with() {
 async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     wait_until_ready(&plugins).await;
     kubelet.stop();
@@ -122,7 +122,7 @@ async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
 async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let (socket, aside) = (bench.path().join("kubelet.sock"), bench.path().join("aside"));
@@ -139,7 +139,7 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
 async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let before = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     for _ in 0..3 {
@@ -159,7 +159,7 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     kubelet.open_no_stream(1);
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let state =
         wait_for_state(&plugins, "registered", |s| s.resources.get(MPS).is_some_and(|r| r.phase == Phase::Registered));
@@ -174,7 +174,7 @@ async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with
     // The plugin must register without this delay: the kubelet admits pods before the delay ends.
     bench.config.timings.settle = NEVER;
     let mut kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let socket = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
     kubelet.stop();
@@ -191,7 +191,7 @@ async fn a_kubelet_that_opens_no_stream_is_registered_with_again() {
     bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_millis(100) };
     let kubelet = bench.kubelet();
     kubelet.open_no_stream(3);
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let state = wait_until_ready(&plugins).await;
@@ -203,7 +203,7 @@ async fn a_stream_that_the_kubelet_drops_is_restored() {
     let mut bench = Bench::new();
     bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_secs(1) };
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
     let first = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
     kubelet.drop_stream(MPS);
@@ -216,7 +216,7 @@ async fn a_refused_registration_is_retried_and_reported() {
     bench.config.timings.register = Backoff { first: Duration::from_millis(10), cap: Duration::from_millis(20) };
     let kubelet = bench.kubelet();
     kubelet.refuse(5);
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let reported = |state: &PluginsState| {
         state.resources.get(MPS).and_then(|r| r.error.as_ref()).is_some_and(|e| e.contains("refused by the test"))
@@ -235,11 +235,11 @@ async fn a_kubelet_that_hangs_times_out() {
     bench.config.timings.register_deadline = Duration::from_millis(50);
     let kubelet = bench.kubelet();
     kubelet.hang(true);
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let failed = |state: &PluginsState| state.resources.get(MPS).is_some_and(|r| r.failures >= 2);
     let state = wait_for_state(&plugins, "failed", failed).await;
-    assert!(state.resources[MPS].error.as_ref().is_some_and(|e| e.contains("did not answer within 50ms")));
+    assert!(state.resources[MPS].error.as_ref().is_some_and(|e| e.contains("did not answer within 0.05 s")));
     kubelet.hang(false);
     wait_until_served(&kubelet, MPS, &["a::0"]).await;
 }
@@ -249,7 +249,7 @@ async fn after_a_hanging_kubelet_dies_the_next_is_registered_with_at_once() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
     kubelet.hang(true);
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
     wait_for_kubelet(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
     kubelet.stop();
@@ -263,7 +263,7 @@ async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered
     let bench = Bench::new();
     let hanging = bench.kubelet();
     hanging.hang(true);
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
     wait_for_kubelet(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
     let next = bench.kubelet();
@@ -278,9 +278,9 @@ async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
     bench.config.timings.hang_up = NEVER;
     let kubelet = bench.kubelet();
     kubelet.disconnect_slowly(Duration::from_millis(200));
-    let plugins = bench.plugins(&[(MPS, &Shares::with(&["a::0"], Options::default()))]);
+    let plugins = bench.plugins(&[(MPS, &Shares::with_options(&["a::0"], Options::default()))]);
     let first = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
-    plugins.set(resources(&[(MPS, &Shares::with(&["a::0"], Options { pre_start: true, preferred: false }))]));
+    plugins.set(resources(&[(MPS, &Shares::with_options(&["a::0"], Options { pre_start: true, preferred: false }))]));
     wait_for_kubelet(&kubelet, "the agent registers again", |seen| seen.endpoints[MPS].socket != first).await;
     let disconnected = |seen: &FakeKubeletState| seen.endpoints[MPS].disconnected == 1;
     let seen = wait_for_kubelet(&kubelet, "the old stream ends", disconnected).await;
@@ -292,12 +292,12 @@ async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
 async fn only_changed_options_cause_a_registration() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let plugins = bench.plugins(&[(MPS, &Shares::with(&["a::0"], Options::default()))]);
+    let plugins = bench.plugins(&[(MPS, &Shares::with_options(&["a::0"], Options::default()))]);
     wait_until_served(&kubelet, MPS, &["a::0"]).await;
-    plugins.set(resources(&[(MPS, &Shares::with(&["b::0", "b::1"], Options::default()))]));
+    plugins.set(resources(&[(MPS, &Shares::with_options(&["b::0", "b::1"], Options::default()))]));
     wait_until_served(&kubelet, MPS, &["b::0", "b::1"]).await;
     assert_eq!(registrations(&kubelet, MPS), 1, "replaced in the open stream");
-    plugins.set(resources(&[(MPS, &Shares::of(&["c::0"]))]));
+    plugins.set(resources(&[(MPS, &Shares::new(&["c::0"]))]));
     wait_until_served(&kubelet, MPS, &["c::0"]).await;
     wait_for_kubelet(&kubelet, "the new options", |seen| seen.endpoints[MPS].options.pre_start_required).await;
     assert_eq!(registrations(&kubelet, MPS), 2);
@@ -307,7 +307,7 @@ async fn only_changed_options_cause_a_registration() {
 async fn adding_or_removing_a_resource_does_not_disturb_others() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let (mps, slices) = (Shares::of(&["a::0"]), Shares::of(&["b::0", "b::1"]));
+    let (mps, slices) = (Shares::new(&["a::0"]), Shares::new(&["b::0", "b::1"]));
     let plugins = bench.plugins(&[(MPS, &mps)]);
     let first = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     for round in 1..=3 {
@@ -330,7 +330,7 @@ async fn adding_or_removing_a_resource_does_not_disturb_others() {
 async fn a_resource_that_is_removed_and_added_at_once_is_served() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     wait_until_served(&kubelet, MPS, &["a::0"]).await;
     kubelet.disconnect_slowly(Duration::from_millis(50));
@@ -344,7 +344,7 @@ async fn a_resource_that_is_removed_and_added_at_once_is_served() {
 async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let (first, second) = (Shares::of(&["a::0"]), Shares::of(&["a::0", "a::1"]));
+    let (first, second) = (Shares::new(&["a::0"]), Shares::new(&["a::0", "a::1"]));
     let one = bench.plugins(&[(MPS, &first)]);
     wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let two = bench.plugins(&[(MPS, &second)]);
@@ -360,7 +360,7 @@ async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
 async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares), (SLICE, &shares)]);
     wait_until_served(&kubelet, MPS, &["a::0"]).await;
     wait_until_served(&kubelet, SLICE, &["a::0"]).await;
@@ -381,7 +381,7 @@ async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
     let mut bench = Bench::new();
     bench.config.timings.hang_up = Duration::from_millis(50);
     let kubelet = bench.kubelet();
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
     let mut silent = UnixStream::connect(bench.path().join(endpoint.socket)).await.expect("a connection");
@@ -414,7 +414,7 @@ async fn a_directory_that_is_created_later_is_served_from() {
     let directory = bench.path().join("device-plugins");
     bench.config.directory.clone_from(&directory);
     bench.config.timings.lock = Duration::from_millis(10);
-    let shares = Shares::of(&["a::0"]);
+    let shares = Shares::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
     let failed =
         |state: &PluginsState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
@@ -443,6 +443,6 @@ async fn the_longest_resource_name_is_served() {
     let name = format!("{domain}/{}", "b".repeat(63));
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(&name, &Shares::of(&["a::0"]))]);
+    let _plugins = bench.plugins(&[(&name, &Shares::new(&["a::0"]))]);
     wait_until_served(&kubelet, &name, &["a::0"]).await;
 }

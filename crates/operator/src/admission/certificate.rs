@@ -382,13 +382,13 @@ mod tests {
         SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000)
     }
 
-    fn made() -> Certificate {
+    fn new_certificate() -> Certificate {
         Certificate::create(HOST, now(), None).unwrap()
     }
 
     #[test]
     fn a_certificate_is_valid_for_its_host_and_lifetime() {
-        let made = made();
+        let made = new_certificate();
         let minute = Duration::from_secs(60);
         for at in [now(), now() - MAX_CLOCK_SKEW + minute, now() + VALIDITY - minute] {
             assert!(made.is_trusted(HOST, at));
@@ -401,7 +401,7 @@ mod tests {
 
     #[test]
     fn a_stored_certificate_is_read_back() {
-        let (made, other) = (made(), made());
+        let (made, other) = (new_certificate(), new_certificate());
         let read = Certificate::read(&made.data()).unwrap().unwrap();
         assert_eq!(read.data(), made.data());
         assert!(read.is_trusted(HOST, now()));
@@ -431,7 +431,7 @@ mod tests {
 
     #[test]
     fn the_previous_certificate_is_trusted_while_it_may_be_served() {
-        let first = made();
+        let first = new_certificate();
         let second = Certificate::create(HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
         let third = Certificate::create(HOST, now() + VALIDITY, Some(&second)).unwrap();
         let bundle = |current: &Certificate| current.data()[AUTHORITIES].clone();
@@ -452,7 +452,7 @@ mod tests {
 
     #[test]
     fn the_leader_renews_and_any_replica_creates() {
-        let made = made();
+        let made = new_certificate();
         let due = now() + VALIDITY - RENEW_BEFORE;
         for (at, leads, expected) in [
             (now(), true, Step::Serve),
@@ -572,7 +572,7 @@ mod tests {
             );
             updated.unwrap_err();
             assert!(served.borrow().is_none());
-            let made = made();
+            let made = new_certificate();
             let (updated, _) = tokio::join!(
                 manager.update(now(), true),
                 wire(
@@ -590,7 +590,7 @@ mod tests {
         #[tokio::test(start_paused = true)]
         async fn a_renewed_certificate_is_published_before_it_is_served() {
             let (mut manager, served, mut server) = manager();
-            let old = made();
+            let old = new_certificate();
             let due = now() + VALIDITY - RENEW_BEFORE + MAX_CLOCK_SKEW;
             let known = webhook(Some(&old.data()[AUTHORITIES]));
             // A process that does not lead keeps the stored certificate.
@@ -631,7 +631,7 @@ mod tests {
         #[tokio::test(start_paused = true)]
         async fn the_served_certificate_stays_when_the_secret_is_invalid_or_gone() {
             let (mut manager, served, mut server) = manager();
-            let old = made();
+            let old = new_certificate();
             let known = webhook(Some(&old.data()[AUTHORITIES]));
             let (updated, _) = tokio::join!(
                 manager.update(now(), false),

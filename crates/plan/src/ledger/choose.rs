@@ -18,13 +18,13 @@ pub enum NoFit {
     /// No node offers the resource.
     #[error("no eligible node offers {resource}")]
     NotOffered {
-        /// The extended resource.
+        /// Name of the extended resource.
         resource: String,
     },
     /// No device has enough units, even when the device is empty.
     #[error("no device has {requested} {resource}: the largest has {most}")]
     TooLarge {
-        /// The extended resource.
+        /// Name of the extended resource.
         resource: String,
         /// Units requested of one device.
         requested: Units,
@@ -38,7 +38,7 @@ pub enum NoFit {
     /// No node has that many devices, even when the node is empty. Each request is for one unit.
     #[error("no node has {requested} {resource}: the largest has {most}")]
     TooFew {
-        /// The extended resource.
+        /// Name of the extended resource.
         resource: String,
         /// Number of units requested.
         requested: u32,
@@ -48,7 +48,7 @@ pub enum NoFit {
     /// A device is large enough, but does not have enough free units.
     #[error("no device has {requested} {resource} free: the emptiest has {most}")]
     NotFree {
-        /// The extended resource.
+        /// Name of the extended resource.
         resource: String,
         /// Units requested of one device.
         requested: Units,
@@ -58,7 +58,7 @@ pub enum NoFit {
     /// A node has enough units, but too few of them are free. Each request is for one unit.
     #[error("no node has {requested} {resource} free: one node has {most}")]
     TooFewFree {
-        /// The extended resource.
+        /// Name of the extended resource.
         resource: String,
         /// Number of units requested.
         requested: u32,

@@ -37,7 +37,7 @@ struct Group {
 pub struct Part {
     /// Index of the container in the pod.
     pub container: usize,
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Units that the container requests, including reused units.
     pub units: Units,

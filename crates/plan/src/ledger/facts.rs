@@ -62,7 +62,7 @@ pub struct NodeFacts {
 pub struct DeviceFacts {
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Units that the kubelet can allocate. Unhealthy units do not count.
     pub capacity: u32,
@@ -75,7 +75,7 @@ pub struct DeviceFacts {
 pub struct Allocation {
     /// Name of the pod, as in its claim.
     pub pod: String,
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// UUID of the device.
     pub device: String,
@@ -86,7 +86,7 @@ pub struct Allocation {
 /// Reserved units of one device, for a pod that requests this number of units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reservation {
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Number of units.
     pub units: Units,

@@ -8,7 +8,7 @@ use super::request::{DeviceRequest, Units};
 /// Capacity, use and reservations of one resource on one device, for reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceUsage {
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// UUID of the device.
     pub device: String,

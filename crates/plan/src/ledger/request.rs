@@ -31,7 +31,7 @@ impl fmt::Display for Units {
 /// requests.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DeviceRequest {
-    /// The extended resource.
+    /// Name of the extended resource.
     pub resource: String,
     /// Number of units.
     pub units: Units,

@@ -33,15 +33,18 @@ pub struct Node {
     pub gpus: Vec<u32>,
 }
 
+/// One way to place a pod on a node: the index of the pod's GPU. `None` for a pod with several
+/// GPUs, which has at most one way.
+pub type Way = Option<usize>;
+
 impl Node {
     /// Sum of the free capacity of all GPUs, in thousandths.
     pub fn free(&self) -> u32 {
         self.gpus.iter().sum()
     }
 
-    /// The ways to place the pod on the node. For a pod with one GPU, a way is the GPU's index. A
-    /// pod with several GPUs has at most one way, `None`.
-    fn ways(&self, demand: &Demand) -> impl Iterator<Item = Option<usize>> {
+    /// The ways to place the pod on the node.
+    fn ways(&self, demand: &Demand) -> impl Iterator<Item = Way> {
         let has_cpu = self.cpu >= demand.cpu;
         let enough = |free: &&u32| **free >= demand.per_gpu;
         let several = has_cpu
@@ -54,7 +57,7 @@ impl Node {
 
     /// The GPUs that the pod uses in one of its ways. A pod with several GPUs uses the fullest GPUs
     /// with enough free capacity.
-    fn devices(&self, demand: &Demand, way: Option<usize>) -> Vec<usize> {
+    fn devices(&self, demand: &Demand, way: Way) -> Vec<usize> {
         match way {
             Some(device) => vec![device],
             None => {
@@ -100,11 +103,11 @@ pub trait Score {
     fn precompute(&self, node: &Node) -> Self::NodeValues;
 
     /// Ranks one way to place the pod. The node has enough CPU, and the GPUs have enough capacity.
-    fn rank(&self, node: &Node, before: &Self::NodeValues, demand: &Demand, way: Option<usize>) -> Rank;
+    fn rank(&self, node: &Node, before: &Self::NodeValues, demand: &Demand, way: Way) -> Rank;
 }
 
 /// Thousandths of the GPU that remain after a placement.
-pub fn remaining(node: &Node, demand: &Demand, way: Option<usize>) -> u32 {
+pub fn remaining(node: &Node, demand: &Demand, way: Way) -> u32 {
     way.and_then(|device| node.gpus.get(device)).map_or(0, |free| free.saturating_sub(demand.per_gpu))
 }
 
@@ -118,7 +121,7 @@ impl Score for Tightest {
 
     fn precompute(&self, _: &Node) {}
 
-    fn rank(&self, node: &Node, (): &(), demand: &Demand, way: Option<usize>) -> Rank {
+    fn rank(&self, node: &Node, (): &(), demand: &Demand, way: Way) -> Rank {
         Rank { score: 0.0, spread: 0.0, left: remaining(node, demand, way) }
     }
 }

@@ -109,12 +109,12 @@ impl<S: Score> Placer<S> {
         Self { nodes, score, before, answers: BTreeMap::new(), changes: Vec::new() }
     }
 
-    /// The nodes.
+    /// All nodes, in the order of their indices.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// The score.
+    /// The score that ranks the ways to place a pod.
     pub fn score(&self) -> &S {
         &self.score
     }
@@ -301,31 +301,31 @@ mod tests {
         Demand { cpu: 1000, gpus: 1, per_gpu, models: Vec::new() }
     }
 
-    fn all<S: Score>(placer: &mut Placer<S>, demand: &Demand) -> Vec<(usize, Option<usize>)> {
+    fn all_candidates<S: Score>(placer: &mut Placer<S>, demand: &Demand) -> Vec<(usize, Option<usize>)> {
         placer.candidates(demand.clone(), BTreeMap::new()).map(|(found, _)| (found.node, found.way)).collect()
     }
 
     #[test]
     fn six_free_units_on_two_gpus_cannot_hold_five() {
         let mut placer = Placer::new(vec![node(&[300, 300])], Fullest);
-        assert_eq!(all(&mut placer, &shares(500)), []);
-        assert_eq!(all(&mut placer, &shares(300)), [(0, Some(0))]);
+        assert_eq!(all_candidates(&mut placer, &shares(500)), []);
+        assert_eq!(all_candidates(&mut placer, &shares(300)), [(0, Some(0))]);
         placer.change(0, |node| node.cpu = 999);
-        assert_eq!(all(&mut placer, &shares(300)), [], "the node has too little CPU");
+        assert_eq!(all_candidates(&mut placer, &shares(300)), [], "the node has too little CPU");
     }
 
     #[test]
     fn a_pod_of_two_gpus_takes_two_gpus_of_one_node() {
         let mut placer = Placer::new(vec![node(&[1000, 900]), node(&[900, 1000, 1000])], Fullest);
         let two = Demand { gpus: 2, ..shares(1000) };
-        assert_eq!(all(&mut placer, &two), [(1, None)]);
+        assert_eq!(all_candidates(&mut placer, &two), [(1, None)]);
         assert_eq!(placer.nodes()[1].devices(&two, None), [1, 2]);
     }
 
     #[test]
     fn candidates_come_best_first_and_avoid_replicas() {
         let mut placer = Placer::new(vec![node(&[400, 900]), node(&[500]), node(&[700])], Tightest);
-        assert_eq!(all(&mut placer, &shares(300)), [(0, Some(0)), (1, Some(0)), (2, Some(0))]);
+        assert_eq!(all_candidates(&mut placer, &shares(300)), [(0, Some(0)), (1, Some(0)), (2, Some(0))]);
         let replicas = BTreeMap::from([(0, Replicas { on_node: 1, on_gpus: BTreeMap::from([(0, 1)]) })]);
         let found: Vec<_> =
             placer.candidates(shares(300), replicas).map(|(found, _)| (found.node, found.way)).collect();
@@ -348,8 +348,8 @@ mod tests {
             let mut placer = Placer::new((0..3).map(|_| node(&[1000, 1000])).collect(), Fullest);
             for (size, gpu) in steps {
                 let demand = shares(size * 100);
-                let fresh = all(&mut Placer::new(placer.nodes().to_vec(), Fullest), &demand);
-                prop_assert_eq!(all(&mut placer, &demand), fresh);
+                let fresh = all_candidates(&mut Placer::new(placer.nodes().to_vec(), Fullest), &demand);
+                prop_assert_eq!(all_candidates(&mut placer, &demand), fresh);
                 placer.change(gpu / 2, |node| node.gpus[gpu % 2] = (node.gpus[gpu % 2] + size * 100) % 1100);
             }
         }

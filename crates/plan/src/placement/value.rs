@@ -279,13 +279,13 @@ fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
 mod tests {
     use super::*;
 
-    fn kind(per_gpu: u32, weight: f64) -> TypicalPod {
+    fn typical_pod(per_gpu: u32, weight: f64) -> TypicalPod {
         TypicalPod { cpu: 1000, gpus: 1, per_gpu, models: Vec::new(), weight }
     }
 
     #[test]
     fn sizes_that_fill_a_gpu_have_the_value_of_their_part_of_it() {
-        let worth = packing_values(&shared_sizes(&[kind(470, 0.5), kind(230, 0.5)]));
+        let worth = packing_values(&shared_sizes(&[typical_pod(470, 0.5), typical_pod(230, 0.5)]));
         assert!((worth[100] - 1.0).abs() < 1e-9);
         assert!((worth[47] - 0.5).abs() < 0.03, "{}", worth[47]);
         assert!((worth[23] - 0.25).abs() < 0.03, "{}", worth[23]);
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn a_hole_that_no_typical_pod_fits_has_no_value() {
-        let worth = packing_values(&shared_sizes(&[kind(810, 0.6), kind(320, 0.4)]));
+        let worth = packing_values(&shared_sizes(&[typical_pod(810, 0.6), typical_pod(320, 0.4)]));
         assert!(worth[19].abs() < 1e-9 && (worth[81] - 1.0).abs() < 0.03, "{} {}", worth[19], worth[81]);
     }
 
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn cpu_that_pods_without_gpus_use_makes_cpu_scarce() {
         let node = |cpu| Node { model: "T4".into(), cpu_total: 20_000, cpu, gpus: vec![500, 500] };
-        let spare_cpu = |cpu| Value::learn(&[kind(500, 1.0)], &[node(cpu)]).spare_cpu;
+        let spare_cpu = |cpu| Value::learn(&[typical_pod(500, 1.0)], &[node(cpu)]).spare_cpu;
         assert!(spare_cpu(18_000).abs() < 1e-9, "the nodes' CPU suffices for pods with GPUs");
         assert!(spare_cpu(6_000) > 0.0, "other pods use much CPU");
     }

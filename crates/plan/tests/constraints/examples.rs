@@ -8,27 +8,27 @@ use super::{Cluster, TestPod, cluster, labels, node, pod, taint};
 
 /// A required term as JSON: selects pods with a value of the label `app`, in domains of a topology
 /// key. `more` contains further fields.
-fn term(app: &str, key: &str, more: &str) -> String {
+fn affinity_term(app: &str, key: &str, more: &str) -> String {
     let selector = format!(r#""labelSelector": {{"matchLabels": {{"app": "{app}"}}}}"#);
     format!(r#"{{{selector}, "topologyKey": "{key}"{more}}}"#)
 }
 
-fn near(terms: &[String]) -> String {
+fn affinity_rules(terms: &[String]) -> String {
     format!(r#"{{"affinity": [{}]}}"#, terms.join(","))
 }
 
-fn apart(terms: &[String]) -> String {
+fn anti_affinity_rules(terms: &[String]) -> String {
     format!(r#"{{"antiAffinity": [{}]}}"#, terms.join(","))
 }
 
 /// A spread constraint as JSON: selects pods with `foo: bar`, with a maximum skew of 1. `more`
 /// contains further fields.
-fn spread(key: &str, more: &str) -> String {
+fn spread_constraint(key: &str, more: &str) -> String {
     let selector = r#""labelSelector": {"matchLabels": {"foo": "bar"}}"#;
     format!(r#"{{"maxSkew": 1, "topologyKey": "{key}", "whenUnsatisfiable": "DoNotSchedule", {selector}{more}}}"#)
 }
 
-fn spreads(constraints: &[String]) -> String {
+fn spread_rules(constraints: &[String]) -> String {
     format!(r#"{{"spread": [{}]}}"#, constraints.join(","))
 }
 
@@ -43,7 +43,7 @@ fn two_zones() -> Cluster {
 #[test]
 fn replicas_with_anti_affinity_on_the_hostname_run_on_separate_nodes() {
     let mut cluster = cluster(&[("n1", "a"), ("n2", "a"), ("n3", "b"), ("n4", "b"), ("n5", "c"), ("n6", "c")]);
-    let replica = pod(&[("app", "db")], &apart(&[term("db", HOST, "")]));
+    let replica = pod(&[("app", "db")], &anti_affinity_rules(&[affinity_term("db", HOST, "")]));
     let placed: Vec<_> = (0..7).map(|_| cluster.place(&replica)).collect();
     let names = ["n1", "n2", "n3", "n4", "n5", "n6"].map(|name| Some(name.to_owned()));
     assert_eq!(placed[..6], names);
@@ -56,9 +56,12 @@ fn replicas_with_anti_affinity_on_the_hostname_run_on_separate_nodes() {
 fn each_web_server_runs_beside_a_cache() {
     // "More practical use-cases": three caches, and three web servers beside them.
     let mut cluster = cluster(&[("node-1", "a"), ("node-2", "a"), ("node-3", "a"), ("node-4", "a")]);
-    let cache = pod(&[("app", "store")], &apart(&[term("store", HOST, "")]));
-    let rules =
-        format!(r#"{{"antiAffinity": [{}], "affinity": [{}]}}"#, term("web-store", HOST, ""), term("store", HOST, ""));
+    let cache = pod(&[("app", "store")], &anti_affinity_rules(&[affinity_term("store", HOST, "")]));
+    let rules = format!(
+        r#"{{"antiAffinity": [{}], "affinity": [{}]}}"#,
+        affinity_term("web-store", HOST, ""),
+        affinity_term("store", HOST, "")
+    );
     let web = pod(&[("app", "web-store")], &rules);
     assert_eq!(cluster.place(&web), None, "no cache exists yet");
     for _ in 0..3 {
@@ -71,12 +74,16 @@ fn each_web_server_runs_beside_a_cache() {
 #[test]
 fn anti_affinity_of_a_running_pod_keeps_others_away() {
     let mut cluster = two_zones();
-    cluster.pods.push(pod(&[], &apart(&[term("batch", "zone", "")])).on("node1"));
+    cluster.pods.push(pod(&[], &anti_affinity_rules(&[affinity_term("batch", "zone", "")])).on_node("node1"));
     let batch = pod(&[("app", "batch")], "{}");
     assert_eq!(cluster.allowed(&batch), ["node3", "node4"]);
     assert_eq!(cluster.verdicts(&batch)[1], Err(Conflict::AntiAffinityOf { topology_key: "zone".to_owned() }));
     assert_eq!(cluster.allowed(&pod(&[("app", "web")], "{}")).len(), 4);
-    assert_eq!(cluster.allowed(&batch.clone().of("other")).len(), 4, "the term is about the owner's namespace");
+    assert_eq!(
+        cluster.allowed(&batch.clone().in_namespace("other")).len(),
+        4,
+        "the term is about the owner's namespace"
+    );
     cluster.pods[0].terminating = true;
     assert_eq!(cluster.allowed(&batch).len(), 2, "a pod that terminates is still there");
 }
@@ -85,7 +92,7 @@ fn anti_affinity_of_a_running_pod_keeps_others_away() {
 fn the_first_pod_of_a_group_needs_only_the_topology_keys() {
     let mut cluster = two_zones();
     cluster.nodes[0].labels.remove("zone");
-    let member = pod(&[("app", "db")], &near(&[term("db", "zone", "")]));
+    let member = pod(&[("app", "db")], &affinity_rules(&[affinity_term("db", "zone", "")]));
     assert_eq!(cluster.allowed(&member), ["node2", "node3", "node4"]);
     assert_eq!(cluster.verdicts(&member)[0], Err(Conflict::NoTopologyKey { topology_key: "zone".to_owned() }));
     assert!(
@@ -101,19 +108,19 @@ fn the_first_pod_of_a_group_needs_only_the_topology_keys() {
 #[test]
 fn all_affinity_terms_must_match_one_pod() {
     let mut cluster = two_zones();
-    let both = pod(&[("app", "x")], &near(&[term("a", "zone", ""), term("b", "zone", "")]));
-    cluster.pods = vec![pod(&[("app", "a")], "{}").on("node1"), pod(&[("app", "b")], "{}").on("node1")];
+    let both = pod(&[("app", "x")], &affinity_rules(&[affinity_term("a", "zone", ""), affinity_term("b", "zone", "")]));
+    cluster.pods = vec![pod(&[("app", "a")], "{}").on_node("node1"), pod(&[("app", "b")], "{}").on_node("node1")];
     assert!(cluster.allowed(&both).is_empty());
     let either = r#"{"labelSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}, "topologyKey": "kubernetes.io/hostname"}"#;
-    let both = pod(&[("app", "x")], &near(&[term("a", "zone", ""), either.to_owned()]));
+    let both = pod(&[("app", "x")], &affinity_rules(&[affinity_term("a", "zone", ""), either.to_owned()]));
     assert_eq!(cluster.allowed(&both), ["node1"]);
 }
 
 #[test]
 fn a_node_without_the_topology_key_never_breaks_anti_affinity() {
     let mut cluster = two_zones();
-    let lone = pod(&[("app", "db")], &apart(&[term("db", "zone", "")]));
-    cluster.pods.push(lone.clone().on("node1"));
+    let lone = pod(&[("app", "db")], &anti_affinity_rules(&[affinity_term("db", "zone", "")]));
+    cluster.pods.push(lone.clone().on_node("node1"));
     assert_eq!(cluster.allowed(&lone), ["node3", "node4"]);
     cluster.nodes[0].labels.remove("zone");
     assert_eq!(cluster.allowed(&lone).len(), 4);
@@ -135,13 +142,13 @@ fn terms_select_namespaces_as_kubernetes_does() {
         (&blue_or_team, &["red", "blue"]),
     ] {
         for namespace in ["default", "red", "blue", "unknown"] {
-            cluster.pods = vec![pod(&[("app", "x")], "{}").of(namespace).on("n1")];
+            cluster.pods = vec![pod(&[("app", "x")], "{}").in_namespace(namespace).on_node("n1")];
             let selected = namespaces.contains(&namespace);
-            let beside = pod(&[], &near(&[term("x", "zone", more)]));
+            let beside = pod(&[], &affinity_rules(&[affinity_term("x", "zone", more)]));
             assert_eq!(!cluster.allowed(&beside).is_empty(), selected, "{namespace} by {more:?}");
             // If the labels of a namespace are unknown, anti-affinity excludes the node.
             let unsure = namespace == "unknown" && more.contains("team");
-            let away = pod(&[], &apart(&[term("x", "zone", more)]));
+            let away = pod(&[], &anti_affinity_rules(&[affinity_term("x", "zone", more)]));
             assert_eq!(cluster.allowed(&away).is_empty(), selected || unsure, "{namespace} by {more:?}");
         }
     }
@@ -152,9 +159,9 @@ fn a_pod_is_not_first_if_another_may_match() {
     let mut cluster = two_zones();
     cluster.namespaces.insert("default".to_owned(), labels(&[("team", "red")]));
     let more = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
-    let member = pod(&[("app", "x")], &near(&[term("x", "zone", more)]));
+    let member = pod(&[("app", "x")], &affinity_rules(&[affinity_term("x", "zone", more)]));
     assert_eq!(cluster.allowed(&member).len(), 4);
-    cluster.pods.push(pod(&[("app", "x")], "{}").of("unknown").on("node1"));
+    cluster.pods.push(pod(&[("app", "x")], "{}").in_namespace("unknown").on_node("node1"));
     assert!(cluster.allowed(&member).is_empty());
 }
 
@@ -162,17 +169,21 @@ fn a_pod_is_not_first_if_another_may_match() {
 fn one_more_pod_goes_to_the_zone_with_fewer() {
     // "Example: one topology spread constraint": three pods on node1, node2 and node3.
     let mut cluster = two_zones();
-    cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
-    let mypod = pod(FOO, &spreads(&[spread("zone", "")]));
+    cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO, "{}").on_node(node)).into();
+    let mypod = pod(FOO, &spread_rules(&[spread_constraint("zone", "")]));
     assert_eq!(cluster.allowed(&mypod), ["node3", "node4"]);
     assert_eq!(cluster.verdicts(&mypod)[0], Err(Conflict::Spread { topology_key: "zone".to_owned(), max_skew: 1 }));
-    let two = spread("zone", "").replace(r#""maxSkew": 1"#, r#""maxSkew": 2"#);
-    assert_eq!(cluster.allowed(&pod(FOO, &spreads(&[two]))).len(), 4);
-    let soft = spread("zone", "").replace("DoNotSchedule", "ScheduleAnyway");
-    assert_eq!(cluster.allowed(&pod(FOO, &spreads(&[soft]))).len(), 4);
-    assert_eq!(cluster.allowed(&pod(&[], &spreads(&[spread("zone", "")]))).len(), 4, "the pod does not count itself");
+    let two = spread_constraint("zone", "").replace(r#""maxSkew": 1"#, r#""maxSkew": 2"#);
+    assert_eq!(cluster.allowed(&pod(FOO, &spread_rules(&[two]))).len(), 4);
+    let soft = spread_constraint("zone", "").replace("DoNotSchedule", "ScheduleAnyway");
+    assert_eq!(cluster.allowed(&pod(FOO, &spread_rules(&[soft]))).len(), 4);
+    assert_eq!(
+        cluster.allowed(&pod(&[], &spread_rules(&[spread_constraint("zone", "")]))).len(),
+        4,
+        "the pod does not count itself"
+    );
     // "Example: multiple topology spread constraints".
-    let mypod = pod(FOO, &spreads(&[spread("zone", ""), spread(HOST, "")]));
+    let mypod = pod(FOO, &spread_rules(&[spread_constraint("zone", ""), spread_constraint(HOST, "")]));
     assert_eq!(cluster.allowed(&mypod), ["node4"]);
 }
 
@@ -180,15 +191,15 @@ fn one_more_pod_goes_to_the_zone_with_fewer() {
 fn constraints_can_exclude_each_other() {
     // "Example: conflicting topology spread constraints": two zones, three nodes.
     let mut cluster = cluster(&[("node1", "zoneA"), ("node2", "zoneA"), ("node3", "zoneB")]);
-    cluster.pods = ["node1", "node1", "node2", "node3", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
-    let mypod = pod(FOO, &spreads(&[spread("zone", ""), spread(HOST, "")]));
+    cluster.pods = ["node1", "node1", "node2", "node3", "node3"].map(|node| pod(FOO, "{}").on_node(node)).into();
+    let mypod = pod(FOO, &spread_rules(&[spread_constraint("zone", ""), spread_constraint(HOST, "")]));
     assert!(cluster.allowed(&mypod).is_empty());
 }
 
 #[test]
 fn three_zones_fill_evenly() {
     let mut cluster = cluster(&[("n1", "a"), ("n2", "b"), ("n3", "c")]);
-    let replica = pod(FOO, &spreads(&[spread("zone", "")]));
+    let replica = pod(FOO, &spread_rules(&[spread_constraint("zone", "")]));
     let placed: Vec<_> = (0..9).filter_map(|_| cluster.place(&replica)).collect();
     assert_eq!(placed, ["n1", "n2", "n3", "n1", "n2", "n3", "n1", "n2", "n3"]);
 }
@@ -199,29 +210,29 @@ fn node_affinity_excludes_zones_unless_the_policy_ignores_it() {
     // count as the emptiest zone.
     let mut cluster = two_zones();
     cluster.nodes.push(node("node5", "zoneC"));
-    cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
+    cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO, "{}").on_node(node)).into();
     let not_c = r#"{"affinity": [{"matchExpressions": [{"key": "zone", "operator": "NotIn", "values": ["zoneC"]}]}]}"#;
-    let mut mypod = pod(FOO, &spreads(&[spread("zone", "")]));
+    let mut mypod = pod(FOO, &spread_rules(&[spread_constraint("zone", "")]));
     mypod.pod = serde_json::from_str(not_c).expect("a pod");
     assert_eq!(cluster.allowed(&mypod), ["node3", "node4", "node5"], "this check ignores node affinity");
-    mypod.rules = pod(FOO, &spreads(&[spread("zone", r#", "nodeAffinityPolicy": "Ignore""#)])).rules;
+    mypod.rules = pod(FOO, &spread_rules(&[spread_constraint("zone", r#", "nodeAffinityPolicy": "Ignore""#)])).rules;
     assert_eq!(cluster.allowed(&mypod), ["node5"]);
     // A node selector is part of node affinity.
     mypod.pod = Pod { node_selector: labels(&[("zone", "zoneA")]), ..Pod::default() };
-    mypod.rules = pod(FOO, &spreads(&[spread("zone", "")])).rules;
+    mypod.rules = pod(FOO, &spread_rules(&[spread_constraint("zone", "")])).rules;
     assert_eq!(cluster.allowed(&mypod), ["node1", "node2", "node3", "node4", "node5"]);
 }
 
 #[test]
 fn taints_exclude_zones_if_the_policy_honors_them() {
     let mut cluster = two_zones();
-    cluster.pods = vec![pod(FOO, "{}").on("node1")];
+    cluster.pods = vec![pod(FOO, "{}").on_node("node1")];
     for node in &mut cluster.nodes[2..] {
         node.taints = vec![taint("gpu")];
     }
-    let mut mypod = pod(FOO, &spreads(&[spread("zone", "")]));
+    let mut mypod = pod(FOO, &spread_rules(&[spread_constraint("zone", "")]));
     assert_eq!(cluster.allowed(&mypod), ["node3", "node4"], "taints are ignored by default");
-    mypod.rules = pod(FOO, &spreads(&[spread("zone", r#", "nodeTaintsPolicy": "Honor""#)])).rules;
+    mypod.rules = pod(FOO, &spread_rules(&[spread_constraint("zone", r#", "nodeTaintsPolicy": "Honor""#)])).rules;
     assert_eq!(cluster.allowed(&mypod).len(), 4);
     mypod.pod = serde_json::from_str(r#"{"tolerations": [{"key": "gpu", "operator": "Exists"}]}"#).expect("a pod");
     assert_eq!(cluster.allowed(&mypod), ["node3", "node4"]);
@@ -230,8 +241,8 @@ fn taints_exclude_zones_if_the_policy_honors_them() {
 #[test]
 fn fewer_domains_than_the_minimum_count_as_empty_ones() {
     let mut cluster = two_zones();
-    cluster.pods = ["node1", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
-    let with = |more: &str| pod(FOO, &spreads(&[spread("zone", more)]));
+    cluster.pods = ["node1", "node3"].map(|node| pod(FOO, "{}").on_node(node)).into();
+    let with = |more: &str| pod(FOO, &spread_rules(&[spread_constraint("zone", more)]));
     assert_eq!(cluster.allowed(&with("")).len(), 4);
     assert_eq!(cluster.allowed(&with(r#", "minDomains": 2"#)).len(), 4);
     assert!(cluster.allowed(&with(r#", "minDomains": 3"#)).is_empty());
@@ -239,23 +250,23 @@ fn fewer_domains_than_the_minimum_count_as_empty_ones() {
 
 #[test]
 fn spread_counts_only_running_pods_of_the_namespace_on_nodes_with_all_keys() {
-    let replica = pod(FOO, &spreads(&[spread("zone", ""), spread("rack", "")]));
+    let replica = pod(FOO, &spread_rules(&[spread_constraint("zone", ""), spread_constraint("rack", "")]));
     let mut cluster = two_zones();
     for node in &mut cluster.nodes {
         node.labels.insert("rack".to_owned(), "r".to_owned() + &node.name);
     }
-    cluster.pods = vec![pod(FOO, "{}").on("node1")];
+    cluster.pods = vec![pod(FOO, "{}").on_node("node1")];
     assert_eq!(cluster.allowed(&replica), ["node3", "node4"]);
     for (pod, why) in [
-        (pod(FOO, "{}").on("node1").terminating(), "the pod terminates"),
-        (pod(FOO, "{}").on("node1").of("other"), "the pod is in another namespace"),
-        (pod(&[], "{}").on("node1"), "the pod has other labels"),
-        (pod(FOO, "{}").on("gone"), "the node does not exist"),
+        (pod(FOO, "{}").on_node("node1").terminating(), "the pod terminates"),
+        (pod(FOO, "{}").on_node("node1").in_namespace("other"), "the pod is in another namespace"),
+        (pod(&[], "{}").on_node("node1"), "the pod has other labels"),
+        (pod(FOO, "{}").on_node("gone"), "the node does not exist"),
     ] {
         cluster.pods = vec![pod];
         assert_eq!(cluster.allowed(&replica).len(), 4, "{why}");
     }
-    cluster.pods = vec![pod(FOO, "{}").on("node1")];
+    cluster.pods = vec![pod(FOO, "{}").on_node("node1")];
     cluster.nodes[0].labels.remove("rack");
     assert_eq!(cluster.allowed(&replica), ["node2", "node3", "node4"], "node1 is in no domain of either key");
     assert_eq!(cluster.verdicts(&replica)[0], Err(Conflict::NoTopologyKey { topology_key: "rack".to_owned() }));
@@ -265,8 +276,8 @@ fn spread_counts_only_running_pods_of_the_namespace_on_nodes_with_all_keys() {
 fn match_label_keys_separate_revisions() {
     let mut cluster = two_zones();
     let revision = |hash: &'static str| [("foo", "bar"), ("pod-template-hash", hash)];
-    cluster.pods = vec![pod(&revision("old"), "{}").on("node1")];
-    let by_revision = spreads(&[spread("zone", r#", "matchLabelKeys": ["pod-template-hash"]"#)]);
+    cluster.pods = vec![pod(&revision("old"), "{}").on_node("node1")];
+    let by_revision = spread_rules(&[spread_constraint("zone", r#", "matchLabelKeys": ["pod-template-hash"]"#)]);
     assert_eq!(cluster.allowed(&pod(&revision("new"), &by_revision)).len(), 4);
     assert_eq!(cluster.allowed(&pod(&revision("old"), &by_revision)), ["node3", "node4"]);
     assert_eq!(cluster.allowed(&pod(FOO, &by_revision)), ["node3", "node4"], "a key that it does not have is ignored");
@@ -275,7 +286,7 @@ fn match_label_keys_separate_revisions() {
 #[test]
 fn a_missing_selector_and_an_unknown_operator_select_nothing() {
     let mut cluster = two_zones();
-    cluster.pods = vec![pod(FOO, "{}").on("node1")];
+    cluster.pods = vec![pod(FOO, "{}").on_node("node1")];
     let anti = |selector: &str| pod(FOO, &format!(r#"{{"antiAffinity": [{{{selector}"topologyKey": "zone"}}]}}"#));
     let with = |one: &str| anti(&format!(r#""labelSelector": {{"matchExpressions": [{one}]}}, "#));
     for (nodes, subject) in [
@@ -315,7 +326,7 @@ fn host_ports_conflict_on_one_address_or_on_all() {
         (false, with("", "TCP", 8081), with("", "TCP", 8080)),
         (false, with("", "TCP", 0), with("", "TCP", 0)),
     ] {
-        cluster.pods = vec![there.terminating().on("n1")];
+        cluster.pods = vec![there.terminating().on_node("n1")];
         let expected = if conflict { Err(Conflict::HostPort(8080)) } else { Ok(()) };
         assert_eq!(cluster.verdicts(&mine), [expected, Ok(())], "{:?} {:?}", cluster.pods[0].rules, mine.rules);
     }
@@ -357,7 +368,7 @@ fn permanent_conflicts_are_reported_first() {
     }
     let mut cluster = cluster(&[("n1", "a")]);
     let rules = r#"{"ports": [{"port": 80}], "affinity": [{"topologyKey": "rack"}]}"#;
-    cluster.pods = vec![pod(&[], rules).on("n1")];
+    cluster.pods = vec![pod(&[], rules).on_node("n1")];
     let subject = pod(&[], rules);
     assert_eq!(cluster.verdicts(&subject), [Err(Conflict::NoTopologyKey { topology_key: "rack".to_owned() })]);
 }
@@ -365,7 +376,7 @@ fn permanent_conflicts_are_reported_first() {
 #[test]
 fn a_pod_without_rules_reads_no_nodes_and_only_repelling_pods() {
     let subject = pod(FOO, "{}");
-    let other = pod(&[], &apart(&[term("somebody", "zone", "")]));
+    let other = pod(&[], &anti_affinity_rules(&[affinity_term("somebody", "zone", "")]));
     let repelling = Neighbour {
         namespace: &other.namespace,
         labels: &other.labels,
@@ -382,10 +393,10 @@ fn a_pod_without_rules_reads_no_nodes_and_only_repelling_pods() {
 #[test]
 fn the_limit_bounds_the_cost_of_too_many_rules() {
     let selector = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
-    let terms: Vec<_> = (0..MAX_REQUIREMENTS).map(|_| term("x", "zone", selector)).collect();
-    let large = pod(&[("app", "x")], &apart(&terms));
-    let keys: Vec<_> = (0..300).map(|index| spread(&format!("key{index}"), "")).collect();
-    let wide = pod(FOO, &spreads(&keys));
+    let terms: Vec<_> = (0..MAX_REQUIREMENTS).map(|_| affinity_term("x", "zone", selector)).collect();
+    let large = pod(&[("app", "x")], &anti_affinity_rules(&terms));
+    let keys: Vec<_> = (0..300).map(|index| spread_constraint(&format!("key{index}"), "")).collect();
+    let wide = pod(FOO, &spread_rules(&keys));
     let cluster = two_zones();
     for subject in [&large, &wide] {
         assert!(subject.rules.are_too_many());
@@ -395,7 +406,7 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
         let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
         let _ = NodeChecker::new(subject.as_subject(), nodes, all(), all(), |_| None);
     }
-    assert!(!pod(FOO, &spreads(&keys[..80])).rules.are_too_many());
+    assert!(!pod(FOO, &spread_rules(&keys[..80])).rules.are_too_many());
     // A running pod can also have too many rules. Only rules up to the limit count.
     let requested = Cell::new(0);
     let (rules, labels) = (Rules::default(), labels(&[("app", "x")]));

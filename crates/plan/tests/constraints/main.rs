@@ -61,7 +61,7 @@ impl Cluster {
     /// Places the pod on the first node that it may run on. Returns the name of the node.
     fn place(&mut self, pod: &TestPod) -> Option<String> {
         let node = (*self.allowed(pod).first()?).to_owned();
-        self.pods.push(pod.clone().on(&node));
+        self.pods.push(pod.clone().on_node(&node));
         Some(node)
     }
 }
@@ -72,12 +72,12 @@ impl TestPod {
         Subject { namespace, labels, rules, pod, volumes }
     }
 
-    fn on(mut self, node: &str) -> Self {
+    fn on_node(mut self, node: &str) -> Self {
         node.clone_into(&mut self.node);
         self
     }
 
-    fn of(mut self, namespace: &str) -> Self {
+    fn in_namespace(mut self, namespace: &str) -> Self {
         namespace.clone_into(&mut self.namespace);
         self
     }

@@ -44,7 +44,7 @@ fn selector() -> impl Strategy<Value = LabelSelector> {
         .prop_map(|(match_labels, match_expressions)| LabelSelector { match_labels, match_expressions })
 }
 
-fn term() -> impl Strategy<Value = PodAffinityTerm> {
+fn affinity_term() -> impl Strategy<Value = PodAffinityTerm> {
     let namespaces = prop_oneof![2 => Just(Vec::new()), 1 => vec(text(&["one", "two", "three"]), 1..=2)];
     let namespace_selector = prop_oneof![2 => Just(None), 1 => selector().prop_map(Some)];
     (option::weighted(0.9, selector()), namespaces, namespace_selector, text(&KEYS)).prop_map(
@@ -61,7 +61,7 @@ fn policy() -> impl Strategy<Value = Option<NodePolicy>> {
     select(vec![None, Some(NodePolicy::Honor), Some(NodePolicy::Ignore)])
 }
 
-fn spread() -> impl Strategy<Value = SpreadConstraint> {
+fn spread_constraint() -> impl Strategy<Value = SpreadConstraint> {
     let hard = WhenUnsatisfiable::DoNotSchedule;
     let when = select(vec![hard, hard, hard, WhenUnsatisfiable::ScheduleAnyway, WhenUnsatisfiable::Unknown]);
     let keys = prop_oneof![3 => Just(Vec::new()), 1 => vec(text(&["rev"]), 1)];
@@ -82,7 +82,7 @@ fn spread() -> impl Strategy<Value = SpreadConstraint> {
     )
 }
 
-fn port() -> impl Strategy<Value = HostPort> {
+fn host_port() -> impl Strategy<Value = HostPort> {
     (text(&["", "0.0.0.0", "10.0.0.1", "10.0.0.2"]), text(&["", "TCP", "UDP"]), 0..=2_u16)
         .prop_map(|(ip, protocol, port)| HostPort { ip, protocol, port })
 }
@@ -95,11 +95,11 @@ fn some_of<T: std::fmt::Debug + Clone + 'static>(
 }
 
 fn rules() -> impl Strategy<Value = Rules> {
-    (some_of(term()), some_of(term()), some_of(spread()), some_of(port()))
+    (some_of(affinity_term()), some_of(affinity_term()), some_of(spread_constraint()), some_of(host_port()))
         .prop_map(|(affinity, anti_affinity, spread, ports)| Rules { affinity, anti_affinity, spread, ports })
 }
 
-fn terms() -> impl Strategy<Value = Vec<NodeSelectorTerm>> {
+fn selector_terms() -> impl Strategy<Value = Vec<NodeSelectorTerm>> {
     let term = vec(requirement(&["zone", "rack"]), 0..=1)
         .prop_map(|match_expressions| NodeSelectorTerm { match_expressions, match_fields: Vec::new() });
     some_of(term)
@@ -111,12 +111,12 @@ fn pod() -> impl Strategy<Value = TestPod> {
         Just(vec![Toleration { operator: "Exists".to_owned(), ..Toleration::default() }])
     ];
     let place = text(&["n0", "n1", "n2", "n3", "n4", "nowhere"]);
-    let volumes = prop_oneof![4 => Just(Vec::new()), 1 => vec(terms(), 1..=2)];
+    let volumes = prop_oneof![4 => Just(Vec::new()), 1 => vec(selector_terms(), 1..=2)];
     (
         text(&["one", "one", "one", "two", "three"]),
         some_labels(),
         rules(),
-        terms(),
+        selector_terms(),
         tolerations,
         volumes,
         prop::bool::weighted(0.2),

@@ -39,13 +39,13 @@ async fn wait_unhealthy(plugin: &mut Plugin, uuid: &str, since: Instant) -> Resu
     let units = plugin.endpoint().devices.iter().filter(|device| gpu(&device.id) == uuid).count();
     ensure!(units > 0, "no devices of {uuid}");
     let all = |endpoint: &Endpoint| unhealthy(endpoint, uuid).0 == units;
-    let endpoint = plugin.has("the unhealthy GPU", all).await?;
+    let endpoint = plugin.wait_for_endpoint("the unhealthy GPU", all).await?;
     Ok((since.elapsed(), endpoint))
 }
 
 /// Waits until all devices are healthy. Returns how long that took, in milliseconds.
 async fn wait_recovered(plugin: &mut Plugin, since: Instant) -> Result<f64> {
-    plugin.served().await?;
+    plugin.wait_until_served().await?;
     Ok(milliseconds(since.elapsed()))
 }
 
@@ -95,7 +95,7 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
     plugin.kubelet.stop();
     plugin.kubelet.run().context("kubelet.sock")?;
     let rest = |endpoint: &Endpoint| endpoint.devices.len() == total && endpoint.healthy().len() == good;
-    let endpoint = plugin.has("the other GPUs after a restart of the kubelet", rest).await?;
+    let endpoint = plugin.wait_for_endpoint("the other GPUs after a restart of the kubelet", rest).await?;
     let label = "healthy devices, the kubelet having restarted";
     report.add(Figure::new(CASE, format!("GPU lost: {label}"), count(endpoint.healthy().len()), "").published(0.0));
     let before = plugin.kubelet.state().borrow().registrations.len();

@@ -8,7 +8,7 @@ use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use tonic::Status;
 use tonic::transport::Channel;
 
-use super::occupancy::{Churn, fits_on_one, gpu, random_free, spread};
+use super::occupancy::{Churn, count_gpus, fits_on_one, gpu, random_free};
 use super::process::{DEADLINE, Launcher, Plugin, memory as memory_of, read_load};
 use super::report::{Figure, Report, Sorted};
 
@@ -45,7 +45,7 @@ pub(super) async fn starts(launcher: &Launcher, times: usize, report: &mut Repor
         ("exec → first ListAndWatch", lists, (10.4, 11.4), None),
         ("SIGTERM → exit", exits, (8.3, 18.0), None),
     ] {
-        let sorted = Sorted::of(durations);
+        let sorted = Sorted::new(durations);
         report.add(
             Figure::new(CASE, format!("{what}, p50"), sorted.quantile(0.5), "ms").published(published.0).at_most(goal),
         );
@@ -95,7 +95,7 @@ pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -
 }
 
 /// Measures the duration of sequential calls. `check` checks each answer.
-async fn timed<T, F: Future<Output = Result<T, Status>>>(
+async fn measure_calls<T, F: Future<Output = Result<T, Status>>>(
     times: usize,
     mut call: impl FnMut(usize) -> F,
     mut check: impl FnMut(usize, T) -> Result<()>,
@@ -119,11 +119,11 @@ async fn timed<T, F: Future<Output = Result<T, Status>>>(
             durations.push(took);
         }
     }
-    Ok(Sorted::of(durations))
+    Ok(Sorted::new(durations))
 }
 
 /// Adds the median and the 99th percentile of a latency to the report.
-fn latency(
+fn add_latency(
     case: &'static str,
     what: &str,
     sorted: &Sorted,
@@ -174,7 +174,7 @@ pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut
     let mut rng = fastrand::Rng::with_seed(seed);
     let client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
 
-    let floor = timed(
+    let floor = measure_calls(
         times,
         |_| {
             let mut client = client.clone();
@@ -183,7 +183,7 @@ pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut
         |_, _| Ok(()),
     )
     .await?;
-    latency(CALLS_CASE, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
+    add_latency(CALLS_CASE, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
     allocate_calls(&client, &all, times, &mut rng, report).await?;
     preferred_calls(&client, &all, times, &mut rng, report).await
 }
@@ -206,7 +206,7 @@ async fn allocate_calls(
                 allocate_request(&ids)
             })
             .collect();
-        let sorted = timed(
+        let sorted = measure_calls(
             times,
             |number| {
                 let (mut client, request) = (client.clone(), requests[number].clone());
@@ -221,7 +221,7 @@ async fn allocate_calls(
         .await?;
         let what =
             if units == 1 { "Allocate, 1 unit".to_owned() } else { format!("Allocate, {units} units of one GPU") };
-        latency(CALLS_CASE, &what, &sorted, published, goals, report);
+        add_latency(CALLS_CASE, &what, &sorted, published, goals, report);
     }
     Ok(())
 }
@@ -246,7 +246,7 @@ async fn preferred_calls(
         let requests = requests.collect::<Result<Vec<_>>>()?;
         let mut answers = std::collections::BTreeSet::new();
         let mut split = 0;
-        let sorted = timed(
+        let sorted = measure_calls(
             times,
             |number| {
                 let (mut client, request) = (client.clone(), requests[number].clone());
@@ -255,14 +255,14 @@ async fn preferred_calls(
             |_, answer| {
                 let ids = only_answer(answer.into_inner())?;
                 ensure!(ids.len() == units, "{} devices preferred for {units}", ids.len());
-                split += usize::from(spread(ids.iter().map(String::as_str)) > 1);
+                split += usize::from(count_gpus(ids.iter().map(String::as_str)) > 1);
                 answers.insert(ids);
                 Ok(())
             },
         )
         .await?;
         let what = format!("GetPreferredAllocation, {units} of {}", all.len());
-        latency(CALLS_CASE, &what, &sorted, published, (goal, None), report);
+        add_latency(CALLS_CASE, &what, &sorted, published, (goal, None), report);
         let different = count(answers.len().saturating_sub(1));
         report.add(Figure::new(CALLS_CASE, format!("{what}, answers that differ"), different, "").at_most(0.0));
         // The published figure is for the policy `packed`; the policy `distributed` splits each
@@ -273,8 +273,8 @@ async fn preferred_calls(
 }
 
 /// Number of GPUs, and a label with the GPUs and shares of a plugin.
-fn shape(all: &[&str]) -> (usize, String) {
-    let gpus = spread(all.iter().copied());
+fn describe_plugin(all: &[&str]) -> (usize, String) {
+    let gpus = count_gpus(all.iter().copied());
     (gpus, format!("{gpus} GPUs × {}", all.len() / gpus.max(1)))
 }
 
@@ -305,7 +305,7 @@ pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, 
     const UNITS: usize = 5;
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy();
-    let (gpus, shape) = shape(&all);
+    let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut rng = fastrand::Rng::with_seed(seed);
     let (mut could, mut split) = (0, 0);
@@ -316,7 +316,7 @@ pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, 
         }
         could += 1;
         let ids = preferred(&mut client, &free, UNITS).await?;
-        split += usize::from(spread(ids.iter().map(String::as_str)) > 1);
+        split += usize::from(count_gpus(ids.iter().map(String::as_str)) > 1);
     }
     let label = format!("{shape}, random occupancy, {could} states with room on one GPU: 5 units split");
     let percent = 100.0 * count(split) / count(could).max(1.0);
@@ -330,7 +330,7 @@ pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &
     const CASE: &str = "splits";
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy();
-    let (gpus, shape) = shape(&all);
+    let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut churn = Churn::new(&all, seed);
     // Counts for pods of 2 and of 5 units: placed, split, split although one GPU could serve it,
@@ -341,7 +341,7 @@ pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &
         let ids = preferred(&mut client, &free, units).await?;
         ensure!(churn.place(&ids), "a device was preferred that is not free: {ids:?}");
         let texts: Vec<&str> = ids.iter().map(String::as_str).collect();
-        let is_split = spread(texts.iter().copied()) > 1;
+        let is_split = count_gpus(texts.iter().copied()) > 1;
         let granted = client.allocate(allocate_request(&texts)).await;
         if !is_split {
             granted.with_context(|| format!("Allocate refused {ids:?}"))?;
@@ -400,14 +400,14 @@ pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Rep
         let before = plugin.kubelet.state().borrow().registrations.len();
         plugin.kubelet.stop();
         let created = plugin.kubelet.run().context("kubelet.sock")?;
-        plugin.served().await?;
+        plugin.wait_until_served().await?;
         let resource = plugin.resource.clone();
         let seen = plugin.kubelet.state().borrow().clone();
         let registered = seen.registrations[before..].iter().find(|r| r.request.resource_name == resource);
         durations.push(registered.context("no registration")?.at.duration_since(created));
     }
     let slow = durations.iter().filter(|duration| **duration >= Duration::from_millis(50)).count();
-    let sorted = Sorted::of(durations);
+    let sorted = Sorted::new(durations);
     let label = format!("kubelet.sock replaced {times} times → Register");
     report.add(Figure::new(CASE, format!("{label}, p50"), sorted.quantile(0.5), "ms").published(4.0));
     report.add(Figure::new(CASE, format!("{label}, max"), sorted.quantile(1.0), "ms").published(1000.0).at_most(50.0));
@@ -423,7 +423,7 @@ pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<
     plugin.kubelet.stop();
     plugin.kubelet.refuse(1);
     plugin.kubelet.run().context("kubelet.sock")?;
-    plugin.served().await?;
+    plugin.wait_until_served().await?;
     let seen = plugin.kubelet.state().borrow().clone();
     let of_resource = seen.registrations[before..].iter().filter(|r| r.request.resource_name == plugin.resource);
     let at: Vec<Instant> = of_resource.map(|r| r.at).collect();

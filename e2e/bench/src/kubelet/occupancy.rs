@@ -7,7 +7,7 @@ pub(super) fn gpu(id: &str) -> &str {
 }
 
 /// Number of GPUs to which these shares belong.
-pub(super) fn spread<'a>(ids: impl IntoIterator<Item = &'a str>) -> usize {
+pub(super) fn count_gpus<'a>(ids: impl IntoIterator<Item = &'a str>) -> usize {
     ids.into_iter().map(gpu).collect::<BTreeSet<_>>().len()
 }
 
@@ -114,8 +114,8 @@ mod tests {
         let free = ["a::0", "b::0", "a::1", "b::7"];
         assert!(fits_on_one(&free, 2));
         assert!(!fits_on_one(&free, 3));
-        assert_eq!(spread(free), 2);
-        assert_eq!(spread(["a::0", "a::1"]), 1);
+        assert_eq!(count_gpus(free), 2);
+        assert_eq!(count_gpus(["a::0", "a::1"]), 1);
     }
 
     #[test]

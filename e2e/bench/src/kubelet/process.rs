@@ -133,7 +133,7 @@ impl Launcher {
             _pods: pod_resources,
             _directory: directory,
         };
-        plugin.served().await?;
+        plugin.wait_until_served().await?;
         Ok(plugin)
     }
 }
@@ -155,7 +155,7 @@ impl Plugin {
     }
 
     /// Waits until the kubelet has devices of the resource, and all of them are healthy.
-    pub(super) async fn served(&mut self) -> Result<FakeKubeletState> {
+    pub(super) async fn wait_until_served(&mut self) -> Result<FakeKubeletState> {
         let resource = self.resource.clone();
         let all =
             |endpoint: &Endpoint| !endpoint.devices.is_empty() && endpoint.healthy().len() == endpoint.devices.len();
@@ -164,7 +164,11 @@ impl Plugin {
     }
 
     /// Waits until the resource's endpoint meets a condition, and returns the endpoint.
-    pub(super) async fn has(&mut self, what: &str, mut condition: impl FnMut(&Endpoint) -> bool) -> Result<Endpoint> {
+    pub(super) async fn wait_for_endpoint(
+        &mut self,
+        what: &str,
+        mut condition: impl FnMut(&Endpoint) -> bool,
+    ) -> Result<Endpoint> {
         let resource = self.resource.clone();
         let mut seen =
             self.wait_for_kubelet(what, |seen| seen.endpoints.get(&resource).is_some_and(&mut condition)).await?;

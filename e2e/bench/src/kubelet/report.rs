@@ -56,7 +56,7 @@ impl Report {
 }
 
 /// Formats a figure. Larger values have fewer decimal places.
-fn number(value: f64) -> String {
+fn format_number(value: f64) -> String {
     if value.is_infinite() {
         "never".to_owned()
     } else if value.fract() == 0.0 || value.abs() >= 1000.0 {
@@ -79,14 +79,14 @@ impl fmt::Display for Report {
                 case = figure.case;
                 writeln!(f, "{case}")?;
             }
-            let or_dash = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), number);
+            let or_dash = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), format_number);
             let missed = if figure.met == Some(false) { "  missed" } else { "" };
-            let goal = figure.goal.map_or_else(|| "-".to_owned(), |goal| format!("≤ {}", number(goal)));
+            let goal = figure.goal.map_or_else(|| "-".to_owned(), |goal| format!("≤ {}", format_number(goal)));
             writeln!(
                 f,
                 "{:width$}  {:>10} {:>10} {:>10}  {}{missed}",
                 figure.what,
-                number(figure.measured),
+                format_number(figure.measured),
                 or_dash(figure.published),
                 goal,
                 figure.unit
@@ -101,7 +101,7 @@ pub(super) struct Sorted(Vec<f64>);
 
 impl Sorted {
     /// Sorts durations, in milliseconds.
-    pub(super) fn of(durations: impl IntoIterator<Item = std::time::Duration>) -> Self {
+    pub(super) fn new(durations: impl IntoIterator<Item = std::time::Duration>) -> Self {
         let mut values: Vec<f64> = durations.into_iter().map(|duration| duration.as_secs_f64() * 1e3).collect();
         values.sort_by(f64::total_cmp);
         Self(values)
@@ -127,10 +127,10 @@ mod tests {
 
     #[test]
     fn quantiles_are_ranks() {
-        let sorted = Sorted::of([3, 1, 2, 4].map(std::time::Duration::from_millis));
-        let shown = [0.0, 0.25, 0.5, 0.99, 1.0].map(|part| number(sorted.quantile(part)));
+        let sorted = Sorted::new([3, 1, 2, 4].map(std::time::Duration::from_millis));
+        let shown = [0.0, 0.25, 0.5, 0.99, 1.0].map(|part| format_number(sorted.quantile(part)));
         assert_eq!(shown, ["1", "1", "2", "4", "4"]);
-        assert_eq!(number(Sorted::of([]).quantile(0.5)), "0");
+        assert_eq!(format_number(Sorted::new([]).quantile(0.5)), "0");
     }
 
     #[test]

@@ -41,9 +41,9 @@ pub(super) struct Cluster<S: Score> {
 /// How pods without GPUs are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum WithoutGpus {
-    /// By the policy, as the published policies do.
+    /// The placement policy under test places them too, as the published policies do.
     Policy,
-    /// As the default scheduler places them: on the node with the most free CPU and memory.
+    /// The node with the most free CPU and memory gets them, as with the default scheduler.
     Scheduler,
 }
 

@@ -7,7 +7,7 @@ use cleave_plan::placement::{Demand, Node, Rank, Score, remaining};
 use super::random::Rng;
 
 /// CPU and GPU that a choice leaves free on the node, with equal weights.
-fn spread(node: &Node, demand: &Demand) -> f64 {
+fn free_capacity(node: &Node, demand: &Demand) -> f64 {
     let cpu = f64::from(u32::try_from(node.cpu - demand.cpu).unwrap_or(u32::MAX));
     0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
 }
@@ -22,7 +22,7 @@ impl Score for BestFit {
     fn precompute(&self, _: &Node) {}
 
     fn rank(&self, node: &Node, (): &(), demand: &Demand, way: Option<usize>) -> Rank {
-        Rank { score: 0.0, spread: spread(node, demand), left: remaining(node, demand, way) }
+        Rank { score: 0.0, spread: free_capacity(node, demand), left: remaining(node, demand, way) }
     }
 }
 
@@ -70,7 +70,7 @@ impl Score for Fgd {
         }
         let fall = before - self.fragment(&node.model, node.cpu - demand.cpu, &gpus);
         let score = (100.0 / (1.0 + (-fall / 1000.0).exp())).trunc();
-        Rank { score, spread: spread(node, demand), left: remaining(node, demand, way) }
+        Rank { score, spread: free_capacity(node, demand), left: remaining(node, demand, way) }
     }
 }
 

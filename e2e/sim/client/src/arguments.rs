@@ -113,12 +113,12 @@ impl std::str::FromStr for Seconds {
     }
 }
 
-/// A duration.
+/// How long a step of the program lasts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Span {
-    /// For this duration.
+    /// The step ends after this time.
     For(Duration),
-    /// Until a signal arrives.
+    /// The step ends when a signal arrives.
     Forever,
 }
 

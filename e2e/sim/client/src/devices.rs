@@ -137,7 +137,7 @@ mod tests {
         given.visible(&state).iter().map(index).collect()
     }
 
-    fn given(container: Option<&str>, nodes: &[u32], program: Option<&str>) -> DeviceSelection {
+    fn device_selection(container: Option<&str>, nodes: &[u32], program: Option<&str>) -> DeviceSelection {
         DeviceSelection {
             container: container.map(str::to_owned),
             nodes: nodes.to_vec(),
@@ -148,23 +148,23 @@ mod tests {
     #[test]
     fn a_program_sees_the_devices_of_its_container() {
         let second = state().gpus[1].uuid.clone();
-        assert_eq!(indices(&given(None, &[], None)), [] as [u32; 0]);
-        assert_eq!(indices(&given(Some("none"), &[], Some("0"))), [] as [u32; 0]);
-        assert_eq!(indices(&given(Some("void"), &[], None)), [] as [u32; 0]);
-        assert_eq!(indices(&given(Some("all"), &[], None)), [0, 1]);
-        assert_eq!(indices(&given(Some(&second), &[], None)), [1]);
-        assert_eq!(indices(&given(Some("void"), &[1], None)), [1]);
-        assert_eq!(indices(&given(None, &[1], None)), [1]);
+        assert_eq!(indices(&device_selection(None, &[], None)), [] as [u32; 0]);
+        assert_eq!(indices(&device_selection(Some("none"), &[], Some("0"))), [] as [u32; 0]);
+        assert_eq!(indices(&device_selection(Some("void"), &[], None)), [] as [u32; 0]);
+        assert_eq!(indices(&device_selection(Some("all"), &[], None)), [0, 1]);
+        assert_eq!(indices(&device_selection(Some(&second), &[], None)), [1]);
+        assert_eq!(indices(&device_selection(Some("void"), &[1], None)), [1]);
+        assert_eq!(indices(&device_selection(None, &[1], None)), [1]);
     }
 
     #[test]
     fn a_program_selects_among_the_devices_of_its_container() {
         let second = state().gpus[1].uuid.clone();
-        assert_eq!(indices(&given(Some(&second), &[], Some("0"))), [1]);
-        assert_eq!(indices(&given(Some(&second), &[], Some("1"))), [] as [u32; 0]);
-        assert_eq!(indices(&given(Some("all"), &[], Some(&second))), [1]);
-        assert_eq!(indices(&given(None, &[], Some("1,0"))), [1, 0]);
-        assert_eq!(indices(&given(None, &[], Some(""))), [] as [u32; 0]);
+        assert_eq!(indices(&device_selection(Some(&second), &[], Some("0"))), [1]);
+        assert_eq!(indices(&device_selection(Some(&second), &[], Some("1"))), [] as [u32; 0]);
+        assert_eq!(indices(&device_selection(Some("all"), &[], Some(&second))), [1]);
+        assert_eq!(indices(&device_selection(None, &[], Some("1,0"))), [1, 0]);
+        assert_eq!(indices(&device_selection(None, &[], Some(""))), [] as [u32; 0]);
     }
 
     #[test]
@@ -173,9 +173,9 @@ mod tests {
         let offers = state.gpus.iter().map(|gpu| Device { uuid: gpu.uuid.clone(), sms: 132, memory: 0 });
         let offers: Vec<Device> = offers.take(1).collect();
         let first = offers[0].uuid.clone();
-        assert_eq!(given(Some(&first), &[], None).visible_of(&offers, None), offers);
-        assert_eq!(given(Some("GPU-other"), &[], None).visible_of(&offers, None), []);
-        assert_eq!(given(None, &[], None).visible_of(&offers, None), []);
-        assert_eq!(given(Some("void"), &[0], None).visible_of(&offers, None), offers);
+        assert_eq!(device_selection(Some(&first), &[], None).visible_of(&offers, None), offers);
+        assert_eq!(device_selection(Some("GPU-other"), &[], None).visible_of(&offers, None), []);
+        assert_eq!(device_selection(None, &[], None).visible_of(&offers, None), []);
+        assert_eq!(device_selection(Some("void"), &[0], None).visible_of(&offers, None), offers);
     }
 }

@@ -1,4 +1,4 @@
-//! A simulated CUDA program for the simulated MPS.
+//! Simulates a CUDA program that uses the simulated MPS. Tests start it as a tenant's program.
 
 mod arguments;
 mod cuda;

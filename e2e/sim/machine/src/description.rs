@@ -13,7 +13,7 @@ use crate::state::{ComputeMode, Driver, Gpu, Pci, State};
 pub struct Description {
     /// The machine's name; UUIDs are derived from it.
     pub name: String,
-    /// The driver.
+    /// Initial state and versions of the driver.
     #[serde(default)]
     pub driver: Driver,
     /// The GPUs, in the order of their indices.

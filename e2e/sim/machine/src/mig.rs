@@ -233,7 +233,7 @@ mod tests {
         model.gpu_profiles.iter().find(|p| p.name == name).unwrap().id
     }
 
-    fn at(start: u32, size: u32) -> Placement {
+    fn placement_at(start: u32, size: u32) -> Placement {
         Placement { start, size }
     }
 
@@ -273,13 +273,16 @@ mod tests {
     fn an_invalid_or_taken_placement_is_refused() {
         let (mut h100, model) = gpu("H100-80");
         let (three, four, two) = (id(model, "3g.40gb"), id(model, "4g.40gb"), id(model, "2g.20gb"));
-        assert_eq!(h100.create_gpu_instance(model, three, Some(at(2, 4))), Err(MigError::InvalidArgument));
-        assert_eq!(h100.create_gpu_instance(model, three, Some(at(4, 3))), Err(MigError::InvalidArgument));
+        assert_eq!(h100.create_gpu_instance(model, three, Some(placement_at(2, 4))), Err(MigError::InvalidArgument));
+        assert_eq!(h100.create_gpu_instance(model, three, Some(placement_at(4, 3))), Err(MigError::InvalidArgument));
         assert_eq!(h100.create_gpu_instance(model, 99, None), Err(MigError::InvalidArgument));
-        assert_eq!(h100.create_gpu_instance(model, three, Some(at(0, 4))), Ok(1));
+        assert_eq!(h100.create_gpu_instance(model, three, Some(placement_at(0, 4))), Ok(1));
         assert_eq!(h100.create_gpu_instance(model, four, None), Err(MigError::InsufficientResources));
-        assert_eq!(h100.create_gpu_instance(model, two, Some(at(2, 2))), Err(MigError::InsufficientResources));
-        assert_eq!(h100.create_gpu_instance(model, two, Some(at(4, 2))), Ok(5));
+        assert_eq!(
+            h100.create_gpu_instance(model, two, Some(placement_at(2, 2))),
+            Err(MigError::InsufficientResources)
+        );
+        assert_eq!(h100.create_gpu_instance(model, two, Some(placement_at(4, 2))), Ok(5));
         let one = model.gpu_profiles.iter().find(|p| p.name == "1g.10gb").unwrap();
         assert_eq!(h100.remaining_capacity(model, one), 1);
     }
@@ -314,7 +317,7 @@ mod tests {
         let ids: Vec<u32> = [three, three].map(|p| h100.create_compute_instance(model, gi, p, None).unwrap()).to_vec();
         assert_eq!(ids, [0, 1]);
         assert_eq!(h100.create_compute_instance(model, gi, two, None), Err(MigError::InsufficientResources));
-        assert_eq!(h100.create_compute_instance(model, gi, 0, Some(at(6, 1))), Ok(2));
+        assert_eq!(h100.create_compute_instance(model, gi, 0, Some(placement_at(6, 1))), Ok(2));
         h100.destroy_compute_instance(gi, 0, |_| false).unwrap();
         assert_eq!(h100.create_compute_instance(model, gi, two, None), Ok(0));
         let compute = &h100.instances[0].compute;

@@ -16,7 +16,7 @@ pub struct State {
     pub machine: String,
     /// Number of boots of the machine. A reboot destroys the contexts of earlier boots.
     pub boot: u64,
-    /// The driver.
+    /// State and versions of the driver.
     pub driver: Driver,
     /// The GPUs, in the order of their indices.
     pub gpus: Vec<Gpu>,
@@ -246,7 +246,7 @@ pub enum Effect {
 /// The device that a UUID names: a GPU that is not in MIG mode, or a MIG device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceRef<'a> {
-    /// The GPU.
+    /// The GPU with the UUID, or the GPU that contains the MIG device.
     pub gpu: &'a Gpu,
     /// The GPU's model.
     pub model: &'a Model,

@@ -166,18 +166,18 @@ fn print(text: &str) -> ExitCode {
 mod tests {
     use super::*;
 
-    fn parsed(line: &str) -> Request {
+    fn parse_line(line: &str) -> Request {
         parse(&line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
     }
 
     #[test]
     fn arguments_request_a_daemon_or_a_command() {
-        assert_eq!(parsed("-f -multiuser-server"), Request::Daemon { background: false, multi_user: true });
-        assert_eq!(parsed("-d"), Request::Daemon { background: true, multi_user: false });
-        assert_eq!(parsed(""), Request::Commands(None));
-        assert_eq!(parsed("shutdown_server 17 -f"), Request::Commands(Some("shutdown_server 17 -f".into())));
-        assert!(matches!(parsed("-d get_server_list"), Request::Invalid(_)));
-        assert!(matches!(parsed("-multiuser-server"), Request::Invalid(_)));
-        assert!(matches!(parsed("-x"), Request::Invalid(_)));
+        assert_eq!(parse_line("-f -multiuser-server"), Request::Daemon { background: false, multi_user: true });
+        assert_eq!(parse_line("-d"), Request::Daemon { background: true, multi_user: false });
+        assert_eq!(parse_line(""), Request::Commands(None));
+        assert_eq!(parse_line("shutdown_server 17 -f"), Request::Commands(Some("shutdown_server 17 -f".into())));
+        assert!(matches!(parse_line("-d get_server_list"), Request::Invalid(_)));
+        assert!(matches!(parse_line("-multiuser-server"), Request::Invalid(_)));
+        assert!(matches!(parse_line("-x"), Request::Invalid(_)));
     }
 }

@@ -92,7 +92,10 @@ fn with<T>(set: Handle, body: impl FnOnce(&mut Set) -> T) -> Result<T> {
 /// The first event that the set registered and that was not delivered.
 fn next(set: &Set, state: &State) -> Option<Event> {
     let wanted = |e: &&Event| {
-        let asked = set.registered.get(&e.gpu).is_some_and(|(types, after)| e.seq > *after && types & bit(e.kind) != 0);
+        let asked = set
+            .registered
+            .get(&e.gpu)
+            .is_some_and(|(types, after)| e.seq > *after && types & event_type_bit(e.kind) != 0);
         asked && e.seq > set.seen
     };
     state.events.iter().find(wanted).cloned()
@@ -104,7 +107,7 @@ fn lost(set: &Set, state: &State) -> bool {
 }
 
 /// The `nvmlEventType…` of an event.
-pub(crate) fn bit(kind: EventKind) -> u64 {
+pub(crate) fn event_type_bit(kind: EventKind) -> u64 {
     u64::from(match kind {
         EventKind::Xid => sys::nvmlEventTypeXidCriticalError,
         EventKind::SingleBitEcc => sys::nvmlEventTypeSingleBitEccError,

@@ -60,7 +60,7 @@ pub(crate) enum Command {
     },
     /// Make the driver report an XID.
     Xid {
-        /// The GPU.
+        /// Index or UUID of the GPU.
         gpu: String,
         /// The XID, such as 79.
         code: u64,
@@ -70,7 +70,7 @@ pub(crate) enum Command {
     },
     /// Add ECC errors to the counters, and report them as events.
     Ecc {
-        /// The GPU.
+        /// Index or UUID of the GPU.
         gpu: String,
         /// Number of uncorrected errors.
         #[arg(long, default_value_t = 0)]
@@ -82,18 +82,18 @@ pub(crate) enum Command {
     /// Make a GPU fall off the bus: every call about it fails with `GPU_IS_LOST`. It reports no
     /// XID (see `xid`).
     Lose {
-        /// The GPU.
+        /// Index or UUID of the GPU.
         gpu: String,
     },
     /// Restore a lost GPU in its previous state.
     Restore {
-        /// The GPU.
+        /// Index or UUID of the GPU.
         gpu: String,
     },
     /// Reset a GPU: activate a pending MIG mode, clear ECC counts and requested recovery, destroy
     /// MIG instances and restore a lost GPU. Fails while a working GPU is in use.
     Reset {
-        /// The GPU.
+        /// Index or UUID of the GPU.
         gpu: String,
     },
     /// Make calls fail, by the NVML function's name with or without its version, or by a prefix
@@ -113,7 +113,7 @@ pub(crate) enum Command {
     },
     /// Make calls hang and then work.
     Hang {
-        /// The call.
+        /// Name of the NVML function.
         call: String,
         /// Apply only to calls about this GPU.
         #[arg(long)]
@@ -134,7 +134,7 @@ pub(crate) enum Command {
     /// utilization, remap-pending, remap-failed, recovery (the action that the driver requests:
     /// none, reset, reboot or drain-and-reset).
     Set {
-        /// The GPU.
+        /// Index or UUID of the GPU.
         gpu: String,
         /// The changes as KEY=VALUE. An empty value restores the model's default.
         #[arg(required = true, value_name = "KEY=VALUE")]
@@ -142,10 +142,10 @@ pub(crate) enum Command {
     },
     /// Change the driver.
     Driver {
-        /// Whether it is loaded.
+        /// Whether the driver is loaded.
         #[arg(long)]
         present: Option<bool>,
-        /// Its version.
+        /// Version of the driver, such as 580.159.04.
         #[arg(long)]
         version: Option<String>,
         /// CUDA's version as NVML encodes it: 13000 is 13.0.
@@ -176,7 +176,7 @@ pub(crate) enum Mig {
     /// Create a GPU instance with one compute instance of its size, and print the MIG device's
     /// UUID.
     Create {
-        /// The GPU.
+        /// Index or UUID of the GPU.
         gpu: String,
         /// The profile, such as 3g.40gb.
         profile: String,
@@ -193,7 +193,7 @@ pub(crate) enum Mig {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// Tables.
+    /// Text in tables.
     #[default]
     Table,
     /// JSON.

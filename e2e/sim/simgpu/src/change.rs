@@ -15,29 +15,29 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             state.push_event(&uuid, EventKind::Xid, code, instance);
             Ok(())
         }
-        Command::Ecc { gpu, uncorrected, corrected } => ecc(state, &gpu, corrected, uncorrected),
-        Command::Lose { gpu } => with(state, &gpu, |g, _| {
+        Command::Ecc { gpu, uncorrected, corrected } => add_ecc_errors(state, &gpu, corrected, uncorrected),
+        Command::Lose { gpu } => change_gpu(state, &gpu, |g, _| {
             g.lost = true;
             Ok(())
         }),
-        Command::Restore { gpu } => with(state, &gpu, |g, _| {
+        Command::Restore { gpu } => change_gpu(state, &gpu, |g, _| {
             g.lost = false;
             Ok(())
         }),
         Command::Reset { gpu } => {
-            let busy = !on(machine, state, &gpu)?.is_empty();
-            with(state, &gpu, |g, _| {
+            let busy = !processes_on(machine, state, &gpu)?.is_empty();
+            change_gpu(state, &gpu, |g, _| {
                 ensure!(!busy || g.lost, "GPU {} is in use by processes", g.index);
                 g.reset();
                 Ok(())
             })?;
             // A reset also ends the contexts of a lost GPU.
-            let gone = on(machine, state, &gpu)?;
+            let gone = processes_on(machine, state, &gpu)?;
             state.processes.retain(|p| !gone.contains(&p.id));
             Ok(())
         }
-        Command::Fail { call, gpu, code, count } => fault(state, call, gpu, Effect::Code(code), count),
-        Command::Hang { call, gpu, seconds, count } => fault(state, call, gpu, Effect::Hang(seconds), count),
+        Command::Fail { call, gpu, code, count } => add_fault(state, call, gpu, Effect::Code(code), count),
+        Command::Hang { call, gpu, seconds, count } => add_fault(state, call, gpu, Effect::Hang(seconds), count),
         Command::Clear { ids } => {
             if let Some(unknown) = ids.iter().find(|id| state.faults.iter().all(|f| f.id != **id)) {
                 bail!("fault {unknown} does not exist");
@@ -46,8 +46,8 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             Ok(())
         }
         Command::Set { gpu, values } => {
-            let busy = !on(machine, state, &gpu)?.is_empty();
-            with(state, &gpu, |g, model| values.iter().try_for_each(|v| set(g, model, v, busy)))
+            let busy = !processes_on(machine, state, &gpu)?.is_empty();
+            change_gpu(state, &gpu, |g, model| values.iter().try_for_each(|v| set_property(g, model, v, busy)))
         }
         Command::Driver { present, version, cuda } => {
             let driver = &mut state.driver;
@@ -65,18 +65,18 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
 }
 
 /// The numbers of the contexts on a GPU and its MIG devices.
-fn on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
+fn processes_on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
     let uuid = &state.gpu(gpu)?.uuid;
     let here = |device: &str| state.device(device).is_some_and(|d| d.gpu.uuid == *uuid);
     Ok(machine.live_processes(state).into_iter().filter(|p| here(&p.device)).map(|p| p.id).collect())
 }
 
-fn with(state: &mut State, gpu: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<()>) -> Result<()> {
+fn change_gpu(state: &mut State, gpu: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<()>) -> Result<()> {
     let model = state.model(state.gpu(gpu)?)?.clone();
     change(state.gpu_mut(gpu)?, &model)
 }
 
-fn ecc(state: &mut State, gpu: &str, corrected: u64, uncorrected: u64) -> Result<()> {
+fn add_ecc_errors(state: &mut State, gpu: &str, corrected: u64, uncorrected: u64) -> Result<()> {
     let gpu = state.gpu_mut(gpu)?;
     gpu.ecc = [gpu.ecc[0] + corrected, gpu.ecc[1] + uncorrected];
     let uuid = gpu.uuid.clone();
@@ -89,7 +89,13 @@ fn ecc(state: &mut State, gpu: &str, corrected: u64, uncorrected: u64) -> Result
     Ok(())
 }
 
-fn fault(state: &mut State, call: String, gpu: Option<String>, effect: Effect, remaining: Option<u32>) -> Result<()> {
+fn add_fault(
+    state: &mut State,
+    call: String,
+    gpu: Option<String>,
+    effect: Effect,
+    remaining: Option<u32>,
+) -> Result<()> {
     let gpu = gpu.map(|name| device(state, &name)).transpose()?;
     if let Effect::Hang(Some(seconds)) = effect {
         ensure!(seconds.is_finite() && seconds >= 0.0, "{seconds} is not a duration");
@@ -108,7 +114,7 @@ fn device(state: &State, name: &str) -> Result<String, Error> {
     }
 }
 
-fn set(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
+fn set_property(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
     let (key, value) = change.split_once('=').with_context(|| format!("{change:?} is not KEY=VALUE"))?;
     match key {
         "compute-mode" => {
@@ -120,13 +126,13 @@ fn set(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
                 _ => bail!("compute-mode must be DEFAULT, EXCLUSIVE_PROCESS or PROHIBITED, not {value}"),
             };
         }
-        "mig" => match gpu.set_mig_mode(model, switch(key, value)?, busy) {
+        "mig" => match gpu.set_mig_mode(model, parse_switch(key, value)?, busy) {
             Err(later @ (MigError::InUse | MigError::ResetRequired)) => println!("pending: {later}"),
             other => other.with_context(|| format!("MIG on {}", model.name))?,
         },
-        "mig-needs-reset" => gpu.mig_needs_reset = switch(key, value)?,
-        "remap-pending" => gpu.remap_pending = switch(key, value)?,
-        "remap-failed" => gpu.remap_failed = switch(key, value)?,
+        "mig-needs-reset" => gpu.mig_needs_reset = parse_switch(key, value)?,
+        "remap-pending" => gpu.remap_pending = parse_switch(key, value)?,
+        "remap-failed" => gpu.remap_failed = parse_switch(key, value)?,
         "recovery" => {
             gpu.recovery = match value {
                 "none" => 0,
@@ -136,11 +142,11 @@ fn set(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
                 _ => bail!("recovery must be none, reset, reboot or drain-and-reset, not {value}"),
             };
         }
-        "persistence" => gpu.persistence = switch(key, value)?,
-        "numa" => gpu.numa_node = number(key, value)?,
+        "persistence" => gpu.persistence = parse_switch(key, value)?,
+        "numa" => gpu.numa_node = parse_number(key, value)?,
         "cpus" => value.clone_into(&mut gpu.cpus),
-        "temperature" => gpu.temperature = number(key, value)?,
-        "utilization" => gpu.utilization = number(key, value)?,
+        "temperature" => gpu.temperature = parse_number(key, value)?,
+        "utilization" => gpu.utilization = parse_number(key, value)?,
         _ => bail!(
             "{key}: known are compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature, utilization, remap-pending, \
              remap-failed and recovery"
@@ -149,7 +155,7 @@ fn set(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
     Ok(())
 }
 
-fn switch(key: &str, value: &str) -> Result<bool> {
+fn parse_switch(key: &str, value: &str) -> Result<bool> {
     match value {
         "on" | "true" | "1" => Ok(true),
         "off" | "false" | "0" => Ok(false),
@@ -157,7 +163,7 @@ fn switch(key: &str, value: &str) -> Result<bool> {
     }
 }
 
-fn number(key: &str, value: &str) -> Result<Option<u32>> {
+fn parse_number(key: &str, value: &str) -> Result<Option<u32>> {
     if value.is_empty() {
         return Ok(None);
     }

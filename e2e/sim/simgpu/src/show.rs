@@ -41,7 +41,13 @@ pub(crate) fn table(machine: &Machine) -> Result<String> {
     let (state, processes) = (machine.snapshot()?, machine.processes()?);
     let mut out = String::new();
     let driver = if state.driver.present { state.driver.version.as_str() } else { "not loaded" };
-    writeln!(out, "machine {}  driver {driver}  CUDA {}  boot {}", state.machine, cuda(state.driver.cuda), state.boot)?;
+    writeln!(
+        out,
+        "machine {}  driver {driver}  CUDA {}  boot {}",
+        state.machine,
+        format_cuda_version(state.driver.cuda),
+        state.boot
+    )?;
     writeln!(out, "{:<4} {:<41} {:<22} {:>4} {:>15}  STATE", "GPU", "UUID", "MODEL", "SMS", "MIB USED/TOTAL")?;
     for gpu in &state.gpus {
         let model = state.model(gpu)?;
@@ -99,7 +105,7 @@ pub(crate) fn table(machine: &Machine) -> Result<String> {
     Ok(out)
 }
 
-fn cuda(version: i32) -> String {
+fn format_cuda_version(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 

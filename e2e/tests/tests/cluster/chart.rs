@@ -14,7 +14,7 @@ pub(crate) struct Setting {
 impl Setting {
     /// Changes a value. `path` is a path of `helm --set`, without lists. Returns when all changed
     /// objects are ready.
-    pub(crate) fn of(path: &'static str, value: impl Into<Value>) -> Result<Self> {
+    pub(crate) fn change(path: &'static str, value: impl Into<Value>) -> Result<Self> {
         let values = run("helm", &["get", "values", "cleave", "-n", SYSTEM, "--all", "-o", "json"])?;
         let values: Value = serde_json::from_str(&values)?;
         let before = path.split('.').fold(&values, |values, key| &values[key]).clone();

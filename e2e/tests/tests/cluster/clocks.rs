@@ -38,8 +38,8 @@ struct Clocks<'a> {
 
 impl<'a> Clocks<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
-        let clocks = Self { cluster, _operators: Setting::of("operator.replicas", 1)? };
-        clocks.environment(&format!("LD_PRELOAD={LIBRARY}"))?;
+        let clocks = Self { cluster, _operators: Setting::change("operator.replicas", 1)? };
+        clocks.change_environment(&format!("LD_PRELOAD={LIBRARY}"))?;
         for (node, pid) in clocks.processes()? {
             on_node(&node, &["grep", "-q", LIBRARY, &format!("/proc/{pid}/maps")])
                 .with_context(|| format!("process {pid} of {node} reads the machine's clock"))?;
@@ -48,7 +48,7 @@ impl<'a> Clocks<'a> {
     }
 
     /// Changes the environment of all programs, and waits until they have restarted with it.
-    fn environment(&self, change: &str) -> Result<()> {
+    fn change_environment(&self, change: &str) -> Result<()> {
         for workload in WORKLOADS {
             kubectl(&["-n", SYSTEM, "set", "env", workload, change])?;
         }
@@ -93,7 +93,7 @@ impl<'a> Clocks<'a> {
 impl Drop for Clocks<'_> {
     fn drop(&mut self) {
         // The file with the offset is deleted with the pods.
-        if let Err(error) = self.environment("LD_PRELOAD-") {
+        if let Err(error) = self.change_environment("LD_PRELOAD-") {
             let _ = writeln!(std::io::stderr(), "failed to restore the clock of Cleave's programs: {error:#}");
         }
     }

@@ -19,7 +19,7 @@ const SLICE_20GB: &str = "nvidia.com/gpu-20gb";
 
 /// Creates a namespace, and a policy that repartitions these GPUs of [`NODE`] as pods request
 /// slices. `rest` contains the policy's other fields.
-fn dynamic<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &Value) -> Result<Scope<'a>> {
+fn dynamic_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &Value) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let mut spec = json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": indices}});
     spec.as_object_mut().into_iter().for_each(|spec| spec.extend(rest.as_object().cloned().unwrap_or_default()));
@@ -28,8 +28,8 @@ fn dynamic<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &Value) 
 }
 
 /// [`dynamic`] with mode `Auto`.
-fn auto<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<Scope<'a>> {
-    dynamic(cluster, name, indices, &json!({"mode": "Auto"}))
+fn auto_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<Scope<'a>> {
+    dynamic_scope(cluster, name, indices, &json!({"mode": "Auto"}))
 }
 
 /// Creates a pod on [`NODE`] that keeps its allocation.
@@ -98,7 +98,7 @@ fn wait_for_new_event(
 #[test]
 fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = dynamic(&cluster, "mixed", &[0, 1], &json!({"mode": "Mig"}))?;
+    let scope = dynamic_scope(&cluster, "mixed", &[0, 1], &json!({"mode": "Mig"}))?;
     let wanted = [("a", "1g.5gb"), ("b", "2g.10gb"), ("c", "3g.20gb"), ("d", "1g.5gb"), ("e", "3g.20gb")];
     for (name, profile) in wanted {
         create_pod(&scope, name, &format!("nvidia.com/mig-{profile}"), 1)?;
@@ -126,7 +126,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
 #[test]
 fn an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = auto(&cluster, "modes-by-demand", &[0])?;
+    let scope = auto_scope(&cluster, "modes-by-demand", &[0])?;
     create_pod(&scope, "mps", SLICE_10GB, 1)?;
     scope.wait_until_running("mps")?;
     let report = scope.client_report("mps")?;
@@ -146,7 +146,7 @@ fn an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole() -> Result<()> {
 #[test]
 fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = auto(&cluster, "sizes", &[0])?;
+    let scope = auto_scope(&cluster, "sizes", &[0])?;
     let total = gpu(&cluster, 0)?["memoryMib"].as_u64().context("no memory in the status")?;
     let tens = total / (10 * 1024);
     let names: Vec<String> = (0..tens).map(|index| format!("ten-{index}")).collect();
@@ -186,7 +186,7 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
 fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
     let cluster = Cluster::connect()?;
     let sharing = json!({"mode": "Mig", "mig": {"sharing": {"mps": {"units": 4, "threads": "Strict"}}}});
-    let scope = dynamic(&cluster, "inside", &[0], &sharing)?;
+    let scope = dynamic_scope(&cluster, "inside", &[0], &sharing)?;
     let shared = "nvidia.com/mig-3g.20gb.shared";
     create_pod(&scope, "two", shared, 2)?;
     create_pod(&scope, "one", shared, 1)?;
@@ -210,7 +210,7 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
 #[test]
 fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = auto(&cluster, "refused", &[0])?;
+    let scope = auto_scope(&cluster, "refused", &[0])?;
     let uuid = text(&gpu(&cluster, 0)?["uuid"]);
     let before = event_notes(&cluster, "Node", NODE, "GpuExcluded")?;
     let faults = Faults::on(NODE);
@@ -329,7 +329,7 @@ fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
 #[test]
 fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = auto(&cluster, "killed", &[0, 1])?;
+    let scope = auto_scope(&cluster, "killed", &[0, 1])?;
     create_pod(&scope, "holder", SLICE_10GB, 1)?;
     scope.wait_until_running("holder")?;
     let before = pod_states(&cluster, &scope, &["holder"])?;
@@ -404,7 +404,7 @@ fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -
 #[test]
 fn time_from_creation_to_running_with_a_repartition() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = auto(&cluster, "times", &[0])?;
+    let scope = auto_scope(&cluster, "times", &[0])?;
     let mut all = Vec::new();
     // Each request differs from the previous one, so that every request requires a repartition of
     // the only GPU.

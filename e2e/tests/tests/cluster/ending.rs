@@ -141,19 +141,19 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
 fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-policy")?;
-    let gating = Setting::of(GATING, "policy")?;
+    let gating = Setting::change(GATING, "policy")?;
     let policy = cluster.get(&format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-pre-stop"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Ignore", "{}", policy["spec"]);
     check_which_containers_sleep(&scope)?;
     drop(gating);
     // The hook does not depend on the gate.
-    let gating = Setting::of(GATING, "none")?;
+    let gating = Setting::change(GATING, "none")?;
     wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[Some(1)])?;
     drop(gating);
-    let seconds = Setting::of(PRE_STOP_VALUE, 3)?;
+    let seconds = Setting::change(PRE_STOP_VALUE, 3)?;
     wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[Some(3)])?;
     drop(seconds);
-    let off = Setting::of(PRE_STOP_VALUE, 0)?;
+    let off = Setting::change(PRE_STOP_VALUE, 0)?;
     wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[None])?;
     drop(off);
     Ok(())
@@ -163,7 +163,7 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
 fn the_webhook_injects_the_same_sleeps() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-webhook")?;
-    let _gating = Setting::of(GATING, "webhook")?;
+    let _gating = Setting::change(GATING, "webhook")?;
     let path = format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-pre-stop");
     ensure!(cluster.find(&path)?.is_none(), "the admission policy is installed too");
     check_which_containers_sleep(&scope)
@@ -336,7 +336,7 @@ impl ShutdownPeriods {
         let entry =
             |(priority, seconds): &(i32, u32)| json!({"priority": priority, "shutdownGracePeriodSeconds": seconds});
         let periods: Vec<Value> = periods.iter().map(entry).collect();
-        Ok(Self(Setting::of("agent.shutdownGracePeriodByPodPriority", periods)?))
+        Ok(Self(Setting::change("agent.shutdownGracePeriodByPodPriority", periods)?))
     }
 }
 

@@ -79,7 +79,8 @@ fn check_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Checks which pods are gated. The rules are the same for both mechanisms.
+/// Checks that exactly the pods that request GPUs are gated. The rules are the same for both
+/// mechanisms.
 fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let two = json!({SHARES: 2});
     wait_for_gates(scope, &pod_requesting(&two), &[GATE])?;
@@ -233,7 +234,7 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
 fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-policy")?;
-    let gating = Setting::of(GATING, "policy")?;
+    let gating = Setting::change(GATING, "policy")?;
     let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
     ensure!(cluster.find(&path)?.is_none(), "the webhook is installed too");
     let policy = cluster.get(&format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-gate"))?;
@@ -247,7 +248,7 @@ fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
 #[test]
 fn the_policy_on_gates_was_type_checked() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _gating = Setting::of(GATING, "policy")?;
+    let _gating = Setting::change(GATING, "policy")?;
     let path = format!("{REGISTRATIONS}/validatingadmissionpolicies/cleave-gate");
     wait_until("the policy was type-checked", || {
         let policy = cluster.get(&path)?;
@@ -262,7 +263,7 @@ fn the_policy_on_gates_was_type_checked() -> Result<()> {
 fn with_gating_off_no_pod_is_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-none")?;
-    let _gating = Setting::of(GATING, "none")?;
+    let _gating = Setting::change(GATING, "none")?;
     wait_for_gates(&scope, &pod_requesting(&json!({SHARES: 2})), &[])?;
     // A user may remove a gate that the user has set.
     let mut pod = pod_requesting(&json!({SHARES: 2}));
@@ -282,7 +283,7 @@ fn with_gating_off_no_pod_is_gated() -> Result<()> {
 fn the_webhook_gates_the_same_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-webhook")?;
-    let gating = Setting::of(GATING, "webhook")?;
+    let gating = Setting::change(GATING, "webhook")?;
     let policy = format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-gate");
     ensure!(cluster.find(&policy)?.is_none(), "the admission policy is installed too");
     let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
@@ -298,7 +299,7 @@ fn the_webhook_gates_the_same_pods() -> Result<()> {
 fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-certificate")?;
-    let _gating = Setting::of(GATING, "webhook")?;
+    let _gating = Setting::change(GATING, "webhook")?;
     let pod = pod_requesting(&json!({SHARES: 2}));
     wait_for_gates(&scope, &pod, &[GATE])?;
     let secret = format!("/api/v1/namespaces/{SYSTEM}/secrets/cleave-webhook");

@@ -286,8 +286,8 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
 struct Tainting(#[expect(dead_code, reason = "dropped with this value")] Setting);
 
 impl Tainting {
-    fn on() -> Result<Self> {
-        Ok(Self(Setting::of("operator.taintUnhealthyNodes", true)?))
+    fn enable() -> Result<Self> {
+        Ok(Self(Setting::change("operator.taintUnhealthyNodes", true)?))
     }
 }
 
@@ -309,7 +309,7 @@ fn a_node_without_a_healthy_gpu_is_tainted_if_enabled_and_other_taints_stay() ->
     let cluster = Cluster::connect()?;
     let _scope = ten_shares(&cluster, "taints")?;
     let other = ["taint", "node", NODE, "e2e.cleave.dev/other=x:PreferNoSchedule", "--overwrite"];
-    let tainting = Tainting::on()?;
+    let tainting = Tainting::enable()?;
     let repair = RepairGuard::new(&cluster);
     kubectl(&other)?;
     for index in 0..GPUS {

@@ -110,7 +110,7 @@ fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_any
     let stranger = caller(&cluster, "network-open", false)?;
     stranger.pod_on("node2", "listener", &json!({}), LISTEN_ON_8081)?;
     let listener = pod_address(&stranger.wait_until_running("listener")?)?;
-    let without = Setting::of("networkPolicy.enabled", false)?;
+    let without = Setting::change("networkPolicy.enabled", false)?;
     let metrics = pod_address(&component_pod(&cluster, "agent").context("no agent")?)?;
     wait_until("every namespace can read the agent's metrics", || {
         can_connect(&stranger, "caller", &metrics, METRICS_PORT)

@@ -111,7 +111,7 @@ fn with_priority(mut pod: Value) -> Value {
 }
 
 /// A quantity of CPU in thousandths.
-fn milli(quantity: &Value) -> Result<u64> {
+fn parse_millicores(quantity: &Value) -> Result<u64> {
     let quantity = text(quantity);
     match quantity.strip_suffix('m') {
         Some(milli) => milli.parse().context("milli"),
@@ -123,10 +123,10 @@ fn milli(quantity: &Value) -> Result<u64> {
 /// CPU of [`NODE`] in thousandths that no pod requests.
 fn free_cpu(cluster: &Cluster) -> Result<u64> {
     let node = cluster.get(&format!("/api/v1/nodes/{NODE}"))?;
-    let mut free = milli(&node["status"]["allocatable"]["cpu"])?;
+    let mut free = parse_millicores(&node["status"]["allocatable"]["cpu"])?;
     for pod in cluster.list(&format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{NODE}"))? {
         for container in pod["spec"]["containers"].as_array().into_iter().flatten() {
-            free = free.saturating_sub(milli(&container["resources"]["requests"]["cpu"])?);
+            free = free.saturating_sub(parse_millicores(&container["resources"]["requests"]["cpu"])?);
         }
     }
     Ok(free)

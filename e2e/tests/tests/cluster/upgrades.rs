@@ -23,7 +23,7 @@ struct Template<'a> {
 }
 
 impl<'a> Template<'a> {
-    fn of(cluster: &'a Cluster) -> Result<Self> {
+    fn read(cluster: &'a Cluster) -> Result<Self> {
         let path = format!("/apis/apps/v1/namespaces/{SYSTEM}/daemonsets/cleave-mps-host");
         let image = text(&cluster.get(&path)?["spec"]["template"]["spec"]["containers"][0]["image"]);
         let template = Self { cluster, path, image };
@@ -103,7 +103,7 @@ fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result
 #[test]
 fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let template = Template::of(&cluster)?;
+    let template = Template::read(&cluster)?;
     let scope = ten_shares(&cluster, "idle-upgrade")?;
     scope.pod_on(NODE, "holder", &json!({SHARES: 2}), HOLD)?;
     scope.wait_until_running("holder")?;
@@ -162,7 +162,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
 #[test]
 fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let template = Template::of(&cluster)?;
+    let template = Template::read(&cluster)?;
     let scope = ten_shares(&cluster, "drained-upgrade")?;
     scope.pod_on(NODE, "holder", &json!({SHARES: 2}), HOLD)?;
     scope.wait_until_running("holder")?;
@@ -191,7 +191,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
 #[test]
 fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let template = Template::of(&cluster)?;
+    let template = Template::read(&cluster)?;
     let old = host_uids(&cluster)?;
     template.image("localhost/cleave:none")?;
     let cannot_start = |pod: &Value| {

@@ -110,7 +110,7 @@ fn reserved_by_cleave(run: &Path, uuid: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn free() -> Preconditions {
+    fn free_gpu() -> Preconditions {
         Preconditions {
             control: true,
             root: true,
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn a_daemon_is_started_only_if_it_disturbs_no_program() {
-        assert_eq!(free().skip_reason(), None);
+        assert_eq!(free_gpu().skip_reason(), None);
         assert_eq!(Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free() }.skip_reason(), None);
         assert_eq!(Preconditions { others: ForeignProcesses::AssumedNone, ..free() }.skip_reason(), None);
         for (preconditions, why) in [

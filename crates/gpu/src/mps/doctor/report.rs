@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::facts::Facts;
 use super::judge::{Finding, Verdict};
 
-/// The report. Serialized, it is the JSON output.
+/// What the doctor found. Its serialized form is the command's JSON output.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {
@@ -25,7 +25,7 @@ const COLUMN_GAP: &str = "  ";
 /// Maximum width of a line.
 const LINE_WIDTH: usize = 100;
 
-/// The report as text.
+/// Formats the report for a terminal.
 pub(super) fn text(report: &Report) -> String {
     let mut text = facts_text(&report.facts);
     if let Some(why) = &report.skip_reason {

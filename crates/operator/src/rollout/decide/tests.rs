@@ -21,13 +21,13 @@ const fn secs(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-fn of<T: serde::de::DeserializeOwned>(value: Value) -> T {
+fn from_json<T: serde::de::DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).unwrap()
 }
 
 fn revision(set: &str, hash: &str, number: i64) -> Revision {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": set, "controller": true});
-    of(json!({"metadata": {"labels": {HASH: hash}, "ownerReferences": [owner]}, "revision": number}))
+    from_json(json!({"metadata": {"labels": {HASH: hash}, "ownerReferences": [owner]}, "revision": number}))
 }
 
 /// A pod of the `DaemonSet` `s`.
@@ -38,7 +38,7 @@ fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
     if terminating {
         pod["metadata"]["deletionTimestamp"] = json!("2027-01-15T08:00:00Z");
     }
-    Arc::new(of(pod))
+    Arc::new(from_json(pod))
 }
 
 #[test]
@@ -73,8 +73,8 @@ fn gpu_node(spec: Value, gpu: &Value) -> GpuNode {
         "slices": [{"device": "G", "resource": "nvidia.com/gpu-mps", "total": 10, "inUse": 0, "unhealthy": 0}],
         "mps": [{"device": "G", "state": "Active"}]});
     whole.as_object_mut().unwrap().extend(gpu.as_object().unwrap().clone());
-    let gpus: Vec<GpuStatus> = vec![of(whole)];
-    let mut node = GpuNode::new("n", of(spec));
+    let gpus: Vec<GpuStatus> = vec![from_json(whole)];
+    let mut node = GpuNode::new("n", from_json(spec));
     node.metadata.generation = Some(4);
     let status = GpuNodeStatus { agent_version: "1".into(), observed_generation: 4, gpus, ..GpuNodeStatus::default() };
     node.status = Some(status);
@@ -148,7 +148,7 @@ struct TestCluster {
 }
 
 impl TestCluster {
-    fn of(count: usize) -> Self {
+    fn with_nodes(count: usize) -> Self {
         let mut world = Self { up: secs(100), ..Self::default() };
         for at in 0..count {
             let view = View { host: Some(host(&format!("n{at:02}"), "1", true, true)), ..View::default() };
@@ -206,7 +206,7 @@ fn host(node: &str, generation: &str, outdated: bool, ready: bool) -> Host {
 
 #[test]
 fn shares_of_idle_nodes_are_withheld_and_their_hosts_replaced_one_by_one() {
-    let mut world = TestCluster::of(2);
+    let mut world = TestCluster::with_nodes(2);
     let step = world.update();
     assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(IDLE_TIME)));
     assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
@@ -236,7 +236,7 @@ fn shares_of_idle_nodes_are_withheld_and_their_hosts_replaced_one_by_one() {
 
 #[test]
 fn a_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
-    let mut world = TestCluster::of(1);
+    let mut world = TestCluster::with_nodes(1);
     world.at("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
     let step = world.update();
     assert_eq!(step.waiting["n00"], "team/p has 2 nvidia.com/gpu-mps");
@@ -253,7 +253,7 @@ fn a_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
 
 #[test]
 fn no_host_is_deleted_twice_and_its_successor_stays() {
-    let mut world = TestCluster::of(1);
+    let mut world = TestCluster::with_nodes(1);
     world.update();
     world.up += IDLE_TIME;
     let step = world.update();
@@ -265,7 +265,7 @@ fn no_host_is_deleted_twice_and_its_successor_stays() {
     world.at("n00").host = Some(host("n00", "2", false, true));
     assert!(world.after(secs(10)).is_empty() && !world.rollout.withholds("n00"));
     // Another host replaces the first host while the node is closed.
-    let mut world = TestCluster::of(1);
+    let mut world = TestCluster::with_nodes(1);
     world.update();
     world.at("n00").host = Some(host("n00", "2", true, true));
     assert!(world.after(IDLE_TIME).is_empty(), "the wait restarts for the new host");
@@ -273,7 +273,7 @@ fn no_host_is_deleted_twice_and_its_successor_stays() {
 
 #[test]
 fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_set_changes() {
-    let mut world = TestCluster::of(3);
+    let mut world = TestCluster::with_nodes(3);
     assert_eq!(world.replace(), ["n00"]);
     world.at("n00").host = Some(host("n00", "2", false, false));
     assert!(world.after(secs(START_TIMEOUT.as_secs() - 1)).is_empty() && world.rollout.withholds("n00"));
@@ -305,7 +305,7 @@ fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_s
 
 #[test]
 fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
-    let mut world = TestCluster::of(3);
+    let mut world = TestCluster::with_nodes(3);
     assert_eq!(world.replace(), ["n00"]);
     world.up += secs(1);
     let began = world.up;
@@ -318,7 +318,7 @@ fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
         assert!(world.up < began + START_TIMEOUT + secs(20));
     }
     // In a larger cluster, another node may already be closed. The operator reopens it.
-    let mut world = TestCluster::of(20);
+    let mut world = TestCluster::with_nodes(20);
     world.at("n00").host = Some(host("n00", "2", false, true));
     world.update();
     assert!(world.rollout.withholds("n01") && world.rollout.withholds("n02"));
@@ -329,7 +329,7 @@ fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
 
 #[test]
 fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
-    let mut world = TestCluster::of(2);
+    let mut world = TestCluster::with_nodes(2);
     assert_eq!(world.replace(), ["n00"]);
     let view = world.at("n00");
     (view.host, view.trouble) = (Some(host("n00", "2", false, true)), Some("the MPS daemon of G is BackOff".into()));
@@ -339,7 +339,7 @@ fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
 
 #[test]
 fn the_next_leader_continues_from_the_state_of_the_cluster() {
-    let mut world = TestCluster::of(3);
+    let mut world = TestCluster::with_nodes(3);
     assert_eq!(world.replace(), ["n00"]);
     let mut terminating = host("n00", "1", true, false);
     terminating.terminating = true;
@@ -356,7 +356,7 @@ fn the_next_leader_continues_from_the_state_of_the_cluster() {
 
 #[test]
 fn unreachable_and_cordoned_nodes_do_not_stop_replacement() {
-    let mut world = TestCluster::of(3);
+    let mut world = TestCluster::with_nodes(3);
     // One node has been down for days.
     world.at("n02").host.as_mut().unwrap().ready = false;
     (world.at("n02").host.as_mut().unwrap().outdated, world.at("n02").excused) = (false, true);
@@ -376,7 +376,7 @@ fn unreachable_and_cordoned_nodes_do_not_stop_replacement() {
 
 #[test]
 fn several_of_many_hosts_are_replaced_at_once_after_one_has_served() {
-    let mut world = TestCluster::of(25);
+    let mut world = TestCluster::with_nodes(25);
     assert_eq!(world.replace(), ["n00"]);
     world.at("n00").host = Some(host("n00", "2", false, true));
     assert_eq!(world.replace(), ["n01", "n02"]);
@@ -392,7 +392,7 @@ fn several_of_many_hosts_are_replaced_at_once_after_one_has_served() {
 
 #[test]
 fn a_refused_deletion_withholds_nothing_and_is_retried_later() {
-    let mut world = TestCluster::of(1);
+    let mut world = TestCluster::with_nodes(1);
     world.update();
     world.up += IDLE_TIME;
     assert_eq!(world.update().replace.len(), 1);
@@ -409,7 +409,7 @@ proptest! {
     /// eventually replaced.
     #[test]
     fn all_hosts_are_replaced_without_disturbing_pods(count in 1_usize..5, moves in proptest::collection::vec((0_usize..5, 0_u8..8), 0..200)) {
-        let mut world = TestCluster::of(count);
+        let mut world = TestCluster::with_nodes(count);
         let names: Vec<String> = world.nodes.keys().cloned().collect();
         let calm = (0..count * 100).map(|at| (at, 6 + u8::from(at % 2 == 0)));
         let ends = names.iter().enumerate().map(|(at, _)| (at, 1_u8));

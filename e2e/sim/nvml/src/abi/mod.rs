@@ -110,9 +110,9 @@ exports! {
     nvmlDeviceGetMemoryAffinity(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
         on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
     nvmlDeviceGetCpuAffinity(device: Handle, size: c_uint, set: Out<c_ulong>) |own|
-        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.cpus, cpus()));
+        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetCpuAffinityWithinScope(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
-        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.cpus, cpus()));
+        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetTopologyCommonAncestor(one: Handle, other: Handle, level: Out<c_uint>) |own|
         on_gpu(own, one, |view, gpu, _| {
             let Object::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
@@ -310,7 +310,7 @@ fn switch(mode: c_uint) -> Result<bool> {
     }
 }
 
-fn cpus() -> usize {
+fn count_cpus() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
@@ -407,7 +407,7 @@ fn wait(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: 
         data.put(sys::nvmlEventData_t {
             // The handle is a number in this library. Callers must not dereference it.
             device: std::ptr::without_provenance_mut(device),
-            eventType: events::bit(event.kind),
+            eventType: events::event_type_bit(event.kind),
             eventData: if event.kind == EventKind::Xid { event.data } else { 0 },
             gpuInstanceId: event.gpu_instance.unwrap_or(NO_INSTANCE),
             computeInstanceId: event.compute_instance.unwrap_or(NO_INSTANCE),

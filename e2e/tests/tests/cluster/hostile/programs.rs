@@ -241,7 +241,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the sockets of others, of the daemons and of the MPS host, by their paths",
+        name: "the sockets of other pods, of the daemons and of the MPS host, by their paths",
         expected: Expected::Refused(&["No such file or directory"]),
         run: connect_to_all_sockets,
     },

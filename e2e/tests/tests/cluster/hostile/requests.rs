@@ -58,7 +58,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| expect_refusal_of_env(bed, &all_gpus()),
     },
     Attempt {
-        name: "the same in an init container",
+        name: "NVIDIA_VISIBLE_DEVICES=all in an init container",
         expected: Expected::Refused(&["container \"first\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
             let first = |spec: &mut Value| spec["initContainers"] = json!([extra_container("first", &all_gpus())]);
@@ -66,7 +66,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the same in an ephemeral container",
+        name: "NVIDIA_VISIBLE_DEVICES=all in an ephemeral container",
         expected: Expected::Refused(&["container \"debug\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
             let debug = json!({"spec": {"ephemeralContainers": [extra_container("debug", &all_gpus())]}});
