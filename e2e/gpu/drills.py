@@ -837,8 +837,8 @@ def ended_alone(results, kind, trials, end, *options, expect=False, kernels=KERN
                     broken, spoiled = broken + 1, True
                     break  # the other pods of this round are broken too
             delete(*pods, grace=0)
-            # A server in which a busy client exited may break a later one, so the next round needs a
-            # new server.
+            # A server in which a busy client exited may break a later one, so the next round needs
+            # a new server.
             bystanders.end()
             wait("the server has no clients", lambda: not daemon()["clients"], 20)
             size = 1 if spoiled else min(12, 2 * size)

@@ -162,7 +162,7 @@ fn a_daemon_that_does_not_start_is_reported_with_its_last_line() {
     inject(&node, "mps:start", 3);
     let (status, report) = run_with_client(&node);
     assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["start"]));
-    assert!(observed(&report, "start").starts_with("it exited (exit status: 3)"), "{report:#}");
+    assert!(observed(&report, "start").starts_with("the daemon exited (exit status: 3)"), "{report:#}");
     assert_eq!(observed(&report, "limits"), "the daemon does not answer");
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
@@ -227,8 +227,8 @@ fn the_tests_stop_when_another_process_uses_the_gpu() {
     let pid: i32 = fs::read_to_string(&flag).unwrap().trim().parse().unwrap();
     rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     assert_eq!(status, Some(0), "{report:#}");
-    assert!(observed(&report, "limits").contains(&format!("process {pid} uses the GPU")), "{report:#}");
-    assert!(observed(&report, "terminate").contains(&format!("process {pid} uses the GPU")), "{report:#}");
+    assert!(observed(&report, "limits").contains(&format!("process {pid} started to use the GPU")), "{report:#}");
+    assert!(observed(&report, "terminate").contains(&format!("process {pid} started to use the GPU")), "{report:#}");
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 

@@ -104,6 +104,11 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
     ensure!(containers[2]["lifecycle"]["preStop"]["exec"].is_object(), "{}", containers[2]);
     ensure!(containers[4]["lifecycle"]["postStart"]["exec"].is_object(), "{}", containers[4]);
     ensure!(containers[5]["env"].as_array().is_some_and(|env| env.len() == 2), "{}", containers[5]);
+    check_exceptions_from_sleeps(scope)
+}
+
+/// Checks which pods with shares get no hook, and which invalid pods are refused.
+fn check_exceptions_from_sleeps(scope: &Scope) -> Result<()> {
     // No hook is injected if its sleep would use up the grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
         let mut pod = pod_requesting(&json!({SHARES: 1}));
