@@ -98,6 +98,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         demand: gated,
         hosts,
         unschedulable_after: Duration::from_secs(args.unschedulable_after_seconds),
+        report_unschedulable: args.report_unschedulable,
+        taint_fragmented: args.taint_fragmented,
     });
     let tenants = Tenants::new(context.clone());
     let passes =

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleave_api::GpuNode;
+use cleave_api::{GpuNode, SharingPolicy};
 use cleave_plan::snapshot::Pod as PlanPod;
 use kube::core::DeserializeGuard;
 
@@ -21,6 +21,8 @@ pub struct Cluster {
     pub nodes: Vec<Arc<NodeObject>>,
     /// The `GpuNode` of each node that Cleave manages.
     pub gpu_nodes: Vec<Arc<DeserializeGuard<GpuNode>>>,
+    /// The cluster's policies.
+    pub policies: Vec<Arc<DeserializeGuard<SharingPolicy>>>,
     /// Pods of the agents.
     pub agents: Vec<Arc<AgentPod>>,
     /// MPS hosts. `None` if the operator does not replace them, or has not listed them yet.

@@ -6,12 +6,14 @@ use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
-use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
+use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
 use kube::ResourceExt;
 
-use super::actions::{Actions, Destination, ReleaseReason};
+use super::actions::{Actions, Destination, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_living, is_released};
+use super::fragments::Fragments;
+use super::growth::{Circumstances, Growth, Offers, Outlook};
 use super::mps_hosts;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -48,6 +50,8 @@ pub struct Gatekeeper {
     /// ends.
     protected: BTreeMap<String, Duration>,
     stranded: Stranded,
+    growth: Growth,
+    fragments: Fragments,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -73,14 +77,33 @@ impl Gatekeeper {
             queue: Queue::default(),
             protected: BTreeMap::new(),
             stranded: Stranded::default(),
+            growth: Growth::new(true),
+            fragments: Fragments::new(false),
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
     }
 
+    /// Decides whether pods at the gate are reported to cluster autoscalers. By default they are.
+    #[must_use]
+    pub fn with_reports(mut self, enabled: bool) -> Self {
+        self.growth = Growth::new(enabled);
+        self
+    }
+
+    /// Decides whether nodes that only look free to cluster autoscalers are tainted. By default
+    /// they are not.
+    #[must_use]
+    pub fn with_taints(mut self, enabled: bool) -> Self {
+        self.fragments = Fragments::new(enabled);
+        self
+    }
+
     /// Drops all state. Call this while another process leads.
     pub fn reset(&mut self) {
-        *self = Self::new(self.unschedulable_after);
+        *self = Self::new(self.unschedulable_after)
+            .with_reports(self.growth.is_enabled())
+            .with_taints(self.fragments.is_enabled());
     }
 
     /// Records that a pod could not be released, and ends its reservation.
@@ -93,6 +116,16 @@ impl Gatekeeper {
     pub fn record_refused_release(&mut self, pod: &str, message: &str, up: Duration) {
         self.record_failed_release(pod);
         self.queue.record_refusal(pod, message, up);
+    }
+
+    /// Records that the report about a pod at the gate could not be written.
+    pub(crate) fn report_failed(&mut self, uid: &str) {
+        self.growth.write_failed(uid);
+    }
+
+    /// Records that the taint of a node could not be written.
+    pub(crate) fn taint_failed(&mut self, node: &str) {
+        self.fragments.write_failed(node);
     }
 
     /// Records that a disruption budget refused a pod's eviction.
@@ -149,6 +182,7 @@ impl Gatekeeper {
             actions.requeue_in(requeue);
         }
         self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+        actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.smallest());
         self.ledger = Some(ledger);
         actions
     }
@@ -260,6 +294,13 @@ impl Gatekeeper {
         rescue
     }
 
+    /// Forgets pods that no longer count as protected by a disruption budget.
+    fn end_protection(&mut self, up: Duration, actions: &mut Actions) {
+        self.protected.retain(|_, until| *until > up);
+        // No watch reports when a budget allows disruptions again.
+        self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
+    }
+
     /// Reserves shares for the pods that fit, and explains what the others wait for.
     fn reserve_or_explain(
         &mut self,
@@ -269,20 +310,21 @@ impl Gatekeeper {
         actions: &mut Actions,
     ) {
         withdraw_other_nominations(ledger, &waiting);
+        let up = input.now.up;
         if waiting.is_empty() {
+            self.growth.report(&[], up, actions);
             return;
         }
-        let up = input.now.up;
-        self.protected.retain(|_, until| *until > up);
-        // No watch reports when a budget allows disruptions again.
-        self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
-        let Self { unschedulable_after, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
+        self.end_protection(up, actions);
+        let Self { unschedulable_after, nodes, tracker, claims, queue, protected, rollout, stranded, growth, .. } =
+            self;
         let candidates: Vec<Candidate<'_>> = queue
             .skip_refused(ledger, waiting, up, actions)
             .into_iter()
             .map(|(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod)))
             .collect();
         let mut search = PlacementSearch::new(input, nodes, tracker, ledger);
+        let offers = LazyCell::new(|| Offers::of(input.cluster.policies.iter().map(AsRef::as_ref)));
         let holders = LazyCell::new(|| nodes.holders(input.living, protected));
         let mut preemption = PreemptionSearch { holders: &holders, protected, claims, considered: 0 };
         let mut reserved: Vec<(String, String)> = Vec::new();
@@ -309,39 +351,44 @@ impl Gatekeeper {
                     if ledger.reserve(name, &fits, expires).is_ok() {
                         search.reserve(candidate, &fits);
                         reserved.push((name.clone(), pod.uid().unwrap_or_default()));
-                        let hostnames = fits.iter().filter_map(|fit| nodes.hostname(fit.node())).collect();
-                        let reason = ReleaseReason::Reserved(placement(&pod.spec.device_requests, &fits, expires));
-                        actions.releases.push(candidate.release(reason, Destination::Hostnames(hostnames), waited));
+                        actions.releases.push(release_to(candidate, nodes, (&fits, expires), waited));
                     }
                     continue;
                 }
                 Err(verdict) => verdict,
             };
             let preempted = preemption.find(ledger, &search, candidate, &verdict);
-            let impossible = verdict.impossible();
-            let (message, may_pass) = verdict.explain(device_requests, input.demand.get(name));
-            let message = message + &rollout.describe_withheld(device_requests, &search.eligible(candidate));
+            let circumstances = Circumstances {
+                offers: &offers,
+                demand: input.demand.get(name),
+                preempts: preempted.is_some(),
+                withheld: rollout.describe_withheld(device_requests, &search.eligible(candidate)),
+            };
+            let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_for(name, may_pass, up) {
                 Some(unplaceable) if unplaceable >= *unschedulable_after => {
-                    actions.releases.push(candidate.release_unplaceable(impossible, message, waited));
+                    actions.releases.push(candidate.release_unplaceable(need, message, waited));
                     continue;
                 }
                 Some(unplaceable) => actions.requeue_in(unschedulable_after.saturating_sub(unplaceable)),
                 None => {}
             }
             match preempted {
-                Some(Preemption { node, takes, victims }) => {
-                    actions.evictions.extend(preemption.evictions(victims, name));
-                    // The ledger refuses only nominations for pods with a claim, and waiting pods
-                    // have none.
-                    let _ = ledger.nominate(name, Nomination { priority: candidate.plan_pod.priority, node, takes });
-                }
+                Some(found) => preemption.nominate(ledger, candidate, found, actions),
                 None => drop(ledger.withdraw(name)),
             }
             actions.waiting.insert(name.clone(), no_room(message));
         }
         reserved.into_iter().for_each(|(name, uid)| claims.add(name, uid));
+        growth.report(&candidates, up, actions);
     }
+}
+
+/// The release of a pod to the nodes of its reservation.
+fn release_to(candidate: &Candidate<'_>, nodes: &Nodes, (fits, expires): (&Fits, Moment), waited: Duration) -> Release {
+    let hostnames = fits.iter().filter_map(|fit| nodes.hostname(fit.node())).collect();
+    let reason = ReleaseReason::Reserved(placement(&candidate.pod.spec.device_requests, fits, expires));
+    candidate.release(reason, Destination::Hostnames(hostnames), waited)
 }
 
 fn no_room(message: String) -> WaitingPod {

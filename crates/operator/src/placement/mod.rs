@@ -11,6 +11,7 @@
 //! | | `queue` | order and back-off of the pods at the gate |
 //! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `stranded` | pods to evict |
+//! | | `growth`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
 //!
@@ -33,8 +34,10 @@ mod claims;
 mod cluster;
 mod constraints;
 mod facts;
+mod fragments;
 mod free_resources;
 mod gatekeeper;
+mod growth;
 mod mps_hosts;
 mod nodes;
 mod patch;
@@ -46,7 +49,7 @@ mod search;
 mod stranded;
 mod verdict;
 
-pub use actions::{Actions, Eviction, Release, ReleaseReason};
+pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};
 pub use cluster::{Cluster, Now};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 pub(crate) use run::{ControllerInputs, Gate};

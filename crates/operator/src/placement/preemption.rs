@@ -3,9 +3,9 @@ use std::cell::LazyCell;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use cleave_plan::ledger::{Holder, Ledger, Preemption};
+use cleave_plan::ledger::{Holder, Ledger, Nomination, Preemption};
 
-use super::actions::Eviction;
+use super::actions::{Actions, Eviction};
 use super::claims::PodClaims;
 use super::search::{Candidate, PlacementSearch};
 use super::verdict::Verdict;
@@ -47,12 +47,23 @@ impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
         found.filter(|found| can_evict(found, self.protected))
     }
 
+    /// Nominates the pod for what its victims free, and evicts them.
+    pub(super) fn nominate(
+        &self,
+        ledger: &mut Ledger,
+        candidate: &Candidate<'_>,
+        found: Preemption,
+        actions: &mut Actions,
+    ) {
+        let Preemption { node, takes, victims } = found;
+        actions.evictions.extend(self.evictions(victims, &candidate.name));
+        // The ledger refuses only nominations for pods with a claim, and waiting pods have none.
+        let nomination = Nomination { priority: candidate.plan_pod.priority, node, takes };
+        let _ = ledger.nominate(&candidate.name, nomination);
+    }
+
     /// The evictions of these victims for the pod `preemptor`.
-    pub(super) fn evictions<'e>(
-        &'e self,
-        victims: Vec<String>,
-        preemptor: &'e str,
-    ) -> impl Iterator<Item = Eviction> + 'e {
+    fn evictions<'e>(&'e self, victims: Vec<String>, preemptor: &'e str) -> impl Iterator<Item = Eviction> + 'e {
         let eviction = |pod: String| {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
             Eviction { pod, uid, preemptor: preemptor.to_owned() }

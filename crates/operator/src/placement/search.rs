@@ -16,7 +16,7 @@ use super::free_resources::FreeResources;
 use super::nodes::{NodeChecks, Nodes, Provider};
 use super::patch;
 use super::pod_tracker::PodTracker;
-use super::verdict::{PermanentObstacle, Verdict};
+use super::verdict::{Need, Verdict};
 use crate::pods::PodObject;
 
 /// Maximum number of nodes that a pod is released to if the operator does not evaluate all rules of
@@ -38,7 +38,7 @@ pub(super) struct Candidate<'a> {
     offered: bool,
     /// Whether kubelets report all requested resources on nodes where Cleave runs, although Cleave
     /// does not serve the resources on these nodes.
-    unclear: bool,
+    pub(super) unclear: bool,
 }
 
 impl<'a> Candidate<'a> {
@@ -68,16 +68,12 @@ impl<'a> Candidate<'a> {
     pub(super) fn release(&self, reason: ReleaseReason, destination: Destination<'_>, waited: Duration) -> Release {
         let uid = self.pod.uid().unwrap_or_default();
         let patch = patch::release(self.pod, &reason, destination);
-        Release { pod: self.name.clone(), uid, waited, patch, reason }
+        let reported = self.pod.is_reported_unschedulable();
+        Release { pod: self.name.clone(), uid, reason, reported, waited, patch }
     }
 
     /// Returns a release without a reservation, because the pod was unplaceable for too long.
-    pub(super) fn release_unplaceable(
-        &self,
-        impossible: Option<PermanentObstacle>,
-        message: String,
-        waited: Duration,
-    ) -> Release {
+    pub(super) fn release_unplaceable(&self, need: Need, message: String, waited: Duration) -> Release {
         if self.unclear {
             // The pod has waited longer than any kubelet's report stays outdated. So another plugin
             // serves the resources on nodes where Cleave runs.
@@ -86,7 +82,7 @@ impl<'a> Candidate<'a> {
         // Without a reservation, the pod would fail on any node that offers the resource, including
         // nodes that the pod may not use now. If no node offers the resource, any node that is
         // added may serve the pod.
-        let needs_larger = impossible == Some(PermanentObstacle::TooLarge) || self.offered;
+        let needs_larger = self.offered || need == Need::LargerGpu;
         let destination =
             if needs_larger { Destination::LargerGpus(&self.device_requests) } else { Destination::Anywhere };
         self.release(ReleaseReason::Unschedulable(message), destination, waited)

@@ -80,7 +80,7 @@ fn high_behind_two() -> (TestCluster, ActualAllocations) {
 #[test]
 fn a_pod_that_a_budget_protects_is_evicted_only_if_no_other_can_be() {
     let (world, _) = high_behind_two();
-    let mut keeper = Gatekeeper::default();
+    let mut keeper = Gatekeeper::default().with_reports(false);
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
     keeper.record_protection(&first, Duration::ZERO);
     let second = reconcile(&mut keeper, &world, 1).evictions[0].pod.clone();

@@ -32,6 +32,7 @@ pub(super) struct TestCluster {
     pub(super) gpu_nodes: BTreeMap<String, Value>,
     pub(super) agents: BTreeMap<String, Value>,
     pub(super) pods: BTreeMap<String, Value>,
+    pub(super) policies: Vec<Value>,
     /// Pods of MPS hosts. `None` if the operator does not replace MPS hosts.
     pub(super) hosts: Option<BTreeMap<String, Value>>,
     pub(super) volume_claims: Vec<Value>,
@@ -84,6 +85,13 @@ impl TestCluster {
         self
     }
 
+    /// Adds a policy that divides GPUs into shares.
+    pub(super) fn policy(mut self, units: u32) -> Self {
+        self.policies.push(json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy",
+            "metadata": {"name": format!("shares-{units}")}, "spec": {"mode": "Mps", "mps": {"units": units}}}));
+        self
+    }
+
     /// Adds a pod at the gate that requests this many shares.
     pub(super) fn pod(self, name: &str, shares: u32) -> Self {
         self.pod_with(name, shares, json!({}))
@@ -125,6 +133,7 @@ impl TestCluster {
             pods: self.pods.values().map(pod).collect(),
             nodes: self.nodes.values().map(|node| Arc::new(of(node.clone()))).collect(),
             gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(of(object.clone()))).collect(),
+            policies: self.policies.iter().map(|policy| Arc::new(of(policy.clone()))).collect(),
             agents: self.agents.values().map(|agent| Arc::new(of(agent.clone()))).collect(),
             hosts: self.hosts.as_ref().map(|hosts| Hosts {
                 pods: hosts.values().map(|host| Arc::new(of(host.clone()))).collect(),
