@@ -43,9 +43,11 @@ type holding struct {
 
 // machine contains one node's GPUs and their allocations.
 type machine struct {
-	used [gpusPerNode][sharesPerGPU]bool
+	used [][sharesPerGPU]bool
 	held map[string]holding // allocations by namespace/name of the pod
 }
+
+func newMachine(gpus int) machine { return machine{used: make([][sharesPerGPU]bool, gpus)} }
 
 // free is the number of free shares of a GPU.
 func (m *machine) free(gpu int) int {
@@ -62,7 +64,7 @@ func (m *machine) free(gpu int) int {
 // Cleave's agent chooses the same GPU for a pod without a reservation.
 func (m *machine) tightest(shares int) int {
 	best := -1
-	for gpu := range gpusPerNode {
+	for gpu := range m.used {
 		if free := m.free(gpu); free >= shares && (best < 0 || free < m.free(best)) {
 			best = gpu
 		}
@@ -123,7 +125,7 @@ type placement struct {
 const placementAnnotation = cleaveGroup + "/placement"
 
 // reservedGPU returns the node's GPU that a pod's annotation reserves, or -1 if it reserves none.
-func reservedGPU(annotation string, node string, index int) (int, error) {
+func reservedGPU(annotation, node string, index, gpus int) (int, error) {
 	if annotation == "" {
 		return -1, nil
 	}
@@ -132,7 +134,7 @@ func reservedGPU(annotation string, node string, index int) (int, error) {
 		return -1, fmt.Errorf("annotation %s: %w", placementAnnotation, err)
 	}
 	for _, held := range note.Nodes[node] {
-		for gpu := range gpusPerNode {
+		for gpu := range gpus {
 			if held.Device == deviceOf(index, gpu) {
 				return gpu, nil
 			}
@@ -161,6 +163,7 @@ type agents struct {
 func newAgents(nodes int) *agents {
 	a := &agents{nodes: make([]machine, nodes), names: make(map[string]int, nodes)}
 	for i := range nodes {
+		a.nodes[i] = newMachine(gpusPerNode)
 		a.names[nodeName(i)] = i
 	}
 	return a
@@ -176,7 +179,7 @@ func (a *agents) bound(pod, node, annotation string, shares int) {
 		return
 	}
 	m := &a.nodes[index]
-	gpu, err := reservedGPU(annotation, node, index)
+	gpu, err := reservedGPU(annotation, node, index, len(m.used))
 	switch {
 	case err != nil:
 		a.malformed = append(a.malformed, fmt.Errorf("%s: %w", pod, err))
@@ -216,6 +219,7 @@ func (a *agents) copyOf(index int) machine {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
 	m := a.nodes[index]
+	m.used = slices.Clone(m.used)
 	m.held = make(map[string]holding, len(a.nodes[index].held))
 	for pod, h := range a.nodes[index].held {
 		m.held[pod] = h
@@ -393,8 +397,8 @@ type gpuNode struct {
 	} `json:"spec"`
 }
 
-// spec returns the object's spec, or false if it does not share all GPUs yet.
-func (n gpuNode) spec() (spec, bool) {
+// spec returns the object's spec, or false if it does not share all of this many GPUs yet.
+func (n gpuNode) spec(gpus int) (spec, bool) {
 	s := spec{Generation: n.Metadata.Generation, PlanID: n.Spec.PlanID}
 	for _, gpu := range n.Spec.GPUs {
 		if mps := gpu.Partition.Mps; mps == nil || len(mps.Slices) != 1 || mps.Slices[0].Count != sharesPerGPU {
@@ -402,15 +406,15 @@ func (n gpuNode) spec() (spec, bool) {
 		}
 		s.Memory = gpu.Partition.Mps.Slices[0].MemoryMiB
 	}
-	return s, len(n.Spec.GPUs) == gpusPerNode
+	return s, len(n.Spec.GPUs) == gpus
 }
 
 // status is the status of a GpuNode with H100s, as the agent writes it. Without a plan the GPUs are
 // whole.
 func status(s spec, index int, m machine) object {
-	gpus := make([]object, gpusPerNode)
+	gpus := make([]object, len(m.used))
 	total := 0
-	for gpu := range gpusPerNode {
+	for gpu := range m.used {
 		uuid := deviceOf(index, gpu)
 		inUse := sharesPerGPU - m.free(gpu)
 		total += inUse
@@ -429,9 +433,9 @@ func status(s spec, index int, m machine) object {
 		gpus[gpu] = described
 	}
 	modes := "Whole"
-	slices := fmt.Sprintf("0/%d", gpusPerNode)
+	slices := fmt.Sprintf("0/%d", len(gpus))
 	if s.PlanID != "" {
-		modes, slices = "Mps", fmt.Sprintf("%d/%d", total, gpusPerNode*sharesPerGPU)
+		modes, slices = "Mps", fmt.Sprintf("%d/%d", total, len(gpus)*sharesPerGPU)
 	}
 	condition := func(name, reason string) object {
 		return object{"type": name, "status": "True", "reason": reason, "message": "", "observedGeneration": s.Generation, "lastTransitionTime": "2026-01-01T00:00:00Z"}
@@ -440,7 +444,7 @@ func status(s spec, index int, m machine) object {
 		"observedGeneration": s.Generation, "planId": s.PlanID, "agentVersion": "0.1.0", "driver": "580.159.04",
 		"bootId": fmt.Sprintf("00000000-0000-4000-8000-%012x", index), "gpus": gpus, "steps": []object{},
 		"models":     []object{{"model": "NVIDIA H100 80GB HBM3", "migProfiles": migProfiles}},
-		"summary":    object{"gpus": gpusPerNode, "models": "NVIDIA H100 80GB HBM3", "modes": modes, "slices": slices},
+		"summary":    object{"gpus": len(gpus), "models": "NVIDIA H100 80GB HBM3", "modes": modes, "slices": slices},
 		"conditions": []object{condition("Ready", "Serving"), condition("Applied", "Applied")},
 	}
 }

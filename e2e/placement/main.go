@@ -107,6 +107,7 @@ func numbers(text string) ([]int, error) {
 // trial is a run of one system on one number of nodes.
 type trial struct {
 	options  options
+	values   []string // values of the chart, besides those of every run
 	system   system
 	nodes    int
 	plane    *plane
@@ -120,9 +121,14 @@ func main() {
 	defer stop()
 	// Errors of the client libraries are also returned, so their log is not needed.
 	klog.SetLogger(logr.Discard())
-	o, err := parse(os.Args[1:])
-	if err == nil {
-		err = run(ctx, o)
+	var err error
+	if arguments := os.Args[1:]; len(arguments) > 0 && arguments[0] == "karpenter" {
+		err = karpenter(ctx, arguments[1:])
+	} else {
+		var o options
+		if o, err = parse(arguments); err == nil {
+			err = run(ctx, o)
+		}
 	}
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(os.Stderr, "placement:", err)

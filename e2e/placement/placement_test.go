@@ -135,7 +135,7 @@ func TestAPodThatFitsNoGPUIsRefused(t *testing.T) {
 }
 
 func TestAStatusReportsAllocations(t *testing.T) {
-	var m machine
+	m := newMachine(gpusPerNode)
 	m.take("n/b", 2, 3)
 	m.take("n/a", 2, 2)
 	shared := status(spec{Generation: 4, PlanID: "x", Memory: []uint64{10, 20, 30}}, 0, m)
@@ -147,7 +147,7 @@ func TestAStatusReportsAllocations(t *testing.T) {
 	if slice := gpu["slices"].([]object)[0]; slice["inUse"] != 5 || slice["total"] != 10 {
 		t.Errorf("%v", slice)
 	}
-	whole := status(spec{}, 0, machine{})
+	whole := status(spec{}, 0, newMachine(gpusPerNode))
 	if gpu := whole["gpus"].([]object)[0]; gpu["mode"] != "Whole" || whole["planId"] != "" {
 		t.Errorf("%v", gpu)
 	}

@@ -206,7 +206,7 @@ func (p *plane) stop() {
 func (p *plane) writeCredentials() error {
 	var lines strings.Builder
 	for user, group := range map[string]string{
-		userAdmin: "system:masters", userKwok: "system:masters,system:nodes", userScheduler: "", userControllerManager: "",
+		userAdmin: "system:masters", userKwok: "system:masters,system:nodes", userScheduler: "", userControllerManager: "", userKarpenter: "system:masters",
 		userOperator: "system:serviceaccounts,system:serviceaccounts:" + cleaveNamespace,
 	} {
 		var token [16]byte

@@ -240,6 +240,30 @@ func checkDRA(ctx context.Context, t *trial) (int, error) {
 // prepareCleave installs the chart without its workloads, adds an agent's pod to each node, starts
 // the operator, and makes the simulated agents apply the policy.
 func prepareCleave(ctx context.Context, t *trial) error {
+	if err := installCleave(ctx, t); err != nil {
+		return err
+	}
+	if err := makeAgents(ctx, t); err != nil {
+		return err
+	}
+	if err := startOperator(ctx, t); err != nil {
+		return err
+	}
+	return share(ctx, t)
+}
+
+// kubectl runs kubectl as an administrator.
+func (p *plane) kubectl(ctx context.Context, input []byte, arguments ...string) error {
+	command := exec.CommandContext(ctx, p.programs.kubernetes("kubectl"), append([]string{"--kubeconfig=" + p.kubeconfig(userAdmin)}, arguments...)...)
+	command.Stdin = bytes.NewReader(input)
+	if output, err := command.CombinedOutput(); err != nil {
+		return fmt.Errorf("kubectl %q: %w\n%s", arguments, err, output)
+	}
+	return nil
+}
+
+// installCleave installs the chart without its workloads, and a policy.
+func installCleave(ctx context.Context, t *trial) error {
 	manifests, err := t.chart(ctx)
 	if err != nil {
 		return err
@@ -248,18 +272,10 @@ func prepareCleave(ctx context.Context, t *trial) error {
 	if err != nil {
 		return err
 	}
-	kubectl := func(input []byte, arguments ...string) error {
-		command := exec.CommandContext(ctx, t.plane.programs.kubernetes("kubectl"), append([]string{"--kubeconfig=" + t.plane.kubeconfig(userAdmin)}, arguments...)...)
-		command.Stdin = bytes.NewReader(input)
-		if output, err := command.CombinedOutput(); err != nil {
-			return fmt.Errorf("kubectl %q: %w\n%s", arguments, err, output)
-		}
-		return nil
-	}
-	if err := kubectl(manifests, "apply", "--server-side", "-f", "-"); err != nil {
+	if err := t.plane.kubectl(ctx, manifests, "apply", "--server-side", "-f", "-"); err != nil {
 		return err
 	}
-	if err := kubectl(nil, "wait", "--for=condition=Established", "--timeout=60s", "crd/gpunodes."+cleaveGroup, "crd/sharingpolicies."+cleaveGroup); err != nil {
+	if err := t.plane.kubectl(ctx, nil, "wait", "--for=condition=Established", "--timeout=60s", "crd/gpunodes."+cleaveGroup, "crd/sharingpolicies."+cleaveGroup); err != nil {
 		return err
 	}
 	policy, err := json.Marshal(object{
@@ -272,20 +288,22 @@ func prepareCleave(ctx context.Context, t *trial) error {
 	if err := t.plane.custom.Post().AbsPath(policiesPath).Body(policy).Do(ctx).Error(); err != nil {
 		return fmt.Errorf("create the policy: %w", err)
 	}
-	if err := makeAgents(ctx, t); err != nil {
-		return err
-	}
+	return nil
+}
+
+// startOperator starts the operator and waits until it is ready.
+func startOperator(ctx context.Context, t *trial, arguments ...string) error {
 	ports, err := freePorts(1)
 	if err != nil {
 		return err
 	}
 	address := fmt.Sprintf("127.0.0.1:%d", ports[0])
 	t.operator, err = t.plane.start("operator", []string{"KUBECONFIG=" + t.plane.kubeconfig(userOperator), "POD_NAME=placement"},
-		t.plane.programs.operator, "operator", "--namespace="+cleaveNamespace, "--metrics-addr="+address)
+		append([]string{t.plane.programs.operator, "operator", "--namespace=" + cleaveNamespace, "--metrics-addr=" + address}, arguments...)...)
 	if err != nil {
 		return err
 	}
-	if err := waitUntil(ctx, startTimeout, "the operator to be ready", func(ctx context.Context) (bool, error) {
+	return waitUntil(ctx, startTimeout, "the operator to be ready", func(ctx context.Context) (bool, error) {
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+"/readyz", nil)
 		if err != nil {
 			return false, err
@@ -296,18 +314,18 @@ func prepareCleave(ctx context.Context, t *trial) error {
 		}
 		defer response.Body.Close()
 		return response.StatusCode == http.StatusOK, nil
-	}); err != nil {
-		return err
-	}
-	return share(ctx, t)
+	})
 }
 
 // chart renders the chart's cluster objects: CRDs, roles, and admission with the policy that
 // adds the placement gate to pods.
 func (t *trial) chart(ctx context.Context) ([]byte, error) {
 	var stderr bytes.Buffer
-	command := exec.CommandContext(ctx, t.plane.programs.helm, "template", "cleave", t.options.chart,
-		"--namespace", cleaveNamespace, "--kube-version", "1.36", "--set", "admission.gate=policy")
+	arguments := []string{"template", "cleave", t.options.chart, "--namespace", cleaveNamespace, "--kube-version", "1.36", "--set", "admission.gate=policy"}
+	for _, value := range t.values {
+		arguments = append(arguments, "--set", value)
+	}
+	command := exec.CommandContext(ctx, t.plane.programs.helm, arguments...)
 	// The user's own Helm configuration must not be read or written.
 	command.Env = append(os.Environ(), "HOME="+t.plane.dir)
 	command.Stderr = &stderr
@@ -389,7 +407,7 @@ func share(ctx context.Context, t *trial) error {
 		planned := 0
 		for _, node := range found {
 			index, known := t.agents.names[node.Metadata.Name]
-			if s, shared := node.spec(); known && shared {
+			if s, shared := node.spec(gpusPerNode); known && shared {
 				statuses.specs[index] = s
 				planned++
 			}

@@ -53,6 +53,9 @@ pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 /// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
 /// [`crate::cordon::Cleared`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
+/// Taint of nodes whose free units are on several GPUs, none of which has enough for a waiting pod,
+/// if the operator is configured to set it.
+pub const FRAGMENTED_TAINT: &str = "cleave.dev/fragmented";
 /// Taint of nodes that cannot serve any pod, if the operator is configured to set it.
 pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
 /// Health class of a GPU that becomes healthy when NVML answers and no further fault occurs for

@@ -76,6 +76,23 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_NODE_SELECTOR", value_name = "LABELS", value_delimiter = ',')]
     pub node_selector: Vec<Label>,
 
+    /// Taints nodes with `cleave.dev/fragmented:PreferNoSchedule` while a pod that is reported as
+    /// `Unschedulable` fits the sum of their free units and none of their GPUs. Needs permission to
+    /// patch nodes.
+    #[arg(long, env = "CLEAVE_TAINT_FRAGMENTED", default_value_t = false)]
+    pub taint_fragmented: bool,
+
+    /// Reports pods at the placement gate that need another node as `Unschedulable`, so that
+    /// cluster autoscalers add nodes.
+    #[arg(
+        long,
+        env = "CLEAVE_REPORT_UNSCHEDULABLE",
+        value_name = "BOOL",
+        action = clap::ArgAction::Set,
+        default_value_t = true
+    )]
+    pub report_unschedulable: bool,
+
     /// Address that the admission webhook listens on.
     #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9443")]
     pub webhook_addr: SocketAddr,

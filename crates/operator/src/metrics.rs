@@ -56,6 +56,8 @@ pub(crate) struct Metrics {
     pub(crate) rollout_stopped: Gauge,
     /// Pods at the placement gate, by reason.
     pub(crate) gated: Family<Reason, Gauge>,
+    /// Pods at the placement gate that are reported to cluster autoscalers.
+    pub(crate) reported: Gauge,
     /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs.
     pub(crate) fragmentation: Gauge<f64, AtomicU64>,
     /// Nodes that are excluded from plans.
@@ -87,6 +89,7 @@ impl Default for Metrics {
             hosts_replaced: Family::default(),
             rollout_stopped: Gauge::default(),
             gated: Family::default(),
+            reported: Gauge::default(),
             evictions: Family::default(),
             preemption_searches: Counter::default(),
             stranded_pods_recreated: Family::default(),
@@ -188,6 +191,11 @@ impl Metrics {
             self.rollout_stopped.clone(),
         );
         registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());
+        registry.register(
+            "pods_reported_unschedulable",
+            "Pods at the placement gate that are reported as unschedulable, so that autoscalers add nodes",
+            self.reported.clone(),
+        );
         registry.register(
             "fragmentation_ratio",
             "Fraction of the free memory of GPUs partitioned on demand that is on partly used GPUs",

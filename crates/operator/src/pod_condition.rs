@@ -1,10 +1,33 @@
 //! Writes the operator's own conditions of pods.
 use jiff::Timestamp;
 use kube::Client;
+use serde::Deserialize;
 use serde_json::json;
 
 use crate::pods::PodCondition;
 use crate::write::WRITE_TIMEOUT;
+
+/// The pod whose condition is written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Target<'a> {
+    /// The pod, as `namespace/name`.
+    pub(crate) pod: &'a str,
+    /// UID of the pod. The condition of another pod with the same name is not written.
+    pub(crate) uid: &'a str,
+    /// The `resourceVersion` that the pod must have. `None` for any.
+    pub(crate) version: Option<&'a str>,
+}
+
+/// What a write of a condition achieved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Written {
+    /// It was written. Contains the pod's new `resourceVersion`.
+    Done(String),
+    /// The pod has changed, was deleted or was replaced. Nothing was written.
+    Obsolete,
+    /// The write failed. A retry may succeed.
+    Failed,
+}
 
 /// Writes a condition of the pod `namespace/name` if its UID is unchanged. Returns true if no retry
 /// is necessary. `status_changed` is true if the condition's status changes, and not only its
@@ -15,7 +38,18 @@ pub(crate) async fn write(
     condition: &PodCondition,
     status_changed: bool,
 ) -> bool {
-    let Some((namespace, name)) = pod.split_once('/') else { return true };
+    write_to(client, Target { pod, uid, version: None }, condition, status_changed).await != Written::Failed
+}
+
+/// Writes a condition of a pod. `status_changed` is true if the condition's status changes, and not
+/// only its reason or message.
+pub(crate) async fn write_to(
+    client: &Client,
+    Target { pod, uid, version }: Target<'_>,
+    condition: &PodCondition,
+    status_changed: bool,
+) -> Written {
+    let Some((namespace, name)) = pod.split_once('/') else { return Written::Obsolete };
     let mut entry = json!({
         "type": condition.type_, "status": condition.status, "reason": condition.reason, "message": condition.message,
     });
@@ -23,7 +57,10 @@ pub(crate) async fn write(
         let now = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
         entry["lastTransitionTime"] = json!(now.to_string());
     }
-    let patch = json!({"metadata": {"uid": uid}, "status": {"conditions": [entry]}});
+    let mut patch = json!({"metadata": {"uid": uid}, "status": {"conditions": [entry]}});
+    if let Some(version) = version {
+        patch["metadata"]["resourceVersion"] = json!(version);
+    }
     let request =
         http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}/status?fieldManager=cleave-operator"))
             // The API server merges conditions by type, so the kubelet's conditions are kept.
@@ -33,11 +70,11 @@ pub(crate) async fn write(
         Ok(request) => request,
         Err(error) => {
             tracing::error!(pod, error = &error as &dyn std::error::Error, "failed to build a request");
-            return true;
+            return Written::Obsolete;
         }
     };
     match tokio::time::timeout(WRITE_TIMEOUT, client.request_text(request)).await {
-        Ok(Ok(_)) => {
+        Ok(Ok(answer)) => {
             tracing::info!(
                 pod,
                 status = condition.status,
@@ -45,7 +82,7 @@ pub(crate) async fn write(
                 message = condition.message,
                 "wrote a pod condition"
             );
-            true
+            Written::Done(resource_version(&answer))
         }
         // The pod was deleted, or a new pod has the same name.
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
@@ -55,15 +92,29 @@ pub(crate) async fn write(
                 message = status.message,
                 "skipped a pod condition: the pod changed or no longer exists"
             );
-            true
+            Written::Obsolete
         }
         Ok(Err(error)) => {
             tracing::warn!(pod, error = &error as &dyn std::error::Error, "failed to write a pod condition");
-            false
+            Written::Failed
         }
         Err(_) => {
             tracing::warn!(pod, "failed to write a pod condition: the API server did not answer");
-            false
+            Written::Failed
         }
     }
+}
+
+/// The `resourceVersion` in an answer of the API server. Empty if the answer has none.
+fn resource_version(answer: &str) -> String {
+    #[derive(Default, Deserialize)]
+    #[serde(rename_all = "camelCase", default)]
+    struct Meta {
+        resource_version: String,
+    }
+    #[derive(Deserialize)]
+    struct Answer {
+        metadata: Meta,
+    }
+    serde_json::from_str(answer).map(|answer: Answer| answer.metadata.resource_version).unwrap_or_default()
 }

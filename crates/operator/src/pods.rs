@@ -299,7 +299,7 @@ const MAX_VOLUME_CLAIMS: usize = 128;
 const MAX_DEVICES: u64 = 1024;
 
 /// The condition in which the scheduler reports whether it found a node.
-const POD_SCHEDULED: &str = "PodScheduled";
+pub(crate) const POD_SCHEDULED: &str = "PodScheduled";
 /// The condition in which the kubelet reports whether a pod is ready.
 const READY: &str = "Ready";
 
@@ -416,10 +416,12 @@ impl PodObject {
         }
     }
 
-    /// Whether the scheduler has tried to bind the pod and found no node.
-    pub fn is_refused_by_scheduler(&self) -> bool {
-        let refused = |condition: &PodCondition| condition.status == "False" && condition.reason == "Unschedulable";
-        self.condition(POD_SCHEDULED).is_some_and(refused)
+    /// Whether the condition `PodScheduled` has the reason `Unschedulable`. The scheduler writes it
+    /// for a released pod that it could not bind. The operator writes it for a pod at the gate that
+    /// another node would help.
+    pub fn is_reported_unschedulable(&self) -> bool {
+        let reported = |condition: &PodCondition| condition.status == "False" && condition.reason == "Unschedulable";
+        self.condition(POD_SCHEDULED).is_some_and(reported)
     }
 
     /// The pod's condition of this type.

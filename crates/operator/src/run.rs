@@ -99,6 +99,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         hosts,
         unschedulable_after: Duration::from_secs(args.unschedulable_after_seconds),
         agent_labels: args.node_selector.into_iter().map(|Label { key, value }| (key, value)).collect(),
+        report_unschedulable: args.report_unschedulable,
+        taint_fragmented: args.taint_fragmented,
     });
     let tenants = Tenants::new(context.clone());
     let passes =

@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::stranded::Rescue;
 use crate::policies::demand::WaitingPod;
+use crate::policies::taint::Change;
 use crate::rollout::Step;
 
 /// Why a pod is released.
@@ -45,6 +46,8 @@ pub struct Release {
     pub uid: String,
     /// Why the pod is released.
     pub reason: ReleaseReason,
+    /// Whether the pod is reported to cluster autoscalers. The report is taken back first.
+    pub reported: bool,
     /// Time for which the pod waited at the gate.
     pub waited: Duration,
     /// JSON Patch (RFC 6902) that releases the pod.
@@ -62,6 +65,19 @@ pub struct Eviction {
     pub preemptor: String,
 }
 
+/// A pod whose condition `PodScheduled` changes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// `namespace/name`.
+    pub pod: String,
+    /// Its UID.
+    pub uid: String,
+    /// The `resourceVersion` that the decision is based on.
+    pub version: String,
+    /// Why another node is necessary. `None` if the report is taken back.
+    pub message: Option<String>,
+}
+
 /// What one reconcile decides.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Actions {
@@ -71,6 +87,12 @@ pub struct Actions {
     pub evictions: Vec<Eviction>,
     /// Pods that wait at the gate, each with what it waits for.
     pub waiting: BTreeMap<String, WaitingPod>,
+    /// Pods whose report to cluster autoscalers changes.
+    pub reports: Vec<Report>,
+    /// Number of pods at the gate that are to be reported to cluster autoscalers.
+    pub reported: usize,
+    /// Nodes whose taint changes, because they only look free to cluster autoscalers.
+    pub taints: Vec<Change>,
     /// Actions for stranded pods.
     pub rescue: Rescue,
     /// Actions for MPS hosts. `None` if this reconcile did not examine them.

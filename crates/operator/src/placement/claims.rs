@@ -182,7 +182,7 @@ impl PodClaims {
             let uid = pod.uid().unwrap_or_default();
             let nominated = pod.status.nominated_node_name.as_deref().is_some_and(|node| !node.is_empty());
             let renewals = self.renewals.entry(uid.clone()).or_default();
-            if *renewals < MAX_RENEWALS && (nominated || !pod.is_refused_by_scheduler()) {
+            if *renewals < MAX_RENEWALS && (nominated || !pod.is_reported_unschedulable()) {
                 *renewals += 1;
                 ledger.extend(&name, expiry(now));
                 continue;

@@ -21,7 +21,8 @@ pub struct Cluster {
     pub nodes: Vec<Arc<NodeObject>>,
     /// The `GpuNode` of each node that Cleave manages.
     pub gpu_nodes: Vec<Arc<DeserializeGuard<GpuNode>>>,
-    /// `SharingPolicy`s. Each states how replicas are placed on its GPUs.
+    /// `SharingPolicy`s. Each states how replicas are placed on its GPUs, and what it makes of
+    /// GPUs of nodes that do not exist yet.
     pub policies: Vec<Arc<DeserializeGuard<SharingPolicy>>>,
     /// Pods of the agents.
     pub agents: Vec<Arc<AgentPod>>,

@@ -117,6 +117,11 @@ impl<'a> Evictability<'a> {
         Self { budgets: Budgets::new(budgets), records }
     }
 
+    /// Whether evictions are paused, because the API server limits requests.
+    pub(super) fn is_paused(&self, up: Duration) -> bool {
+        self.records.is_paused(up)
+    }
+
     /// Number of evictions that each disruption budget allows now.
     pub(super) fn allowed(&self) -> Vec<u32> {
         self.budgets.allowed()

@@ -13,6 +13,8 @@ use super::actions::{Actions, Destination, Eviction, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_living, is_released};
 use super::evictions::{Evictability, EvictionRecords};
+use super::fragments::Fragments;
+use super::growth::{Circumstances, Growth, Offers, Outlook};
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::pod_tracker::PodTracker;
@@ -21,7 +23,6 @@ use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, Stranded};
-use super::verdict::Verdict;
 use super::{learning, mps_hosts};
 use crate::evict::Evicted;
 use crate::pods::{PodObject, full_name, is_interchangeable};
@@ -60,6 +61,8 @@ pub struct Gatekeeper {
     /// Pods for which preemption was searched for.
     preemptors: Preemptors,
     stranded: Stranded,
+    growth: Growth,
+    fragments: Fragments,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -90,6 +93,8 @@ impl Gatekeeper {
             evictions: EvictionRecords::default(),
             preemptors: Preemptors::default(),
             stranded: Stranded::default(),
+            growth: Growth::new(true),
+            fragments: Fragments::new(false),
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
@@ -112,10 +117,26 @@ impl Gatekeeper {
         Self { settle_time: claims::UNREPORTED_CLAIM_TIME, ..self }
     }
 
+    /// Sets whether pods at the gate are reported to cluster autoscalers. By default they are.
+    #[must_use]
+    pub fn with_reports(self, enabled: bool) -> Self {
+        Self { growth: Growth::new(enabled), ..self }
+    }
+
+    /// Sets whether nodes that only look free to cluster autoscalers are tainted. By default they
+    /// are not.
+    #[must_use]
+    pub fn with_taints(self, enabled: bool) -> Self {
+        Self { fragments: Fragments::new(enabled), ..self }
+    }
+
     /// Drops all state. Call this while another process leads.
     pub fn reset(&mut self) {
         let agent_labels = std::mem::take(&mut self.agent_labels);
-        let new = Self::new(self.unschedulable_after).with_agent_labels(agent_labels);
+        let new = Self::new(self.unschedulable_after)
+            .with_agent_labels(agent_labels)
+            .with_reports(self.growth.is_enabled())
+            .with_taints(self.fragments.is_enabled());
         *self = Self { settle_time: self.settle_time, ..new };
     }
 
@@ -134,6 +155,16 @@ impl Gatekeeper {
     /// Records the result of an eviction for a pod of higher priority.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &Evicted, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
+    }
+
+    /// Records that the report about a pod at the gate could not be written.
+    pub(crate) fn record_failed_report(&mut self, uid: &str) {
+        self.growth.write_failed(uid);
+    }
+
+    /// Records that the taint of a node could not be written.
+    pub(crate) fn record_failed_taint(&mut self, node: &str) {
+        self.fragments.write_failed(node);
     }
 
     /// Records that the condition of a stranded pod could not be written.
@@ -197,6 +228,7 @@ impl Gatekeeper {
         let settling = self.next_reservation.saturating_sub(now.up);
         if settling.is_zero() {
             self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+            actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.smallest());
         } else {
             actions.requeue_in(settling);
         }
@@ -290,7 +322,7 @@ impl Gatekeeper {
                 found.push((pod, reason));
             } else if pod.placement.is_none() && pod.unschedulable {
                 unschedulable.push(Candidate::unschedulable(pod, nodes));
-            } else if pod.placement.is_none() && pod.to_other_nodes && pod.is_refused_by_scheduler() {
+            } else if pod.placement.is_none() && pod.to_other_nodes && pod.is_reported_unschedulable() {
                 at_other_nodes.push(Candidate::at_other_nodes(pod, nodes, agent_labels));
             }
         }
@@ -354,20 +386,20 @@ impl Gatekeeper {
         let up = input.now.up;
         self.update_preemption(ledger, &waiting, input, actions);
         if waiting.is_empty() {
+            self.growth.report(&[], up, actions);
             return;
         }
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
         let Self { agent_labels, chooser, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
-        let Self { evictions, preemptors, .. } = self;
+        let Self { evictions, preemptors, growth, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.skip_refused(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
         let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
+        let offers = LazyCell::new(|| Offers::of(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions);
-        let is_paused = evictions.is_paused(up);
-        let mut preemption =
-            PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, (is_paused, up));
+        let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
         let mut reserved: Vec<(String, &PodObject)> = Vec::new();
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {
@@ -398,31 +430,30 @@ impl Gatekeeper {
                 }
                 Err(verdict) => verdict,
             };
-            let waits = matches!(verdict, Verdict::Waits(_));
             if let Some(requirement) = other_nodes.place(&candidate.plan_pod) {
                 actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
                 continue;
             }
-            let impossible = verdict.impossible();
-            let (message, may_pass) = candidate.explain(verdict, input.demand.get(name));
-            let message = message + &rollout.describe_withheld(device_requests, &search.eligible(candidate));
+            let circumstances = Circumstances {
+                offers: &offers,
+                demand: input.demand.get(name),
+                preemption: preemption.preempt(ledger, &mut search, candidate, &verdict, actions),
+                withheld: rollout.describe_withheld(device_requests, &search.eligible(candidate)),
+            };
+            let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_for(name, may_pass, up) {
                 Some(unplaceable) if unplaceable >= unschedulable_after => {
-                    actions.releases.push(candidate.release_unplaceable(impossible, message, waited));
+                    actions.releases.push(candidate.release_unplaceable(need, message, waited));
                     continue;
                 }
                 Some(unplaceable) => actions.requeue_in(unschedulable_after.saturating_sub(unplaceable)),
                 None => {}
             }
-            preemption.preempt(ledger, &mut search, candidate, waits, actions);
             actions.waiting.insert(name.clone(), no_room(message));
         }
-        actions.more |= preemptors.is_deferred();
-        actions.awaits_budgets = preemptors.await_budgets();
-        if let Some(recheck) = preemptors.next_recheck(up) {
-            actions.requeue_in(recheck);
-        }
+        preemptors.finish(up, actions);
         reserved.into_iter().for_each(|(name, pod)| claims.add(name, pod));
+        growth.report(&candidates, up, actions);
     }
 }
 

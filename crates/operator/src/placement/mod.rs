@@ -14,6 +14,7 @@
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
+//! | | `growth`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
 //!
@@ -39,8 +40,10 @@ mod cluster;
 mod constraints;
 mod evictions;
 mod facts;
+mod fragments;
 mod free_resources;
 mod gatekeeper;
+mod growth;
 mod learning;
 mod mps_hosts;
 mod nodes;
@@ -56,7 +59,7 @@ mod search;
 mod stranded;
 mod verdict;
 
-pub use actions::{Actions, Eviction, Release, ReleaseReason};
+pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};
 pub use cluster::{Cluster, Now};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 pub(crate) use run::{ControllerInputs, Gate};

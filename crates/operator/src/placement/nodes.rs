@@ -117,6 +117,11 @@ impl NodeState {
         facts
     }
 
+    /// The `resourceVersion` of the node.
+    pub(super) fn version(&self) -> &str {
+        self.versions.node.as_deref().unwrap_or_default()
+    }
+
     /// Whether selector, affinity and taints allow the pod on the node now.
     fn admits(&self, pod: &PlanPod) -> bool {
         self.is_usable() && scheduling::admit(pod, &self.node).is_ok()

@@ -9,6 +9,9 @@ use serde_json::{Value, json};
 use super::actions::{Destination, ReleaseReason};
 use crate::pods::{PodObject, is_interchangeable};
 
+/// Where the patch contains the `resourceVersion` of the pod.
+const VERSION: &str = "/0/value";
+
 /// Returns the JSON Patch that narrows the pod, annotates it with its reservation and removes its
 /// only gate.
 ///
@@ -41,6 +44,20 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
     }
     operations.push(json!({"op": "remove", "path": "/spec/schedulingGates"}));
     Value::Array(operations)
+}
+
+/// The `resourceVersion` to which the patch applies.
+pub(super) fn version(patch: &Value) -> Option<&str> {
+    patch.pointer(VERSION)?.as_str()
+}
+
+/// The patch for another `resourceVersion` of the pod.
+pub(super) fn with_version(patch: &Value, version: String) -> Value {
+    let mut patch = patch.clone();
+    if let Some(value) = patch.pointer_mut(VERSION) {
+        *value = Value::String(version);
+    }
+    patch
 }
 
 /// Returns how much of a required node affinity the pod's spec already has.

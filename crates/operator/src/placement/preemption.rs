@@ -11,6 +11,7 @@ use super::evictions::Evictability;
 use super::nodes::Nodes;
 use super::preemptors::{Preemptors, Scope};
 use super::search::{Candidate, PlacementSearch, SearchKey};
+use super::verdict::Verdict;
 use crate::pods::PodObject;
 
 /// Maximum number of waiting pods per reconcile for which preemption is searched for the first
@@ -40,6 +41,17 @@ pub(super) struct PreemptionSearch<'a> {
     up: Duration,
 }
 
+/// Whether preemption makes room for a waiting pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Prospect {
+    /// The pod is nominated: its victims are evicted or terminate.
+    Room,
+    /// No preemption helps, or the pod may not preempt others.
+    NoRoom,
+    /// It is not this pod's turn. The result of the last search applies.
+    Unknown,
+}
+
 /// The result of one search.
 enum Outcome {
     /// These evictions make room. The list of victims must be empty.
@@ -56,9 +68,9 @@ impl<'a> PreemptionSearch<'a> {
         evictability: Evictability<'a>,
         claims: &'a PodClaims,
         preemptors: &'a mut Preemptors,
-        (is_paused, up): (bool, Duration),
+        up: Duration,
     ) -> Self {
-        let turns = preemptors.turns(up);
+        let (turns, is_paused) = (preemptors.turns(up), evictability.is_paused(up));
         let (holders, hopeless) = (OnceCell::new(), BTreeSet::new());
         Self {
             nodes,
@@ -76,17 +88,17 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Evicts pods for a pod at the gate if that makes room for it, and nominates the room. `waits`
-    /// if the pod may become placeable. Keeps an earlier nomination while its victims terminate.
+    /// Evicts pods for a pod at the gate if that makes room for it, and nominates the room. Keeps an
+    /// earlier nomination while its victims terminate. Returns whether the pod gets room.
     pub(super) fn preempt(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        waits: bool,
+        verdict: &Verdict,
         actions: &mut Actions,
-    ) {
-        match self.find(ledger, search, candidate, waits) {
+    ) -> Prospect {
+        let prospect = match self.find(ledger, search, candidate, verdict) {
             Outcome::Preempt(Preemption { node, takes, victims }) => {
                 self.evict(victims, &candidate.name, actions);
                 self.preemptors.forget(&candidate.name);
@@ -95,11 +107,17 @@ impl<'a> PreemptionSearch<'a> {
                 // none.
                 let nomination = Nomination { priority: candidate.plan_pod.priority, node, takes };
                 let _ = ledger.nominate(&candidate.name, nomination);
+                Prospect::Room
             }
-            Outcome::Hopeless => self.withdraw(ledger, search, &candidate.name),
-            Outcome::Later => {}
-        }
+            Outcome::Hopeless => {
+                self.withdraw(ledger, search, &candidate.name);
+                Prospect::NoRoom
+            }
+            Outcome::Later if ledger.nominations().contains_key(&candidate.name) => Prospect::Room,
+            Outcome::Later => Prospect::Unknown,
+        };
         actions.preemption_searches = self.searches;
+        prospect
     }
 
     /// Ends the nomination of a waiting pod.
@@ -115,10 +133,10 @@ impl<'a> PreemptionSearch<'a> {
         ledger: &Ledger,
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        waits: bool,
+        verdict: &Verdict,
     ) -> Outcome {
         let Candidate { name, pod, plan_pod, .. } = candidate;
-        if !waits || pod.spec.preemption_policy.as_deref() == Some("Never") {
+        if verdict.impossible().is_some() || pod.spec.preemption_policy.as_deref() == Some("Never") {
             return Outcome::Hopeless;
         }
         let nominated = ledger.nominations().get(name);

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::actions::Actions;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
@@ -183,20 +184,14 @@ impl Preemptors {
         self.is_deferred = true;
     }
 
-    /// Whether pods wait for their turn.
-    pub(super) fn is_deferred(&self) -> bool {
-        self.is_deferred
-    }
-
-    /// Whether a change of a disruption budget may help a waiting pod.
-    pub(super) fn await_budgets(&self) -> bool {
-        !self.waiting.is_empty()
-    }
-
-    /// Time until a search without result is repeated.
-    pub(super) fn next_recheck(&self, up: Duration) -> Option<Duration> {
-        let until = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);
-        until.min().map(|until| until.saturating_sub(up))
+    /// Ends a reconcile: adds when the next one is necessary.
+    pub(super) fn finish(&self, up: Duration, actions: &mut Actions) {
+        actions.more |= self.is_deferred;
+        actions.awaits_budgets = !self.waiting.is_empty();
+        let rechecks = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);
+        if let Some(recheck) = rechecks.min() {
+            actions.requeue_in(recheck.saturating_sub(up));
+        }
     }
 }
 

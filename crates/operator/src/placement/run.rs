@@ -10,16 +10,18 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use tokio::sync::watch;
 
-use super::actions::{Actions, Eviction, Release, ReleaseReason};
+use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
 use super::cluster::{Cluster, Now};
 use super::gatekeeper::Gatekeeper;
+use super::patch;
 use super::stranded::{Advice, Recreation, Rescue};
 use crate::events::{self, EventPublisher};
 use crate::evict::{self, Evicted};
 use crate::metrics::{Outcome, Reason};
-use crate::pod_condition;
-use crate::pods::{PodCondition, full_name};
+use crate::pod_condition::{self, Target, Written};
+use crate::pods::{POD_SCHEDULED, PodCondition, full_name};
 use crate::policies::demand::WaitingPod;
+use crate::policies::taint::{self, Change};
 use crate::rollout::{self, Deleted, Replacement, Step, Watched};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
@@ -45,6 +47,10 @@ pub(crate) struct ControllerInputs {
     pub(crate) unschedulable_after: Duration,
     /// Labels that every node with an agent has.
     pub(crate) agent_labels: BTreeMap<String, String>,
+    /// Whether pods at the gate are reported to cluster autoscalers.
+    pub(crate) report_unschedulable: bool,
+    /// Whether nodes that only look free to cluster autoscalers are tainted.
+    pub(crate) taint_fragmented: bool,
 }
 
 /// Why a pod was not released.
@@ -119,6 +125,7 @@ impl Controller for Gate {
         let evicted = self.evict_all(&actions.evictions).await;
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
         self.handle_stranded(&actions.rescue).await;
+        let reported = self.report_all(&actions.reports).await & self.taint_all(&actions.taints).await;
         let none_stranded = actions.rescue.recreate.is_empty() && actions.rescue.advise.is_empty();
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
@@ -127,7 +134,7 @@ impl Controller for Gate {
         if actions.more {
             self.wakes.gate.notify_one();
         }
-        let retry = (!released || !evicted || !none_stranded).then_some(RETRY_DELAY);
+        let retry = (!released || !evicted || !reported || !none_stranded).then_some(RETRY_DELAY);
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
         actions.requeue.into_iter().chain(retry).chain(events).min()
     }
@@ -135,13 +142,17 @@ impl Controller for Gate {
 
 impl Gate {
     pub(crate) fn new(parts: ControllerInputs) -> Self {
-        let ControllerInputs { context, wakes, demand, hosts, unschedulable_after, agent_labels } = parts;
+        let ControllerInputs { context, wakes, demand, hosts, unschedulable_after, agent_labels, .. } = parts;
         Self {
             context,
             wakes,
             demand,
             hosts,
-            keeper: Gatekeeper::new(unschedulable_after).with_agent_labels(agent_labels).settle_first(),
+            keeper: Gatekeeper::new(unschedulable_after)
+                .with_agent_labels(agent_labels)
+                .with_reports(parts.report_unschedulable)
+                .with_taints(parts.taint_fragmented)
+                .settle_first(),
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
@@ -201,11 +212,12 @@ impl Gate {
             return Err(Failure::Retry);
         }
         let pod = &release.pod;
+        let body = if release.reported { self.take_back(release).await? } else { release.patch.clone() };
         let Some((namespace, name)) = pod.split_once('/') else { return Err(Failure::Retry) };
         let request =
             http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}?fieldManager=cleave-operator"))
                 .header(http::header::CONTENT_TYPE, "application/json-patch+json")
-                .body(release.patch.to_string().into_bytes());
+                .body(body.to_string().into_bytes());
         let request = match request {
             Ok(request) => request,
             Err(error) => {
@@ -238,6 +250,72 @@ impl Gate {
                 Err(Failure::Retry)
             }
         }
+    }
+
+    /// Takes back the report about a pod that is released, because on a released pod such a report
+    /// must come from the scheduler. Returns the patch that then releases the pod.
+    async fn take_back(&self, release: &Release) -> Result<serde_json::Value, Failure> {
+        let version = patch::version(&release.patch);
+        let target = Target { pod: &release.pod, uid: &release.uid, version };
+        match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
+            Written::Done(version) => Ok(patch::with_version(&release.patch, version)),
+            Written::Obsolete | Written::Failed => Err(Failure::Retry),
+        }
+    }
+
+    /// Reports pods at the gate to cluster autoscalers, or takes reports back. Returns false if a
+    /// write failed.
+    async fn report_all(&mut self, reports: &[Report]) -> bool {
+        if !self.context.claim.is_current() {
+            return true;
+        }
+        let writes: Vec<_> = reports.iter().map(|report| self.report_pod(report)).collect();
+        let results: Vec<(&str, Written)> =
+            futures::stream::iter(writes).buffer_unordered(MAX_PATCHES_IN_FLIGHT).collect().await;
+        let failed = results.into_iter().filter(|(_, written)| *written == Written::Failed);
+        failed.map(|(uid, _)| self.keeper.record_failed_report(uid)).count() == 0
+    }
+
+    /// Taints nodes, or removes taints. Returns false if a write failed.
+    async fn taint_all(&mut self, changes: &[Change]) -> bool {
+        if !self.context.claim.is_current() {
+            return true;
+        }
+        let writes: Vec<_> = changes.iter().map(|change| self.taint(change)).collect();
+        let results: Vec<(&str, bool)> =
+            futures::stream::iter(writes).buffer_unordered(MAX_PATCHES_IN_FLIGHT).collect().await;
+        let failed = results.into_iter().filter(|(_, written)| !written);
+        failed.map(|(node, _)| self.keeper.record_failed_taint(node)).count() == 0
+    }
+
+    /// Writes the taint of one node. Returns false if a retry is necessary.
+    async fn taint<'c>(&self, change: &'c Change) -> (&'c str, bool) {
+        let node = change.node.as_str();
+        let written = tokio::time::timeout(WRITE_TIMEOUT, taint::write(&self.context.client, change)).await;
+        match written {
+            Ok(Ok(())) => tracing::info!(node, why = change.why, tainted = change.why.is_some(), "updated the taint"),
+            // The node changed after the decision. The next reconcile reads it again.
+            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
+                tracing::debug!(node, message = status.message, "the node changed; its taint is updated later");
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(node, error = &error as &dyn std::error::Error, "failed to update the taint");
+                return (node, false);
+            }
+            Err(_) => {
+                tracing::warn!(node, "failed to update the taint: the API server did not answer");
+                return (node, false);
+            }
+        }
+        (node, true)
+    }
+
+    /// Writes one report.
+    async fn report_pod<'r>(&self, report: &'r Report) -> (&'r str, Written) {
+        let Report { pod, uid, version, message } = report;
+        let target = Target { pod, uid, version: Some(version) };
+        let condition = scheduled_condition(message.as_deref());
+        (uid, pod_condition::write_to(&self.context.client, target, &condition, false).await)
     }
 
     /// Evicts pods for pods of higher priority. Returns false if not all of them were evicted. If
@@ -427,7 +505,18 @@ impl Gate {
     fn set_gauges(&self, actions: &Actions) {
         let waiting = i64::try_from(actions.waiting.len()).unwrap_or(i64::MAX);
         self.context.metrics.gated.get_or_create(&Reason { reason: "no_room" }).set(waiting);
+        self.context.metrics.reported.set(i64::try_from(actions.reported).unwrap_or(i64::MAX));
     }
+}
+
+/// The condition `PodScheduled` of a pod at the gate. With a message it reports that the pod needs
+/// another node. Without, it is what the API server writes for a pod that is created with a gate.
+fn scheduled_condition(message: Option<&str>) -> PodCondition {
+    let (reason, message) = match message {
+        Some(message) => ("Unschedulable", format!("{message}. The pod waits at Cleave's placement gate")),
+        None => ("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates".to_owned()),
+    };
+    PodCondition { type_: POD_SCHEDULED.to_owned(), status: "False".to_owned(), reason: reason.to_owned(), message }
 }
 
 #[cfg(test)]

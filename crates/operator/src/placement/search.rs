@@ -21,7 +21,7 @@ use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
 use super::replicas::{ReplicaIndex, ReplicaSearch};
-use super::verdict::{PermanentObstacle, Verdict};
+use super::verdict::{Need, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::WaitingPod;
 
@@ -81,10 +81,22 @@ impl<'a> Candidate<'a> {
         candidate
     }
 
+    /// What the pod waits for according to the plan for GPUs that are partitioned on demand. `None`
+    /// if the pod requests more GPUs than a node has, because the plan does not consider that.
+    pub(super) fn planned<'w>(&self, demand: Option<&'w WaitingPod>) -> Option<&'w WaitingPod> {
+        demand.filter(|_| !self.too_many_gpus)
+    }
+
+    /// Whether only kubelets report the requested resources, and no agent does now. Either an agent
+    /// starts, or another plugin serves the resources, or the kubelet's report is old.
+    pub(super) fn awaits_agent(&self) -> bool {
+        self.unclear || self.missing.is_some()
+    }
+
     /// Returns the explanation for the pod's owner, and whether the pod may become placeable.
     /// `demand` is set if a GPU may be repartitioned for the pod.
     pub(super) fn explain(&self, verdict: Verdict, demand: Option<&WaitingPod>) -> (String, bool) {
-        let (message, may_pass) = verdict.explain(&self.device_requests, demand.filter(|_| !self.too_many_gpus));
+        let (message, may_pass) = verdict.explain(&self.device_requests, self.planned(demand));
         match &self.missing {
             Some(resource) if !may_pass => {
                 (format!("A node offers {resource}, but its GpuNode or the status of its GpuNode is missing"), true)
@@ -115,7 +127,8 @@ impl<'a> Candidate<'a> {
     pub(super) fn release(&self, reason: ReleaseReason, destination: Destination<'_>, waited: Duration) -> Release {
         let uid = self.pod.uid().unwrap_or_default();
         let patch = patch::release(self.pod, &reason, destination);
-        Release { pod: self.name.clone(), uid, waited, patch, reason }
+        let reported = self.pod.is_reported_unschedulable();
+        Release { pod: self.name.clone(), uid, reason, reported, waited, patch }
     }
 
     /// Returns the action that releases the pod to the nodes of its reservation.
@@ -131,12 +144,7 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns a release without a reservation, because the pod was unplaceable for too long.
-    pub(super) fn release_unplaceable(
-        &self,
-        impossible: Option<PermanentObstacle>,
-        message: String,
-        waited: Duration,
-    ) -> Release {
+    pub(super) fn release_unplaceable(&self, need: Need, message: String, waited: Duration) -> Release {
         if self.unclear {
             // The pod has waited longer than any kubelet's report stays outdated. So another plugin
             // serves the resources on nodes where Cleave runs.
@@ -145,7 +153,7 @@ impl<'a> Candidate<'a> {
         // Without a reservation, the pod would fail on any node that offers the resource, including
         // nodes that the pod may not use now. If no node offers the resource, any node that is
         // added may serve the pod.
-        let needs_larger = impossible == Some(PermanentObstacle::TooLarge) || self.offered;
+        let needs_larger = self.offered || need == Need::LargerGpu;
         let destination =
             if needs_larger { Destination::LargerGpus(&self.device_requests) } else { Destination::Anywhere };
         self.release(ReleaseReason::Unschedulable(message), destination, waited)

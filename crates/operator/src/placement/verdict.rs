@@ -1,4 +1,6 @@
 //! Explains why a pod at the gate is not placeable, and whether that can change.
+use std::time::Duration;
+
 use cleave_api::names::{RESOURCE_GPU, RESOURCE_MIG_PREFIX};
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::device::sized;
@@ -58,6 +60,17 @@ impl Verdict {
             (Self::Waits(message), _) => (message, true),
         }
     }
+}
+
+/// What a pod at the gate needs from autoscalers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Need {
+    /// Another node, if it still does after this time.
+    Node(Duration),
+    /// A node with larger GPUs than the known ones and those of the policies.
+    LargerGpu,
+    /// Nothing: it gets room without another node, or another node would not help.
+    Nothing,
 }
 
 /// Why a pod cannot use a node with GPUs, regardless of free units.

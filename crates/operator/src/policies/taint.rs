@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, UNHEALTHY_TAINT};
+use cleave_plan::snapshot::Taint;
 use http::Request;
 use kube::Client;
 use serde_json::{Value, json};
@@ -19,9 +20,12 @@ pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Effect of the taint. It keeps new pods away, and running pods continue.
 const EFFECT: &str = "NoSchedule";
 
+/// Key and effect of the taint.
+const UNHEALTHY: (&str, &str) = (UNHEALTHY_TAINT, EFFECT);
+
 /// A change to one node's taints.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Change {
+pub struct Change {
     /// Name of the node.
     pub node: String,
     /// Why the node is tainted. `None` if the taint is removed.
@@ -63,9 +67,11 @@ impl Taints {
                     next = Some(next.map_or(left, |next| next.min(left)));
                     continue;
                 }
-                (Verdict::NotReady(_), None) => (Some("the agent is not ready"), add(node)),
-                (Verdict::Unusable(why), None) => (Some(why), add(node)),
-                (Verdict::Usable, Some(index)) => (None, remove(index)),
+                (Verdict::NotReady(_), None) => {
+                    (Some("the agent is not ready"), add(&UNHEALTHY, &node.taints, &node.version))
+                }
+                (Verdict::Unusable(why), None) => (Some(why), add(&UNHEALTHY, &node.taints, &node.version)),
+                (Verdict::Usable, Some(index)) => (None, remove(&UNHEALTHY, index)),
                 _ => continue,
             };
             changes.push(Change { node: name.clone(), why, patch });
@@ -94,22 +100,23 @@ impl Taints {
     }
 }
 
-/// Builds a patch that adds the taint. Other kinds of patches replace the whole list and could undo
-/// concurrent changes.
-fn add(node: &Node) -> Value {
-    let taint = json!({"key": UNHEALTHY_TAINT, "effect": EFFECT});
-    let change = if node.taints.is_empty() {
+/// Builds a patch that adds a taint to a node with these taints and this `resourceVersion`. Other
+/// kinds of patches replace the whole list and could undo concurrent changes.
+pub(crate) fn add((key, effect): &(&str, &str), taints: &[Taint], version: &str) -> Value {
+    let taint = json!({"key": key, "effect": effect});
+    let change = if taints.is_empty() {
         json!({"op": "add", "path": "/spec/taints", "value": [taint]})
     } else {
         json!({"op": "add", "path": "/spec/taints/-", "value": taint})
     };
-    json!([{"op": "test", "path": "/metadata/resourceVersion", "value": node.version}, change])
+    json!([{"op": "test", "path": "/metadata/resourceVersion", "value": version}, change])
 }
 
-fn remove(index: usize) -> Value {
+/// Builds a patch that removes the taint at this index.
+pub(crate) fn remove((key, effect): &(&str, &str), index: usize) -> Value {
     json!([
-        {"op": "test", "path": format!("/spec/taints/{index}/key"), "value": UNHEALTHY_TAINT},
-        {"op": "test", "path": format!("/spec/taints/{index}/effect"), "value": EFFECT},
+        {"op": "test", "path": format!("/spec/taints/{index}/key"), "value": key},
+        {"op": "test", "path": format!("/spec/taints/{index}/effect"), "value": effect},
         {"op": "remove", "path": format!("/spec/taints/{index}")},
     ])
 }
@@ -133,12 +140,19 @@ mod tests {
 
     use cleave_api::gpunode::{GpuNodeStatus, GpuStatus, Health};
     use cleave_api::{GpuNode, GpuNodeSpec};
-    use cleave_plan::snapshot::Taint;
     use kube::client::Body;
     use kube::core::DeserializeGuard;
 
     use super::*;
     use crate::read::Agent;
+
+    fn add(node: &Node) -> Value {
+        super::add(&UNHEALTHY, &node.taints, &node.version)
+    }
+
+    fn remove(index: usize) -> Value {
+        super::remove(&UNHEALTHY, index)
+    }
 
     const fn secs(seconds: u64) -> Duration {
         Duration::from_secs(seconds)

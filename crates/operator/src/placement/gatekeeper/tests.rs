@@ -1,5 +1,6 @@
 //! Tests the gatekeeper's decisions in simulated clusters.
 mod constraints;
+mod growth;
 mod lag;
 mod mps_hosts;
 mod other_nodes;

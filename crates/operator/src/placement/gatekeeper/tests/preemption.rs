@@ -100,7 +100,7 @@ fn a_pod_that_cannot_be_evicted_is_avoided_and_another_is_evicted() {
         Evicted::Protected("Cannot evict pod as it would violate the pod's disruption budget.".to_owned()),
     ] {
         let (world, _) = high_behind_two();
-        let mut keeper = Gatekeeper::default();
+        let mut keeper = Gatekeeper::default().with_reports(false);
         let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
         keeper.record_eviction(&first, &result, seconds(0));
         let second = reconcile(&mut keeper, &world, 1).evictions[0].clone();

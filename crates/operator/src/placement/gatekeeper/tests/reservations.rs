@@ -43,7 +43,7 @@ fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_eac
 #[test]
 fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
-    let mut keeper = Gatekeeper::default();
+    let mut keeper = Gatekeeper::default().with_reports(false);
     let actions = reconcile(&mut keeper, &world, 0);
     assert!(world.patch(&actions.releases[0]));
     refuse(&mut world, "team/a");
@@ -64,7 +64,7 @@ fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_other
     assert!(world.patch(&actions.releases[0]));
     refuse(&mut world, "team/a");
     let world = world.pod("b", 6);
-    let mut keeper = Gatekeeper::default();
+    let mut keeper = Gatekeeper::default().with_reports(false);
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((released(&actions), actions.requeue), (vec![], Some(RESERVATION)));
     assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "reserved")]);

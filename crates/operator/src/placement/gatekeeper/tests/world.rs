@@ -86,6 +86,16 @@ impl TestCluster {
         self
     }
 
+    /// Adds a policy that divides GPUs into shares.
+    pub(super) fn policy(mut self, units: u32) -> Self {
+        let name = format!("shares-{units}");
+        let policy = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": name},
+            "spec": {"mode": "Mps", "mps": {"units": units}}});
+        let policy = self.raise(policy);
+        self.policies.insert(name, policy);
+        self
+    }
+
     /// Adds a pod at the gate that requests this many shares.
     pub(super) fn pod(self, name: &str, shares: u32) -> Self {
         self.pod_with(name, shares, json!({}))

@@ -1,0 +1,90 @@
+//! Taints nodes that look free to autoscalers although no GPU has enough free units. Off by
+//! default. Pure.
+//!
+//! Autoscalers sum the free units of a node's GPUs. To them, six free shares on two GPUs are room
+//! for five, so they add no node for a pod that requests five. Karpenter treats the effect
+//! `PreferNoSchedule` like a rule when it looks for room, so it skips tainted nodes. The scheduler
+//! may still use them, and pods that Cleave releases to them are not affected.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::names::FRAGMENTED_TAINT;
+use cleave_plan::ledger::Ledger;
+
+use super::nodes::{NodeState, Nodes};
+use crate::policies::taint::{Change, add, remove};
+
+/// Key and effect of the taint.
+const FRAGMENTED: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
+/// Maximum number of nodes that change in one reconcile.
+const MAX_CHANGES: usize = 32;
+
+/// Which changes were decided.
+#[derive(Debug)]
+pub(super) struct Fragments {
+    enabled: bool,
+    /// The `resourceVersion` for which each change was decided, by node. The watch may lag.
+    decided: BTreeMap<String, String>,
+}
+
+impl Fragments {
+    /// If not `enabled`, no node is changed.
+    pub(super) const fn new(enabled: bool) -> Self {
+        Self { enabled, decided: BTreeMap::new() }
+    }
+
+    /// Whether nodes may be tainted.
+    pub(super) const fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// Records that a node's taint could not be written. A later reconcile writes it.
+    pub(super) fn write_failed(&mut self, node: &str) {
+        self.decided.remove(node);
+    }
+
+    /// The nodes whose taint changes. `smallest` is the smallest request among the pods that are
+    /// reported to autoscalers, by resource. None of them fits on any node.
+    pub(super) fn update(&mut self, nodes: &Nodes, ledger: &Ledger, smallest: &BTreeMap<String, u64>) -> Vec<Change> {
+        if !self.enabled {
+            return Vec::new();
+        }
+        let mut changes = Vec::new();
+        let mut differing = BTreeSet::new();
+        for (name, state) in &nodes.0 {
+            let Some(change) = change(name, state, looks_free(ledger, name, smallest)) else { continue };
+            differing.insert(name.as_str());
+            let version = state.version().to_owned();
+            if changes.len() < MAX_CHANGES && self.decided.get(name) != Some(&version) {
+                self.decided.insert(name.clone(), version);
+                changes.push(change);
+            }
+        }
+        self.decided.retain(|name, _| differing.contains(name.as_str()));
+        changes
+    }
+}
+
+/// Whether the sum of a node's free units suffices for one of the requests.
+fn looks_free(ledger: &Ledger, node: &str, smallest: &BTreeMap<String, u64>) -> bool {
+    if smallest.is_empty() {
+        return false;
+    }
+    let mut free: BTreeMap<String, u64> = BTreeMap::new();
+    for usage in ledger.devices(node) {
+        *free.entry(usage.resource).or_default() += u64::from(usage.free);
+    }
+    smallest.iter().any(|(resource, units)| free.get(resource).is_some_and(|free| free >= units))
+}
+
+/// The change of a node's taint. `None` if the node has the wanted state.
+fn change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
+    let is_own = |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED;
+    let (why, patch) = match (wanted, state.node.taints.iter().position(is_own)) {
+        (true, None) => {
+            (Some("its free shares are on several GPUs"), add(&FRAGMENTED, &state.node.taints, state.version()))
+        }
+        (false, Some(index)) => (None, remove(&FRAGMENTED, index)),
+        _ => return None,
+    };
+    Some(Change { node: name.to_owned(), why, patch })
+}

@@ -1,0 +1,246 @@
+//! Which pods at the gate are reported to cluster autoscalers.
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::world::{MPS, TestCluster, at, reconcile, refuse, released};
+use crate::placement::actions::Actions;
+use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
+use crate::placement::growth::{FULL_AFTER, NO_NODE_AFTER};
+use crate::policies::demand::{Reason, WaitingPod};
+
+/// The pods whose report changes, each with whether the pod is reported now.
+fn reports(actions: &Actions) -> Vec<(&str, bool)> {
+    actions.reports.iter().map(|report| (report.pod.as_str(), report.message.is_some())).collect()
+}
+
+/// Reconciles once at the start and once later. Returns the second result.
+fn later(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u64) -> Actions {
+    reconcile(keeper, world, 0);
+    reconcile(keeper, world, seconds)
+}
+
+fn take_back(world: &mut TestCluster, pod: &str) {
+    let gated = json!([{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]);
+    world.change(|world| &mut world.pods, pod, |pod| pod["status"]["conditions"] = gated);
+}
+
+/// Adds a pod of the lowest priority to the node `n1`, with this many of its used shares.
+fn with_low_pod(world: TestCluster, shares: u32) -> TestCluster {
+    let bound = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
+    let mut world = world.pod_with("low", shares, bound).policy(10);
+    let ids: Vec<String> = (0..shares).map(|id| format!("n1-GPU-0::{id}")).collect();
+    let allocation = json!({"pod": "team/low", "container": "main", "resource": MPS, "device": "n1-GPU-0", "ids": ids,
+        "clients": 0});
+    let allocate = |node: &mut Value| node["status"]["gpus"][0]["allocations"] = json!([allocation]);
+    world.change(|world| &mut world.gpu_nodes, "n1", allocate);
+    world
+}
+
+const FULL: u64 = FULL_AFTER.as_secs();
+const NO_NODE: u64 = NO_NODE_AFTER.as_secs();
+
+#[test]
+fn a_pod_is_reported_while_the_pool_is_full_and_no_longer_when_it_is_released() {
+    let mut world = TestCluster::default().node("n1", &[7, 7]).pod("five", 5).policy(10);
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0);
+    assert_eq!((reports(&first), first.reported), (vec![], 0), "pods that end may make room");
+    assert!(first.requeue.is_some_and(|requeue| requeue <= FULL_AFTER), "{:?}", first.requeue);
+    let due = reconcile(&mut keeper, &world, FULL);
+    assert_eq!((reports(&due), due.reported), (vec![("team/five", true)], 1));
+    let message = due.reports[0].message.as_deref().unwrap();
+    assert!(message.contains("no device has 5 nvidia.com/gpu-mps free"), "{message}");
+    assert_eq!(due.reports[0].version, world.pods["team/five"]["metadata"]["resourceVersion"]);
+    assert_eq!(reports(&reconcile(&mut keeper, &world, FULL + 1)), [], "the watch lags");
+    refuse(&mut world, "team/five");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, FULL + 60)), [], "nothing has changed");
+    world = world.node("n2", &[0]);
+    let actions = reconcile(&mut keeper, &world, FULL + 61);
+    assert_eq!(released(&actions), [("team/five", "reserved")]);
+    assert_eq!((actions.releases[0].reported, reports(&actions), actions.reported), (true, vec![], 0));
+}
+
+#[test]
+fn a_pool_grows_from_zero_if_a_policy_offers_the_request() {
+    let cases = [
+        // The request, the shares of each policy, and whether the pod is reported.
+        (3, vec![10], true),
+        (10, vec![10], true),
+        (11, vec![10], false),
+        (11, vec![10, 20], true),
+        (3, vec![], false),
+    ];
+    for (shares, policies, expected) in cases {
+        let world = policies.iter().fold(TestCluster::default().pod("a", shares), |world, units| world.policy(*units));
+        let mut keeper = Gatekeeper::default();
+        assert_eq!(reports(&later(&mut keeper, &world, FULL)), [], "agents may be starting");
+        let actions = reconcile(&mut keeper, &world, NO_NODE);
+        assert_eq!(actions.reports.len(), usize::from(expected), "{shares} shares, policies {policies:?}");
+        let much_later = reconcile(&mut keeper, &world, UNSCHEDULABLE_AFTER.as_secs());
+        let waits = much_later.releases.is_empty();
+        assert_eq!(waits, expected, "a reported pod stays at the gate: {shares} shares, policies {policies:?}");
+    }
+}
+
+#[test]
+fn a_pod_that_is_larger_than_any_known_gpu_lets_no_pool_grow() {
+    let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).pod("one", 1).policy(10);
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(reports(&later(&mut keeper, &world, 60)), [("team/one", true)]);
+    // The last node leaves. A node that is added for the pod would be too small again.
+    refuse(&mut world, "team/one");
+    (world.nodes, world.gpu_nodes, world.agents) = Default::default();
+    world.policies = TestCluster::default().policy(20).policies;
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 100)), []);
+    // Released without a reservation, the pod must not run on nodes with smaller GPUs.
+    world.policies = TestCluster::default().policy(10).policies;
+    let actions = reconcile(&mut keeper, &world, 101);
+    assert_eq!(released(&actions), []);
+    let actions = reconcile(&mut keeper, &world, 101 + UNSCHEDULABLE_AFTER.as_secs());
+    assert_eq!(released(&actions), [("team/eleven", "unschedulable")]);
+    assert!(actions.releases[0].patch.to_string().contains("largest.cleave.dev/gpu-mps"), "{actions:?}");
+}
+
+#[test]
+fn a_pod_for_which_room_is_made_is_not_reported() {
+    let world = with_low_pod(TestCluster::default().node("n1", &[6]), 6).pod_with("high", 6, json!({"priority": 1000}));
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(reconcile(&mut keeper, &world, 0).evictions.len(), 1);
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 60)), []);
+
+    let world = TestCluster::default().node("n1", &[10]).pod("a", 2).policy(10);
+    for (reason, expected) in
+        [(Reason::Repartitioning, 0), (Reason::NodeChanging, 0), (Reason::Scheduler, 0), (Reason::NoRoom, 1)]
+    {
+        let demand = BTreeMap::from([("team/a".to_owned(), WaitingPod { reason, message: "planned".into() })]);
+        let mut keeper = Gatekeeper::default();
+        keeper.reconcile(&world.cluster(), &demand, at(0));
+        assert_eq!(keeper.reconcile(&world.cluster(), &demand, at(60)).reports.len(), expected, "{reason:?}");
+    }
+}
+
+#[test]
+fn a_pod_is_reported_once_a_search_shows_that_no_preemption_helps() {
+    let mut world = with_low_pod(TestCluster::default().node("n1", &[10]), 1);
+    for shares in 2..=7 {
+        world = world.pod_with(&format!("high-{shares}"), shares, json!({"priority": 1000}));
+    }
+    let mut keeper = Gatekeeper::default();
+    assert!(reconcile(&mut keeper, &world, 0).more, "not every pod has its turn at once");
+    for (seconds, expected) in [(FULL, 4), (2 * FULL - 1, 4), (2 * FULL, 6)] {
+        assert_eq!(reconcile(&mut keeper, &world, seconds).reported, expected, "second {seconds}");
+    }
+    // A changed pod waits for its turn again.
+    for shares in 2..=7 {
+        refuse(&mut world, &format!("team/high-{shares}"));
+    }
+    for seconds in 0..3 {
+        let actions = reconcile(&mut keeper, &world, 2 * FULL + seconds);
+        assert_eq!((reports(&actions), actions.reported), (vec![], 6), "second {seconds}");
+    }
+    let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
+    assert_eq!((reports(&actions), actions.reported), (vec![], 6), "a new leader keeps the reports");
+}
+
+#[test]
+fn a_pod_is_not_reported_while_the_status_of_a_node_is_missing() {
+    let mut world = TestCluster::default().node("n1", &[0]).pod("a", 2).policy(10);
+    world.gpu_nodes.clear();
+    let actions = later(&mut Gatekeeper::default(), &world, UNSCHEDULABLE_AFTER.as_secs());
+    assert_eq!((reports(&actions), released(&actions)), (vec![], vec![]));
+}
+
+#[test]
+fn a_new_leader_changes_no_report_and_no_taint_before_it_reserves() {
+    let mut world = TestCluster::default().node("n1", &[6, 6]).pod("five", 5).policy(10);
+    refuse(&mut world, "team/five");
+    let taint = json!([{"key": "cleave.dev/fragmented", "effect": "PreferNoSchedule"}]);
+    world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["taints"] = taint);
+    let mut keeper = Gatekeeper::default().with_taints(true).settle_first();
+    for seconds in [0, 1, 60] {
+        let actions = reconcile(&mut keeper, &world, seconds);
+        assert_eq!((reports(&actions), actions.taints.as_slice()), (vec![], [].as_slice()), "second {seconds}");
+    }
+    keeper.reset();
+    assert_eq!(reconcile(&mut keeper, &world, 61).taints, []);
+    world.pods.clear();
+    assert_eq!(reconcile(&mut keeper, &world, 120).taints.len(), 1, "the settings stay after a change of the leader");
+}
+
+#[test]
+fn a_report_is_taken_back_when_another_node_would_not_help() {
+    let mut world = TestCluster::default().node("n1", &[10]).pod("a", 2).policy(10);
+    refuse(&mut world, "team/a");
+    let demand = |reason| BTreeMap::from([("team/a".to_owned(), WaitingPod { reason, message: "planned".into() })]);
+    let mut keeper = Gatekeeper::default();
+    let actions = keeper.reconcile(&world.cluster(), &demand(Reason::NoRoom), at(0));
+    assert_eq!((reports(&actions), actions.reported), (vec![], 1), "a new leader keeps the report of the former one");
+    let actions = keeper.reconcile(&world.cluster(), &demand(Reason::Repartitioning), at(1));
+    assert_eq!((reports(&actions), actions.reported), (vec![("team/a", false)], 0));
+    take_back(&mut world, "team/a");
+    assert_eq!(reports(&keeper.reconcile(&world.cluster(), &demand(Reason::Repartitioning), at(2))), []);
+    assert_eq!(reports(&keeper.reconcile(&world.cluster(), &demand(Reason::NoRoom), at(3))), []);
+    assert_eq!(reports(&keeper.reconcile(&world.cluster(), &demand(Reason::NoRoom), at(3 + FULL))), [("team/a", true)]);
+}
+
+#[test]
+fn reports_can_be_switched_off() {
+    let mut world = TestCluster::default().node("n1", &[10]).pod("a", 2).pod("b", 2).policy(10);
+    let mut keeper = Gatekeeper::default().with_reports(false);
+    refuse(&mut world, "team/b");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 0)), [("team/b", false)], "earlier reports are taken back");
+    take_back(&mut world, "team/b");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 60)), []);
+    let nothing = TestCluster::default().pod("a", 2).policy(10);
+    let actions = later(&mut Gatekeeper::default().with_reports(false), &nothing, UNSCHEDULABLE_AFTER.as_secs());
+    assert_eq!(released(&actions), [("team/a", "unschedulable")], "the scheduler reports it");
+}
+
+#[test]
+fn reports_are_bounded_and_repeated_after_a_failure() {
+    let mut world = TestCluster::default().node("n1", &[10]).policy(10);
+    for index in 0..1000 {
+        world = world.pod(&format!("pod-{index:04}"), 1);
+    }
+    let mut keeper = Gatekeeper::default();
+    let mut due = later(&mut keeper, &world, FULL);
+    assert_eq!((due.reports.len(), due.reported), (64, 1000));
+    let failed = due.reports.remove(0);
+    keeper.record_failed_report(&failed.uid);
+    for report in &due.reports {
+        refuse(&mut world, &report.pod);
+    }
+    let next = reconcile(&mut keeper, &world, FULL);
+    assert_eq!((next.reports.len(), &next.reports[0].pod), (64, &failed.pod));
+}
+
+#[test]
+fn a_node_whose_free_shares_are_on_several_gpus_is_tainted_for_the_autoscaler() {
+    let mut world = TestCluster::default().node("n1", &[6, 6]).node("n2", &[9, 9]).pod("five", 5).policy(10);
+    let mut keeper = Gatekeeper::default().with_taints(true);
+    assert_eq!(reconcile(&mut keeper, &world, 0).taints, [], "the pod is not reported yet");
+    let actions = reconcile(&mut keeper, &world, FULL);
+    let nodes: Vec<&str> = actions.taints.iter().map(|change| change.node.as_str()).collect();
+    assert_eq!(nodes, ["n1"], "n2 has two free shares in all");
+    assert!(actions.taints[0].patch.to_string().contains("PreferNoSchedule"), "{actions:?}");
+    assert_eq!(reconcile(&mut keeper, &world, FULL).taints, [], "the watch lags");
+    keeper.record_failed_taint("n1");
+    assert_eq!(reconcile(&mut keeper, &world, FULL).taints.len(), 1, "the write failed");
+    let taint = json!([{"key": "other", "effect": "NoExecute"}, {"key": "cleave.dev/fragmented", "effect": "PreferNoSchedule"}]);
+    world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["taints"] = taint);
+    world.change(
+        |world| &mut world.pods,
+        "team/five",
+        |pod| {
+            pod["spec"]["tolerations"] = json!([{"operator": "Exists"}]);
+        },
+    );
+    assert_eq!(reconcile(&mut keeper, &world, FULL + 1).taints, []);
+    world.pods.clear();
+    let actions = reconcile(&mut keeper, &world, FULL + 2);
+    assert!(actions.taints[0].why.is_none() && actions.taints[0].patch.to_string().contains("/spec/taints/1"));
+    let mut disabled = Gatekeeper::default();
+    let world = TestCluster::default().node("n1", &[6, 6]).pod("five", 5).policy(10);
+    assert_eq!(later(&mut disabled, &world, FULL).taints, []);
+}

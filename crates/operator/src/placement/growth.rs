@@ -1,0 +1,311 @@
+//! Decides which pods at the gate are reported to cluster autoscalers. Pure: callers pass in the
+//! time.
+//!
+//! Karpenter and the Cluster Autoscaler add nodes for pods whose condition `PodScheduled` is
+//! `False` with the reason `Unschedulable`. They do not read `spec.schedulingGates`. The API server
+//! gives gated pods the reason `SchedulingGated`, and the scheduler never examines them. So the
+//! operator writes `Unschedulable` for a pod that another node would help, and writes
+//! `SchedulingGated` again when that ends. The pod stays at the gate: if a node comes, the pod gets
+//! a reservation as usual.
+//!
+//! | a pod at the gate | is reported |
+//! |---|---|
+//! | fits no free units, and nothing is about to make room for it | after [`FULL_AFTER`] |
+//! | fits no node of the cluster, but a policy offers what it requests | after [`NO_NODE_AFTER`] |
+//! | is larger than what a GPU offers | never |
+//! | waits for a preemption, a repartitioning, an MPS host or the agent of a node | not now |
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use cleave_api::SharingPolicy;
+use cleave_api::names::{RESOURCE_GPU, is_served, mig_resource};
+use cleave_plan::ledger::DeviceRequest;
+use cleave_plan::mps::MAX_CLIENTS;
+use kube::ResourceExt;
+use kube::core::DeserializeGuard;
+
+use super::actions::{Actions, Report};
+use super::preemption::Prospect;
+use super::search::Candidate;
+use super::verdict::{Need, PermanentObstacle, Verdict};
+use crate::policies::demand::{Reason, WaitingPod};
+use crate::policies::validate::{
+    InstanceShare, MpsShare, ReplicaRules, ShareSize, SharingMode, shared_instance_resource, validate,
+};
+
+/// Time for which a pod must find no room before it is reported. Pods that end may make room.
+pub(super) const FULL_AFTER: Duration = Duration::from_secs(10);
+/// Time for which a pod must fit no node before it is reported. A `GpuNode` may be absent for some
+/// time, for example while agents start.
+pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
+/// Time for which a pod that is too large for a GPU is not reported again. A node that was added
+/// for it did not help, and must not be added again.
+const FUTILE_TIME: Duration = Duration::from_secs(3600);
+/// Delay before a report is written again that the watch does not show.
+const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
+/// Maximum number of reports in one reconcile.
+const MAX_REPORTS: usize = 64;
+/// Delay before the next reconcile if there are more reports.
+const NEXT_REPORTS: Duration = Duration::from_millis(50);
+
+/// What policies offer for a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Offer {
+    /// No policy offers the resource.
+    Nothing,
+    /// A policy offers the resource, but fewer units of one device.
+    TooFew,
+    /// A policy offers enough.
+    Enough,
+}
+
+/// The units of GPUs that the policies offer.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Offers {
+    /// The maximum number of units of one device, by resource.
+    units: BTreeMap<String, u32>,
+    /// Whether a policy partitions GPUs on demand. It may offer any resource and size.
+    any: bool,
+}
+
+impl Offers {
+    /// What these policies offer. Malformed and invalid policies offer nothing.
+    pub(super) fn of<'a>(policies: impl Iterator<Item = &'a DeserializeGuard<SharingPolicy>>) -> Self {
+        let mut offers = Self::default();
+        for policy in policies.filter_map(|policy| policy.0.as_ref().ok()) {
+            if let Ok(valid) = validate(&policy.name_any(), None, &policy.spec) {
+                offers.add(&valid.share);
+            }
+        }
+        offers
+    }
+
+    fn add(&mut self, share: &SharingMode) {
+        match share {
+            SharingMode::Whole => self.add_units(RESOURCE_GPU.to_owned(), 1),
+            SharingMode::Mps(mps) => self.add_units(mps.resource().to_owned(), shares(mps)),
+            SharingMode::TimeSlicing(slicing) => self.add_units(slicing.resource().to_owned(), slicing.replicas),
+            SharingMode::Mig { layout, each } => {
+                for profile in layout {
+                    match each {
+                        InstanceShare::Whole => self.add_units(mig_resource(profile), 1),
+                        InstanceShare::Mps(mps) => {
+                            self.add_units(shared_instance_resource(profile, mps.resource.as_deref()), shares(mps));
+                        }
+                        InstanceShare::TimeSlicing(ReplicaRules { replicas, resource, .. }) => {
+                            self.add_units(shared_instance_resource(profile, resource.as_deref()), *replicas);
+                        }
+                    }
+                }
+            }
+            SharingMode::Demand(_) => self.any = true,
+        }
+    }
+
+    fn add_units(&mut self, resource: String, units: u32) {
+        let most = self.units.entry(resource).or_default();
+        *most = units.max(*most);
+    }
+
+    /// What the policies offer for the request that they serve the least.
+    fn for_requests(&self, requests: &[DeviceRequest]) -> Offer {
+        let offer = |request: &DeviceRequest| match self.units.get(&request.resource) {
+            Some(units) if *units >= request.units.get() => Offer::Enough,
+            _ if self.any && is_served(&request.resource) => Offer::Enough,
+            Some(_) => Offer::TooFew,
+            None => Offer::Nothing,
+        };
+        requests.iter().map(offer).min().unwrap_or(Offer::Nothing)
+    }
+
+    /// What a pod that is not placeable needs, if nothing makes room for it.
+    fn need(&self, requests: &[DeviceRequest], impossible: Option<PermanentObstacle>) -> Need {
+        match (impossible, self.for_requests(requests)) {
+            (None, _) => Need::Node(FULL_AFTER),
+            (Some(PermanentObstacle::TooLarge), _) | (Some(_), Offer::TooFew) => Need::LargerGpu,
+            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Enough) => {
+                Need::Node(NO_NODE_AFTER)
+            }
+            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Nothing) => Need::Nothing,
+        }
+    }
+}
+
+/// What decides the needs of a pod that is not placeable, besides the verdict.
+pub(super) struct Circumstances<'a> {
+    pub(super) offers: &'a Offers,
+    /// What the pod waits for, according to the plan for GPUs that are partitioned on demand.
+    pub(super) demand: Option<&'a WaitingPod>,
+    /// Whether preemption makes room for the pod.
+    pub(super) preemption: Prospect,
+    /// Which MPS hosts are being replaced on nodes that the pod may use. Empty if there are none.
+    pub(super) withheld: String,
+}
+
+/// What a pod that is not placeable waits for.
+pub(super) struct Outlook {
+    pub(super) need: Need,
+    /// The explanation for the owner of the pod.
+    pub(super) message: String,
+    /// Whether the pod may become placeable while it waits at the gate.
+    pub(super) may_pass: bool,
+}
+
+/// The maximum number of shares of one GPU. If the policy states a share's memory, the number
+/// depends on the GPU, and the policy may apply to GPUs of any size.
+fn shares(mps: &MpsShare) -> u32 {
+    match mps.size {
+        ShareSize::Units(units) => units,
+        ShareSize::Memory(_) => MAX_CLIENTS,
+    }
+}
+
+/// What each pod at the gate needs, and what was reported about it.
+#[derive(Debug)]
+pub(super) struct Growth {
+    enabled: bool,
+    /// By UID.
+    pods: BTreeMap<String, Waiter>,
+    /// The smallest request among the pods that are reported, by resource.
+    smallest: BTreeMap<String, u64>,
+}
+
+/// A pod at the gate that was not placeable. Times are durations since the process started.
+#[derive(Debug, Default)]
+struct Waiter {
+    /// When the pod is reported, if it needs a node.
+    due: Option<Duration>,
+    /// When it was last found to be too large.
+    too_large: Option<Duration>,
+    /// Whether the last write reported it, and when.
+    written: Option<(bool, Duration)>,
+}
+
+impl Growth {
+    /// If not `enabled`, no pod is reported, and earlier reports are taken back.
+    pub(super) const fn new(enabled: bool) -> Self {
+        Self { enabled, pods: BTreeMap::new(), smallest: BTreeMap::new() }
+    }
+
+    /// Whether reports are enabled.
+    pub(super) const fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// The smallest request among the pods that are to be reported, by resource.
+    pub(super) const fn smallest(&self) -> &BTreeMap<String, u64> {
+        &self.smallest
+    }
+
+    fn add_smallest(&mut self, requests: &[DeviceRequest]) {
+        let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
+        for request in requests {
+            *sums.entry(&request.resource).or_default() += u64::from(request.units.get());
+        }
+        for (resource, units) in sums {
+            let smallest = self.smallest.entry(resource.to_owned()).or_insert(units);
+            *smallest = units.min(*smallest);
+        }
+    }
+
+    /// Decides what a pod that is not placeable needs, and records it.
+    pub(super) fn examine(
+        &mut self,
+        candidate: &Candidate<'_>,
+        verdict: Verdict,
+        circumstances: &Circumstances<'_>,
+        up: Duration,
+    ) -> Outlook {
+        let Circumstances { offers, demand, preemption, withheld } = circumstances;
+        let planned = |waiting: &WaitingPod| {
+            matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
+        };
+        let is_planned = candidate.planned(*demand).is_some_and(planned);
+        let gets_room = *preemption == Prospect::Room || !withheld.is_empty() || is_planned;
+        let need = if gets_room || candidate.awaits_agent() {
+            Need::Nothing
+        } else {
+            offers.need(&candidate.device_requests, verdict.impossible())
+        };
+        let reported = candidate.pod.is_reported_unschedulable();
+        // A search for a preemption may show that the pod needs no node. A report that exists is
+        // not taken back while the pod waits for another search.
+        let is_decided = *preemption != Prospect::Unknown || reported;
+        self.record(&candidate.pod.uid().unwrap_or_default(), need, is_decided, up);
+        let (message, may_pass) = candidate.explain(verdict, *demand);
+        // An autoscaler may add a node for the pod while the pod waits at the gate.
+        let may_pass = may_pass || self.enabled && matches!(need, Need::Node(_));
+        Outlook { need, message: message + withheld, may_pass }
+    }
+
+    /// Records what a pod needs. If that is not decided, the pod is reported no earlier than
+    /// planned before.
+    fn record(&mut self, uid: &str, need: Need, is_decided: bool, up: Duration) {
+        let waiter = self.pods.entry(uid.to_owned()).or_default();
+        match need {
+            Need::Node(_) if !is_decided => {}
+            Need::Node(patience) => waiter.due = waiter.due.or(Some(up.saturating_add(patience))),
+            Need::LargerGpu => (waiter.due, waiter.too_large) = (None, Some(up)),
+            Need::Nothing => waiter.due = None,
+        }
+    }
+
+    /// Records that a report could not be written. A later reconcile writes it.
+    pub(super) fn write_failed(&mut self, uid: &str) {
+        if let Some(waiter) = self.pods.get_mut(uid) {
+            waiter.written = None;
+        }
+    }
+
+    /// Adds the reports about the pods at the gate that stay there. Forgets all other pods.
+    pub(super) fn report(&mut self, candidates: &[Candidate<'_>], up: Duration, actions: &mut Actions) {
+        let mut before = std::mem::take(&mut self.pods);
+        self.smallest.clear();
+        let released: BTreeSet<String> = actions.releases.iter().map(|release| release.uid.clone()).collect();
+        for candidate in candidates {
+            let uid = candidate.pod.uid().unwrap_or_default();
+            let Some(mut waiter) = before.remove(&uid).filter(|_| !released.contains(&uid)) else { continue };
+            let reported = candidate.pod.is_reported_unschedulable();
+            let wanted = self.enabled && waiter.is_due(reported, up);
+            if wanted {
+                actions.reported += 1;
+                self.add_smallest(&candidate.device_requests);
+            }
+            if let Some(due) = waiter.due.filter(|due| self.enabled && up < *due && !wanted) {
+                actions.requeue_in(due.saturating_sub(up));
+            }
+            if wanted == reported {
+                waiter.written = None;
+            } else if let Some(again) = waiter.write_again(wanted).filter(|again| up < *again) {
+                actions.requeue_in(again.saturating_sub(up));
+            } else if actions.reports.len() >= MAX_REPORTS {
+                actions.requeue_in(NEXT_REPORTS);
+            } else {
+                waiter.written = Some((wanted, up));
+                let message = actions.waiting.get(&candidate.name).map(|waiting| waiting.message.as_str());
+                actions.reports.push(Report {
+                    pod: candidate.name.clone(),
+                    uid: uid.clone(),
+                    version: candidate.pod.resource_version().unwrap_or_default(),
+                    message: wanted.then(|| message.unwrap_or_default().to_owned()),
+                });
+            }
+            self.pods.insert(uid, waiter);
+        }
+    }
+}
+
+impl Waiter {
+    /// Whether the pod is to be reported. After a change of the leader a report stays, although the
+    /// new leader has not waited yet.
+    fn is_due(&self, reported: bool, up: Duration) -> bool {
+        let futile = self.too_large.is_some_and(|at| up < at.saturating_add(FUTILE_TIME));
+        !futile && self.due.is_some_and(|due| due <= up || reported)
+    }
+
+    /// Until when the same report is not written again.
+    fn write_again(&self, wanted: bool) -> Option<Duration> {
+        let (written, at) = self.written?;
+        (written == wanted).then(|| at.saturating_add(WRITE_AGAIN_AFTER))
+    }
+}

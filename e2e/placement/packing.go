@@ -1,0 +1,55 @@
+package main
+
+import (
+	"cmp"
+	"slices"
+)
+
+// fewest returns the smallest number of bins of this size that hold all items. No item is larger
+// than a bin. It tries all packings, apart from those that are equal or no better.
+func fewest(items []int, size int) int {
+	items = slices.SortedFunc(slices.Values(items), func(a, b int) int { return cmp.Compare(b, a) })
+	sum := 0
+	for _, item := range items {
+		sum += item
+	}
+	for count := (sum + size - 1) / size; ; count++ {
+		if packs(items, make([]int, count), size, count*size-sum) {
+			return count
+		}
+	}
+}
+
+// packs reports whether the items fit into the bins, of which each has used some of its size. The
+// items are sorted in descending order. waste is how much of all bins may stay unused.
+func packs(items, used []int, size, waste int) bool {
+	if len(items) == 0 {
+		return true
+	}
+	tried := make(map[int]bool)
+	for bin := range used {
+		left := size - used[bin] - items[0]
+		// Bins with equal room are interchangeable.
+		if left < 0 || tried[used[bin]] {
+			continue
+		}
+		tried[used[bin]] = true
+		lost := 0
+		if left < items[len(items)-1] {
+			lost = left // no further item fits
+		}
+		if lost > waste {
+			continue
+		}
+		used[bin] += items[0]
+		if packs(items[1:], used, size, waste-lost) {
+			return true
+		}
+		used[bin] -= items[0]
+		if left == 0 {
+			// An item that fills a bin exactly is best placed there.
+			return false
+		}
+	}
+	return false
+}
