@@ -588,8 +588,8 @@ mod tests {
     #[test]
     fn admitted_and_terminating_pods_have_no_reservation() {
         let now = Instant::now();
-        let admitted = BoundPod { admitted: true, ..bound("a", &[(3, "A")]) };
-        let terminating = BoundPod { terminating: true, ..bound("b", &[(4, "B")]) };
+        let admitted = BoundPod { admitted: true, ..bound_pod("a", &[(3, "A")]) };
+        let terminating = BoundPod { terminating: true, ..bound_pod("b", &[(4, "B")]) };
         let pending = pending_pods(&[admitted, terminating], now);
         assert!(reserved(&pending).is_empty());
         assert!(!pending.expects_request(MPS, 3));
@@ -607,7 +607,7 @@ mod tests {
             needed,
             reserved_on: Some("A".into()),
         };
-        let pod = BoundPod { requests: vec![wanted("init", 2, 2), wanted("main", 5, 5)], ..bound("a", &[]) };
+        let pod = BoundPod { requests: vec![wanted("init", 2, 2), wanted("main", 5, 5)], ..bound_pod("a", &[]) };
         let mut pending = pending_pods(std::slice::from_ref(&pod), now);
         assert_eq!(reserved(&pending), [("A", 5, vec![2, 5])]);
         pending.record_answer(MPS, 2, "A", now);

@@ -126,20 +126,20 @@ mod tests {
     #[test]
     fn a_daemon_is_started_only_if_it_disturbs_no_program() {
         assert_eq!(free_gpu().skip_reason(), None);
-        assert_eq!(Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free() }.skip_reason(), None);
-        assert_eq!(Preconditions { others: ForeignProcesses::AssumedNone, ..free() }.skip_reason(), None);
+        assert_eq!(Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free_gpu() }.skip_reason(), None);
+        assert_eq!(Preconditions { others: ForeignProcesses::AssumedNone, ..free_gpu() }.skip_reason(), None);
         for (preconditions, why) in [
-            (Preconditions { control: false, ..free() }, "control program was not found"),
-            (Preconditions { root: false, ..free() }, "root"),
-            (Preconditions { mig: true, ..free() }, "MIG"),
-            (Preconditions { compute_mode: Some(ComputeMode::Prohibited), ..free() }, "compute mode"),
-            (Preconditions { cleave: Some("Cleave shares it".to_owned()), ..free() }, "Cleave shares it"),
-            (Preconditions { mps: None, ..free() }, "search for MPS daemons"),
-            (Preconditions { mps: Some(vec![7, 8]), ..free() }, "process 7, 8"),
-            (Preconditions { processes: None, ..free() }, "NVML does not report"),
-            (Preconditions { processes: Some(1), ..free() }, "in use"),
-            (Preconditions { processes: Some(1), others: ForeignProcesses::AssumedNone, ..free() }, "in use"),
-            (Preconditions { others: ForeignProcesses::Hidden, ..free() }, "--idle"),
+            (Preconditions { control: false, ..free_gpu() }, "control program was not found"),
+            (Preconditions { root: false, ..free_gpu() }, "root"),
+            (Preconditions { mig: true, ..free_gpu() }, "MIG"),
+            (Preconditions { compute_mode: Some(ComputeMode::Prohibited), ..free_gpu() }, "compute mode"),
+            (Preconditions { cleave: Some("Cleave shares it".to_owned()), ..free_gpu() }, "Cleave shares it"),
+            (Preconditions { mps: None, ..free_gpu() }, "search for MPS daemons"),
+            (Preconditions { mps: Some(vec![7, 8]), ..free_gpu() }, "process 7, 8"),
+            (Preconditions { processes: None, ..free_gpu() }, "NVML does not report"),
+            (Preconditions { processes: Some(1), ..free_gpu() }, "in use"),
+            (Preconditions { processes: Some(1), others: ForeignProcesses::AssumedNone, ..free_gpu() }, "in use"),
+            (Preconditions { others: ForeignProcesses::Hidden, ..free_gpu() }, "--idle"),
         ] {
             let reason = preconditions.skip_reason().unwrap_or_default();
             assert!(reason.contains(why), "{preconditions:?}: {reason:?}");
