@@ -51,13 +51,10 @@ fn set_policy(world: &mut TestCluster, placement: &str) {
             |object| {
                 let gpus = object["status"]["gpus"].as_array().unwrap();
                 let spec = |gpu: &Value| {
-                    json!({"uuid": gpu["uuid"], "policy": "shares", "partition": {"mps": {"units": 10, "resource": MPS,
-                        "threads": "Burst", "memory": "Limited", "multiUser": true}}})
+                    json!({"uuid": gpu["uuid"], "policy": "shares", "partition": {"mps": {"multiUser": true,
+                        "computeMode": "ExclusiveProcess", "slices": [{"resource": MPS, "count": 10}]}}})
                 };
                 let spec: Vec<Value> = gpus.iter().map(spec).collect();
-                for gpu in object["status"]["gpus"].as_array_mut().unwrap() {
-                    gpu["mps"] = json!({"units": 10, "threads": "Burst", "memory": "Limited", "multiUser": true});
-                }
                 object["spec"] = json!({ "gpus": spec });
             },
         );
