@@ -139,7 +139,8 @@ impl NodeState {
     }
 
     /// The node's CPU, memory and other resources that no bound pod requests, in thousandths.
-    /// Excludes the resources that Cleave can serve. Negative if pods request more than the node has.
+    /// Excludes the resources that Cleave can serve. Negative if pods request more than the node
+    /// has.
     pub(super) fn free_resources(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
         let mut free = self.free_with_gpus(tracker);
         free.retain(|resource, _| !is_served(resource));
