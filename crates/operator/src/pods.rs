@@ -24,6 +24,7 @@ use serde::de::IgnoredAny;
 /// A pod, with only the fields that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CorePod")]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about a pod")]
 pub struct PodObject {
     /// Name, namespace, UID and timestamps.
     pub metadata: ObjectMeta,

@@ -88,8 +88,8 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Evicts pods for a pod at the gate if that makes room for it, and nominates the room. Keeps an
-    /// earlier nomination while its victims terminate. Returns whether the pod gets room.
+    /// Evicts pods for a pod at the gate if that makes room for it, and nominates the room. Keeps
+    /// an earlier nomination while its victims terminate. Returns whether the pod gets room.
     pub(super) fn preempt(
         &mut self,
         ledger: &mut Ledger,

@@ -147,11 +147,11 @@ fn check_tolerations(scope: &Scope) -> Result<()> {
         (&whole, vec![], vec![]),
         (&plain, vec![], vec![]),
     ] {
-        let mut pod = requesting(limits);
+        let mut pod = pod_requesting(limits);
         if !given.is_empty() {
             pod["spec"]["tolerations"] = json!(given);
         }
-        let admitted = admitted(scope, &pod)?;
+        let admitted = admit_in_dry_run(scope, &pod)?;
         let tolerations = admitted["spec"]["tolerations"].as_array().cloned().unwrap_or_default();
         // The API server adds tolerations of its own.
         let default = |toleration: &Value| text(&toleration["key"]).starts_with("node.kubernetes.io/");

@@ -5,7 +5,7 @@ use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::gate_admission::{GATE, OTHER};
-use crate::restarts::{component_pod, leader, ready};
+use crate::restarts::{component_pod, is_ready, leader};
 use crate::{HOLD, NODE, SHARES, ten_shares};
 
 /// The operator's pods that are not being deleted.

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::gate::{is_gated, wait_for_event};
 use crate::stranded::check_stays_gated;
-use crate::{GPUS, NODE, SHARES, offers, ten_shares};
+use crate::{GPUS, NODE, SHARES, ten_shares, wait_until_offered};
 
 const WHOLE_GPU: &str = "nvidia.com/gpu";
 const SLEEP_FOREVER: &str = "exec sleep 1000000";
@@ -45,20 +45,20 @@ fn no_pod_for_whole_gpus_is_refused_while_gpus_are_repartitioned() -> Result<()>
         let name = format!("whole-{round}");
         // The kubelet reports whole GPUs for some time after the policy was applied.
         cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
-        offers(&cluster, WHOLE_GPU, GPUS)?;
+        wait_until_offered(&cluster, WHOLE_GPU, GPUS)?;
         scope.policy("ten-shares", &spec)?;
         wait_until("the operator has decided to repartition the GPUs", || {
             let gpus = cluster.gpunode(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
             Ok(gpus.len() as u64 == GPUS && gpus.iter().all(|gpu| !gpu["partition"]["mps"].is_null()))
         })?;
         scope.pod_on(NODE, &name, &json!({WHOLE_GPU: GPUS}), SLEEP_FOREVER)?;
-        offers(&cluster, SHARES, 10 * GPUS)?;
+        wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
         ensure!(is_gated(&cluster.get(&scope.pod_path(&name))?), "{name} was released");
         cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
         scope.wait_until_running(&name)?;
         scope.delete_pod(&name, 0)?;
         scope.policy("ten-shares", &spec)?;
-        offers(&cluster, SHARES, 10 * GPUS)?;
+        wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
     }
     Ok(())
 }

@@ -126,7 +126,10 @@ mod tests {
     #[test]
     fn a_daemon_is_started_only_if_it_disturbs_no_program() {
         assert_eq!(free_gpu().skip_reason(), None);
-        assert_eq!(Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free_gpu() }.skip_reason(), None);
+        assert_eq!(
+            Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free_gpu() }.skip_reason(),
+            None
+        );
         assert_eq!(Preconditions { others: ForeignProcesses::AssumedNone, ..free_gpu() }.skip_reason(), None);
         for (preconditions, why) in [
             (Preconditions { control: false, ..free_gpu() }, "control program was not found"),
