@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn a_store_reaches_a_lists_version_when_the_list_is_complete() {
         let mut store = StoreVersion::default();
-        let events = [
+        let events = vec![
             (Event::Init, None),
             (Event::InitApply(pod(7)), None),
             (Event::InitApply(pod(3)), None),

@@ -18,7 +18,9 @@ fn operators(cluster: &Cluster) -> Result<Vec<Value>> {
 fn wait_for_two(cluster: &Cluster) -> Result<()> {
     wait_until("two operators are ready and one leads", || {
         let (pods, leader) = (operators(cluster)?, leader(cluster)?);
-        Ok(pods.len() == 2 && pods.iter().all(ready) && pods.iter().any(|pod| text(&pod["metadata"]["name"]) == leader))
+        Ok(pods.len() == 2
+            && pods.iter().all(is_ready)
+            && pods.iter().any(|pod| text(&pod["metadata"]["name"]) == leader))
     })
 }
 
