@@ -6,11 +6,11 @@ fn manifests() -> Vec<Value> {
     serde_saphyr::from_multiple(include_str!("../deploy/manifests.yaml")).unwrap()
 }
 
-fn of_kind<'a>(all: &'a [Value], kind: &'a str) -> impl Iterator<Item = &'a Value> {
+fn objects_of_kind<'a>(all: &'a [Value], kind: &'a str) -> impl Iterator<Item = &'a Value> {
     all.iter().filter(move |object| object["kind"] == kind)
 }
 
-fn selects(policy: &Value, labels: &Value) -> bool {
+fn policy_selects(policy: &Value, labels: &Value) -> bool {
     let wanted = policy["spec"]["podSelector"]["matchLabels"].as_object().unwrap();
     wanted.iter().all(|(name, value)| labels[name] == *value)
 }
@@ -18,14 +18,16 @@ fn selects(policy: &Value, labels: &Value) -> bool {
 #[test]
 fn each_workload_has_one_network_policy_that_allows_exactly_its_ports() {
     let all = manifests();
-    let workloads: Vec<&Value> = of_kind(&all, "DaemonSet").chain(of_kind(&all, "Deployment")).collect();
+    let workloads: Vec<&Value> =
+        objects_of_kind(&all, "DaemonSet").chain(objects_of_kind(&all, "Deployment")).collect();
     assert_eq!(workloads.len(), 3);
     for workload in workloads {
         let (name, template) = (&workload["metadata"]["name"], &workload["spec"]["template"]);
         // Network policies do not apply to pods on the host network.
         assert_eq!(template["spec"]["hostNetwork"], Value::Null, "{name}");
         let labels = &template["metadata"]["labels"];
-        let policies: Vec<&Value> = of_kind(&all, "NetworkPolicy").filter(|policy| selects(policy, labels)).collect();
+        let policies: Vec<&Value> =
+            objects_of_kind(&all, "NetworkPolicy").filter(|policy| policy_selects(policy, labels)).collect();
         assert_eq!(policies.len(), 1, "{name}");
         let spec = &policies[0]["spec"];
         assert_eq!(policies[0]["metadata"]["namespace"], workload["metadata"]["namespace"], "{name}");

@@ -172,7 +172,7 @@ fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
 mod tests {
     use super::*;
 
-    const KILLED: End = End::Signal(9);
+    const KILLED_BY_SIGKILL: End = End::Signal(9);
 
     #[test]
     fn a_program_that_exits_is_not_restarted() {
@@ -187,15 +187,15 @@ mod tests {
         let start = Instant::now();
         let mut restarts = Restarts::default();
         for second in 0..20 {
-            assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(second)), Next::Restart);
+            assert_eq!(restarts.next(KILLED_BY_SIGKILL, false, start + Duration::from_secs(second)), Next::Restart);
         }
-        assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(59)), Next::Exit(137));
+        assert_eq!(restarts.next(KILLED_BY_SIGKILL, false, start + Duration::from_secs(59)), Next::Exit(137));
         assert_eq!(
-            restarts.next(KILLED, false, start + MAX_RESTARTS.1),
+            restarts.next(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1),
             Next::Restart,
             "the first restart is a minute ago"
         );
-        assert_eq!(restarts.next(KILLED, false, start + MAX_RESTARTS.1), Next::Exit(137));
+        assert_eq!(restarts.next(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1), Next::Exit(137));
     }
 
     #[test]

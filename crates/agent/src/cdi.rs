@@ -33,7 +33,7 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
         let mut of_gpu = control.clone();
         of_gpu.extend(there(&own).then_some(own));
         for instance in gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty()) {
-            let caps = capabilities(gpu, instance, host_root).map(Capability::path);
+            let caps = capabilities(gpu, instance, host_root).map(Capability::device_path);
             let mut of_instance = of_gpu.clone();
             of_instance.extend(caps.filter(|path| there(path)));
             nodes.insert(instance.uuid.clone(), of_instance);
@@ -58,7 +58,7 @@ impl Capability {
     }
 
     /// Path of the capability's device node on the host.
-    fn path(self) -> String {
+    fn device_path(self) -> String {
         format!("/dev/nvidia-caps/nvidia-cap{}", self.minor)
     }
 }
@@ -82,7 +82,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
     for (gpu, instance) in instances.filter(|(_, instance)| !instance.uuid.is_empty()) {
         for capability in capabilities(gpu, instance, host_root) {
-            let path = host_root.join(capability.path().trim_start_matches('/'));
+            let path = host_root.join(capability.device_path().trim_start_matches('/'));
             if path.exists() {
                 continue;
             }

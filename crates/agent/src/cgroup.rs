@@ -103,60 +103,70 @@ mod tests {
 
     use super::*;
 
-    const UID: &str = "6f1d2c3b-4a59-4e68-8f77-0123456789ab";
-    const SLICE: &str = "6f1d2c3b_4a59_4e68_8f77_0123456789ab";
-    const OTHER: &str = "00000000-1111-4222-8333-444444444444";
-    const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+    const POD_UID: &str = "6f1d2c3b-4a59-4e68-8f77-0123456789ab";
+    const SYSTEMD_UID: &str = "6f1d2c3b_4a59_4e68_8f77_0123456789ab";
+    const OTHER_POD_UID: &str = "00000000-1111-4222-8333-444444444444";
+    const CONTAINER_ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
     #[expect(clippy::unnecessary_wraps, reason = "compared with the result of `owner`")]
-    fn pod(container: Option<&str>) -> Option<Owner> {
-        Some(Owner { pod: UID.into(), container: container.map(str::to_owned) })
+    fn owner_with_container(container: Option<&str>) -> Option<Owner> {
+        Some(Owner { pod: POD_UID.into(), container: container.map(str::to_owned) })
     }
 
     #[test]
     fn the_names_of_all_cgroup_drivers_and_runtimes_are_parsed() {
         for path in [
-            format!("/kubepods/besteffort/pod{UID}/{ID}"),
-            format!("/kubepods/burstable/pod{UID}/{ID}"),
-            format!("/kubepods/pod{UID}/{ID}"),
+            format!("/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}"),
+            format!("/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}"),
+            format!("/kubepods/pod{POD_UID}/{CONTAINER_ID}"),
             format!(
-                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/cri-containerd-{ID}.scope"
+                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
-            format!("/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{SLICE}.slice/crio-{ID}.scope"),
-            format!("/kubepods.slice/kubepods-pod{SLICE}.slice/docker-{ID}.scope"),
+            format!(
+                "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{SYSTEMD_UID}.slice/crio-{CONTAINER_ID}.scope"
+            ),
+            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/docker-{CONTAINER_ID}.scope"),
             // CRI-O with cgroupfs, and with a cgroup that the container created.
-            format!("/kubepods/burstable/pod{UID}/crio-{ID}"),
-            format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-{ID}.scope/container"),
+            format!("/kubepods/burstable/pod{POD_UID}/crio-{CONTAINER_ID}"),
+            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-{CONTAINER_ID}.scope/container"),
             // containerd with cgroupfs under a kubelet with systemd.
-            format!("/system.slice/containerd.service/kubepods-burstable-pod{SLICE}.slice:cri-containerd:{ID}"),
-            // The kubelet runs in a container.
-            format!("/kubelet/kubepods/burstable/pod{UID}/{ID}"),
-            format!("/docker/{ID}/kubelet/kubepods/besteffort/pod{UID}/{ID}"),
             format!(
-                "/system.slice/docker-{ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SLICE}.slice/cri-containerd-{ID}.scope"
+                "/system.slice/containerd.service/kubepods-burstable-pod{SYSTEMD_UID}.slice:cri-containerd:{CONTAINER_ID}"
             ),
-            format!("/cleave-e2e/node1/kubepods/besteffort/pod{UID}/{ID}"),
+            // The kubelet runs in a container.
+            format!("/kubelet/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}"),
+            format!("/docker/{CONTAINER_ID}/kubelet/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}"),
+            format!(
+                "/system.slice/docker-{CONTAINER_ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
+            ),
+            format!("/cleave-e2e/node1/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}"),
             // Seen from another cgroup namespace.
-            format!("/../../../kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/cri-containerd-{ID}.scope"),
-            format!("/../../pod{UID}/{ID}"),
-            format!("/../../../besteffort/../pod{UID}/{ID}").replace("/besteffort/..", ""),
-            format!("/kubepods/pod{UID}/{ID}/deep/below"),
-            format!("/kubepods/pod{UID}/{ID} (deleted)"),
+            format!(
+                "/../../../kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
+            ),
+            format!("/../../pod{POD_UID}/{CONTAINER_ID}"),
+            format!("/../../../besteffort/../pod{POD_UID}/{CONTAINER_ID}").replace("/besteffort/..", ""),
+            format!("/kubepods/pod{POD_UID}/{CONTAINER_ID}/deep/below"),
+            format!("/kubepods/pod{POD_UID}/{CONTAINER_ID} (deleted)"),
         ] {
-            assert_eq!(owner(&format!("0::{path}\n")), pod(Some(ID)), "{path}");
-            assert_eq!(owner(&format!("7:cpu,cpuacct:{path}\n1:name=systemd:/\n0::/\n")), pod(Some(ID)), "{path}");
+            assert_eq!(owner(&format!("0::{path}\n")), owner_with_container(Some(CONTAINER_ID)), "{path}");
+            assert_eq!(
+                owner(&format!("7:cpu,cpuacct:{path}\n1:name=systemd:/\n0::/\n")),
+                owner_with_container(Some(CONTAINER_ID)),
+                "{path}"
+            );
         }
     }
 
     #[test]
     fn processes_outside_of_containers_belong_to_the_pod_alone() {
         for path in [
-            format!("/kubepods/pod{UID}"),
-            format!("/kubepods/pod{UID}/system.slice/x"),
-            format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-conmon-{ID}.scope"),
-            format!("/kubepods/pod{UID}/../{ID}x"),
+            format!("/kubepods/pod{POD_UID}"),
+            format!("/kubepods/pod{POD_UID}/system.slice/x"),
+            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-conmon-{CONTAINER_ID}.scope"),
+            format!("/kubepods/pod{POD_UID}/../{CONTAINER_ID}x"),
         ] {
-            assert_eq!(owner(&format!("0::{path}")), pod(None), "{path}");
+            assert_eq!(owner(&format!("0::{path}")), owner_with_container(None), "{path}");
         }
     }
 
@@ -167,9 +177,9 @@ mod tests {
             "0::/",
             "0::/user.slice/user-1000.slice/session-1.scope",
             "0::/machine.slice/libpod_pod_0123.slice",
-            &format!("0::/system.slice/pod{UID}/{ID}"),
-            &format!("0::/user.slice/kubepods-evil.slice/pod{UID}"),
-            &format!("0::/kubepods/pod{}", &UID[1..]),
+            &format!("0::/system.slice/pod{POD_UID}/{CONTAINER_ID}"),
+            &format!("0::/user.slice/kubepods-evil.slice/pod{POD_UID}"),
+            &format!("0::/kubepods/pod{}", &POD_UID[1..]),
             "0::/kubepods/podx/y",
             "kubepods",
             "::",
@@ -181,43 +191,48 @@ mod tests {
 
     #[test]
     fn a_container_cannot_claim_another_pod_with_its_own_cgroups() {
-        let lie = format!("kubepods/pod{OTHER}/{}", "f".repeat(64));
+        let lie = format!("kubepods/pod{OTHER_POD_UID}/{}", "f".repeat(64));
         for path in [
-            format!("/kubepods/besteffort/pod{UID}/{ID}/{lie}"),
-            format!("/kubepods.slice/kubepods-pod{SLICE}.slice/cri-containerd-{ID}.scope/{lie}"),
+            format!("/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}/{lie}"),
+            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope/{lie}"),
             format!(
-                "/kubepods/pod{UID}/{ID}/kubepods-burstable-pod{}.slice:cri-containerd:{}",
-                OTHER.replace('-', "_"),
+                "/kubepods/pod{POD_UID}/{CONTAINER_ID}/kubepods-burstable-pod{}.slice:cri-containerd:{}",
+                OTHER_POD_UID.replace('-', "_"),
                 "f".repeat(64)
             ),
-            format!("/../../pod{UID}/{ID}/{lie}"),
+            format!("/../../pod{POD_UID}/{CONTAINER_ID}/{lie}"),
         ] {
-            assert_eq!(owner(&format!("0::{path}")), pod(Some(ID)), "{path}");
+            assert_eq!(owner(&format!("0::{path}")), owner_with_container(Some(CONTAINER_ID)), "{path}");
         }
         // If two hierarchies disagree, neither is trusted.
-        assert_eq!(owner(&format!("2:cpu:/kubepods/pod{UID}/{ID}\n0::/kubepods/pod{OTHER}/{ID}")), None);
+        assert_eq!(
+            owner(&format!(
+                "2:cpu:/kubepods/pod{POD_UID}/{CONTAINER_ID}\n0::/kubepods/pod{OTHER_POD_UID}/{CONTAINER_ID}"
+            )),
+            None
+        );
     }
 
     #[test]
     fn nested_pods_are_listed_from_the_outside() {
         for path in [
-            format!("0::/kubepods/burstable/pod{UID}/3f0c"),
-            format!("0::/kubepods/pod{UID}"),
-            format!("0::/../../besteffort/pod{UID}/3f0c"),
+            format!("0::/kubepods/burstable/pod{POD_UID}/3f0c"),
+            format!("0::/kubepods/pod{POD_UID}"),
+            format!("0::/../../besteffort/pod{POD_UID}/3f0c"),
             format!(
-                "0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/cri-containerd-3f.scope"
+                "0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-3f.scope"
             ),
             format!(
-                "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SLICE}.slice/crio-3f.scope/container"
+                "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SYSTEMD_UID}.slice/crio-3f.scope/container"
             ),
-            format!("12:hugetlb:/\n5:cpu,cpuacct:/kubepods/burstable/pod{UID}/3f0c\n0::/"),
+            format!("12:hugetlb:/\n5:cpu,cpuacct:/kubepods/burstable/pod{POD_UID}/3f0c\n0::/"),
             // A cgroup that a tenant creates below its own is not a pod.
-            format!("0::/kubepods/pod{UID}/3f0c/pod00000000-0000-0000-0000-000000000000"),
+            format!("0::/kubepods/pod{POD_UID}/3f0c/pod00000000-0000-0000-0000-000000000000"),
         ] {
-            assert_eq!(parse_pod_uids(&path).first().map(String::as_str), Some(UID), "{path}");
+            assert_eq!(parse_pod_uids(&path).first().map(String::as_str), Some(POD_UID), "{path}");
         }
         let hash = "0123456789abcdef0123456789abcdef";
-        assert_eq!(parse_pod_uids(&format!("0::/kubepods/pod{hash}/a/pod{UID}")), [hash, UID]);
+        assert_eq!(parse_pod_uids(&format!("0::/kubepods/pod{hash}/a/pod{POD_UID}")), [hash, POD_UID]);
         for path in
             ["", "0::/", "0::/user.slice/a.service", "0::/kubepods/burstable", "0::/podman/pods", "0::/pod", "pod"]
         {
@@ -233,7 +248,7 @@ mod tests {
 
         #[test]
         fn cgroups_below_a_container_do_not_change_its_owner(below in "(/[^/\n]{1,20}){0,6}") {
-            prop_assert_eq!(owner(&format!("0::/kubepods/burstable/pod{UID}/{ID}{below}")).map(|owner| owner.pod), Some(UID.to_owned()));
+            prop_assert_eq!(owner(&format!("0::/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}{below}")).map(|owner| owner.pod), Some(POD_UID.to_owned()));
         }
     }
 }

@@ -210,7 +210,7 @@ mod tests {
     use crate::gpu::layout::target_layout;
     use crate::gpu::layout::tests::{gpu, mps_spec};
 
-    fn checkpoint() -> Checkpoint {
+    fn sample_checkpoint() -> Checkpoint {
         let spec = mps_spec("GPU-a", 10);
         let layout = target_layout(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
         Checkpoint {
@@ -230,8 +230,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::new(&directory.path().join("not/there/yet"));
         assert!(store.load().unwrap().is_none());
-        store.save(&checkpoint().encode()).unwrap();
-        assert_eq!(store.load().unwrap(), Some(checkpoint()));
+        store.save(&sample_checkpoint().encode()).unwrap();
+        assert_eq!(store.load().unwrap(), Some(sample_checkpoint()));
         store.save(&Checkpoint::default().encode()).unwrap();
         assert_eq!(store.load().unwrap(), Some(Checkpoint::default()));
     }
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn a_checkpoint_with_impossible_values_is_damaged() {
         let changed = |pointer: &str, value: serde_json::Value| {
-            let mut json: serde_json::Value = serde_json::from_slice(&checkpoint().encode()).unwrap();
+            let mut json: serde_json::Value = serde_json::from_slice(&sample_checkpoint().encode()).unwrap();
             *json.pointer_mut(pointer).unwrap() = value;
             Checkpoint::decode(json.to_string().as_bytes()).map_err(|error| error.to_string())
         };
@@ -267,7 +267,7 @@ mod tests {
             let error = changed(&format!("{pool}/{pointer}"), value).unwrap_err();
             assert!(error.contains(part) && error.len() < 1000, "{error}");
         }
-        let layout: serde_json::Value = serde_json::to_value(&checkpoint().layouts["GPU-a"]).unwrap();
+        let layout: serde_json::Value = serde_json::to_value(&sample_checkpoint().layouts["GPU-a"]).unwrap();
         let twice = changed("/layouts", json!({"GPU-a": layout, "GPU-b": layout})).unwrap_err();
         assert!(twice.contains("nvidia.com/gpu-mps: slices of GPU-a are listed twice"), "{twice}");
         let gpus =
@@ -279,18 +279,18 @@ mod tests {
         let allocation = json!({"resource": "r", "ids": ["x::0"], "devices": ["../x"], "mps": limits});
         let device = changed("/allocations/0", allocation).unwrap_err();
         assert!(device.contains("invalid device \"../x\""), "{device}");
-        assert_eq!(changed(&format!("{pool}/count"), json!(10)), Ok(checkpoint()));
+        assert_eq!(changed(&format!("{pool}/count"), json!(10)), Ok(sample_checkpoint()));
     }
 
     #[test]
     fn a_failed_write_keeps_the_last_checkpoint() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::new(directory.path());
-        store.save(&checkpoint().encode()).unwrap();
+        store.save(&sample_checkpoint().encode()).unwrap();
         // A directory with the name of the temporary file makes the write fail.
         fs::create_dir(directory.path().join("agent.json.tmp")).unwrap();
         assert!(store.save(b"{}").is_err());
-        assert_eq!(store.load().unwrap(), Some(checkpoint()));
+        assert_eq!(store.load().unwrap(), Some(sample_checkpoint()));
     }
 
     proptest! {
@@ -298,12 +298,12 @@ mod tests {
         fn a_damaged_checkpoint_is_an_error_and_never_a_panic(cut in 0_usize..2000, byte: u8) {
             let directory = tempfile::tempdir().unwrap();
             let store = Store::new(directory.path());
-            let mut bytes = checkpoint().encode();
+            let mut bytes = sample_checkpoint().encode();
             let cut = cut % bytes.len();
             bytes.truncate(cut);
             store.save(&bytes).unwrap();
             prop_assert!(store.load().is_err());
-            let mut bytes = checkpoint().encode();
+            let mut bytes = sample_checkpoint().encode();
             bytes[cut] = byte;
             store.save(&bytes).unwrap();
             let _ = store.load();

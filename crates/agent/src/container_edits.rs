@@ -130,7 +130,7 @@ mod tests {
     use crate::allocation::MpsLimits;
     use crate::args::tests::parse;
 
-    const MPS: &str = "nvidia.com/gpu-mps";
+    const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     fn settings(strategy: &str, extra: &[&str]) -> ContainerSettings {
         let base = ["--run-dir", "/r", "--device-list-strategy", strategy];
@@ -139,7 +139,7 @@ mod tests {
 
     fn allocation(ids: &[&str], mps: Option<MpsLimits>) -> Allocation {
         let ids = ids.iter().map(|&id| id.to_owned()).collect();
-        Allocation { resource: MPS.into(), ids, devices: vec!["GPU-0".into()], mps }
+        Allocation { resource: MPS_RESOURCE.into(), ids, devices: vec!["GPU-0".into()], mps }
     }
 
     #[test]

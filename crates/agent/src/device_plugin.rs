@@ -162,12 +162,12 @@ mod tests {
     use crate::allocator::tests::allocator;
     use crate::allocator::{MAX_EVENTS, POD_WAIT};
 
-    const MPS: &str = "nvidia.com/gpu-mps";
+    const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     fn pools(devices: &[&str], kind: &Kind) -> Vec<Pool> {
         let pool = |device: &&str| Pool {
             device: (*device).into(),
-            resource: MPS.into(),
+            resource: MPS_RESOURCE.into(),
             first: 0,
             count: 10,
             kind: kind.clone(),
@@ -175,20 +175,23 @@ mod tests {
         devices.iter().map(pool).collect()
     }
 
-    fn shares() -> Kind {
+    fn mps_kind() -> Kind {
         Kind::Mps { memory_mib: vec![], threads: vec![], max_clients: None }
     }
 
     fn served(pending: PendingAllocations, pools: Vec<Pool>) -> Served {
-        let table =
-            AllocationTable { pools: BTreeMap::from([(MPS.into(), pools)]), pending, ..AllocationTable::default() };
-        Served::new(MPS.into(), Arc::new(allocator(table)), Metrics::new(), Vec::new())
+        let table = AllocationTable {
+            pools: BTreeMap::from([(MPS_RESOURCE.into(), pools)]),
+            pending,
+            ..AllocationTable::default()
+        };
+        Served::new(MPS_RESOURCE.into(), Arc::new(allocator(table)), Metrics::new(), Vec::new())
     }
 
     fn bound_pod(name: &str, units: u32, device: &str) -> BoundPod {
         let want = ContainerRequest {
             container: "c".into(),
-            resource: MPS.into(),
+            resource: MPS_RESOURCE.into(),
             units,
             group: 0,
             needed: units,
@@ -198,12 +201,12 @@ mod tests {
         BoundPod { uid, namespace, name, terminating: false, admitted: false, requests: vec![want] }
     }
 
-    fn ids(device: &str) -> Vec<String> {
+    fn share_ids(device: &str) -> Vec<String> {
         (0..10).map(|number| format!("{device}::{number}")).collect()
     }
 
-    fn all_ids() -> Vec<String> {
-        [ids("A"), ids("B")].concat()
+    fn all_share_ids() -> Vec<String> {
+        [share_ids("A"), share_ids("B")].concat()
     }
 
     fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> PreferredRequest<'a> {
@@ -212,8 +215,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_preference_waits_until_the_pod_is_known_or_two_seconds() {
-        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &shares()));
-        let all = all_ids();
+        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
+        let all = all_share_ids();
         let request = request(&all, &[], 3);
         let waits = served.wait_for_pod(&request).unwrap();
         let allocator = Arc::clone(&served.allocator);
@@ -236,17 +239,17 @@ mod tests {
 
     #[test]
     fn no_request_waits_without_a_choice_or_without_a_watch() {
-        let all = all_ids();
-        let two = || pools(&["A", "B"], &shares());
+        let all = all_share_ids();
+        let two = || pools(&["A", "B"], &mps_kind());
         let waits = |served: &Served, request: &PreferredRequest<'_>| served.wait_for_pod(request).is_some();
         assert!(waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &[], 3)));
         assert!(!waits(&served(PendingAllocations::default(), two()), &request(&all, &[], 3)), "without an API server");
         assert!(
-            !waits(&served(PendingAllocations::with_watch(), two()), &request(&ids("A"), &[], 3)),
+            !waits(&served(PendingAllocations::with_watch(), two()), &request(&share_ids("A"), &[], 3)),
             "all on one device"
         );
         assert!(
-            !waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &ids("B")[..1], 3)),
+            !waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &share_ids("B")[..1], 3)),
             "an init container used it"
         );
         assert!(!waits(
@@ -258,7 +261,7 @@ mod tests {
 
     #[test]
     fn shares_of_two_devices_are_refused_counted_and_reported() {
-        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &shares()));
+        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
         let both = ["A::0", "B::0"].map(str::to_owned);
         let refusal = served.allocate(&both).unwrap_err();
         assert!(refusal.to_string().contains("cannot come from 2 GPUs"), "{refusal}");

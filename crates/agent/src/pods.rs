@@ -240,7 +240,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    const MPS: &str = "nvidia.com/gpu-mps";
+    const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     pub(crate) fn object(name: &str, placement: &str, spec: &Value) -> Value {
         json!({
@@ -269,17 +269,17 @@ pub(crate) mod tests {
     #[test]
     fn requests_follow_the_containers_limits_and_the_pods_reservations() {
         let spec = json!({
-            "initContainers": [container("first", &json!({MPS: "2"}))],
+            "initContainers": [container("first", &json!({MPS_RESOURCE: "2"}))],
             "containers": [
-                container("main", &json!({MPS: 5, "cpu": "1", "nvidia.com/gpu-10gb": "1"})),
+                container("main", &json!({MPS_RESOURCE: 5, "cpu": "1", "nvidia.com/gpu-10gb": "1"})),
                 container("beside", &json!({"memory": "1Gi"})),
-                container("other", &json!({MPS: "3", "nvidia.com/gpu": "2"})),
+                container("other", &json!({MPS_RESOURCE: "3", "nvidia.com/gpu": "2"})),
             ],
         });
         let note = placement(&[
             ("nvidia.com/gpu-10gb", 1, "GPU-c"),
-            (MPS, 5, "GPU-a"),
-            (MPS, 3, "GPU-b"),
+            (MPS_RESOURCE, 5, "GPU-a"),
+            (MPS_RESOURCE, 3, "GPU-b"),
             ("nvidia.com/gpu", 1, "GPU-d"),
             ("nvidia.com/gpu", 1, "GPU-e"),
         ]);
@@ -294,11 +294,11 @@ pub(crate) mod tests {
         assert_eq!(
             requests,
             [
-                ("first", MPS, 2, Some("GPU-a")),
+                ("first", MPS_RESOURCE, 2, Some("GPU-a")),
                 ("main", "nvidia.com/gpu-10gb", 1, Some("GPU-c")),
-                ("main", MPS, 5, Some("GPU-a")),
+                ("main", MPS_RESOURCE, 5, Some("GPU-a")),
                 ("other", "nvidia.com/gpu", 2, None),
-                ("other", MPS, 3, Some("GPU-b")),
+                ("other", MPS_RESOURCE, 3, Some("GPU-b")),
             ]
         );
         assert!(!bound.admitted && !bound.terminating);
@@ -306,10 +306,15 @@ pub(crate) mod tests {
 
     #[test]
     fn an_annotation_that_does_not_match_the_request_is_ignored() {
-        let spec = json!({"containers": [container("main", &json!({MPS: "5"}))]});
-        for note in
-            ["", "{", "[]", &placement(&[]), &placement(&[(MPS, 4, "GPU-a")]), r#"{"until":1,"nodes":{"m":[]}}"#]
-        {
+        let spec = json!({"containers": [container("main", &json!({MPS_RESOURCE: "5"}))]});
+        for note in [
+            "",
+            "{",
+            "[]",
+            &placement(&[]),
+            &placement(&[(MPS_RESOURCE, 4, "GPU-a")]),
+            r#"{"until":1,"nodes":{"m":[]}}"#,
+        ] {
             let bound = read(&object("p", note, &spec)).unwrap();
             assert_eq!(bound.requests[0].reserved_on, None, "{note}");
         }
@@ -317,7 +322,7 @@ pub(crate) mod tests {
 
     #[test]
     fn completed_pods_and_pods_without_shares_have_no_requests_and_started_pods_are_admitted() {
-        let spec = json!({"containers": [container("main", &json!({MPS: "5"}))]});
+        let spec = json!({"containers": [container("main", &json!({MPS_RESOURCE: "5"}))]});
         let with = |status: Value| {
             let mut object = object("p", "", &spec);
             object["status"] = status;
@@ -329,7 +334,13 @@ pub(crate) mod tests {
         assert!(with(json!({"phase": "Running"})).unwrap().admitted);
         assert!(with(json!({"phase": "Pending", "startTime": "2026-01-01T00:00:00Z"})).unwrap().admitted);
         assert!(!with(json!({"phase": "Pending", "conditions": [{"type": "PodScheduled"}]})).unwrap().admitted);
-        for limits in [json!({}), json!({"cpu": "1"}), json!({MPS: "0"}), json!({MPS: "x"}), json!({MPS: "-1"})] {
+        for limits in [
+            json!({}),
+            json!({"cpu": "1"}),
+            json!({MPS_RESOURCE: "0"}),
+            json!({MPS_RESOURCE: "x"}),
+            json!({MPS_RESOURCE: "-1"}),
+        ] {
             assert_eq!(read(&object("p", "", &json!({"containers": [container("main", &limits)]}))), None, "{limits}");
         }
     }
@@ -338,7 +349,7 @@ pub(crate) mod tests {
     fn a_deletion_is_read_with_its_grace_and_the_hooks_sleep() {
         let now = Timestamp::from_second(1_800_000_000).unwrap();
         let spec = |sleeps: [Value; 2]| {
-            let [main, other] = ["main", "other"].map(|name| container(name, &json!({MPS: "1"})));
+            let [main, other] = ["main", "other"].map(|name| container(name, &json!({MPS_RESOURCE: "1"})));
             let mut all = [main, other, container("beside", &json!({}))];
             for (container, hook) in all.iter_mut().zip(sleeps) {
                 container["lifecycle"] = hook;

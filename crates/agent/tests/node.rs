@@ -11,25 +11,34 @@ mod termination;
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use machine::{MPS, Machine, SLICED, WHOLE, container_devices, ids, kill_pid, mps, pod, sliced};
+use machine::{
+    MPS_RESOURCE, Machine, TIMESLICE_RESOURCE, WHOLE_GPU_RESOURCE, container_devices, kill_pid, mps_spec, pod,
+    share_ids, timeslice_spec,
+};
 
 #[tokio::test]
 async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of_shares() {
-    let machine = Machine::start(&["3xH200"], |gpus| vec![mps(&gpus[0], 10), sliced(&gpus[1], 4)]);
+    let machine = Machine::start(&["3xH200"], |gpus| vec![mps_spec(&gpus[0], 10), timeslice_spec(&gpus[1], 4)]);
     let [first, second, third] = [0, 1, 2].map(|gpu| machine.uuids[gpu].clone());
-    machine.wait_for_healthy(MPS, 10).await;
-    machine.wait_for_healthy(SLICED, 4).await;
-    machine.wait_for_healthy(WHOLE, 1).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 1).await;
 
     let chosen = machine
         .kubelet
-        .preferred(MPS, &ids(&first, 0..10).iter().map(String::as_str).collect::<Vec<_>>(), &[], 3)
+        .preferred_allocation(
+            MPS_RESOURCE,
+            &share_ids(&first, 0..10).iter().map(String::as_str).collect::<Vec<_>>(),
+            &[],
+            3,
+        )
         .await
         .unwrap();
-    assert_eq!(chosen, ids(&first, 0..3));
-    let given = machine.kubelet.allocate(MPS, &chosen.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
-    machine.kubelet.pre_start(MPS, &chosen.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
-    let seen = machine.client(&given, &[]);
+    assert_eq!(chosen, share_ids(&first, 0..3));
+    let given =
+        machine.kubelet.allocate(MPS_RESOURCE, &chosen.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &chosen.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
+    let seen = machine.run_client(&given, &[]);
     assert_eq!(
         (seen["viaMps"].as_bool(), seen["sms"].as_u64(), seen["limitMiB"].as_u64()),
         (Some(true), Some(38), Some(3000)),
@@ -37,13 +46,13 @@ async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of
     );
     assert_eq!(seen["uuid"], first);
 
-    let replica = machine.kubelet.allocate(SLICED, &[&format!("{second}::1")]).await.unwrap();
+    let replica = machine.kubelet.allocate(TIMESLICE_RESOURCE, &[&format!("{second}::1")]).await.unwrap();
     assert_eq!(replica.envs.get("NVIDIA_VISIBLE_DEVICES"), Some(&second));
     assert!(replica.mounts.is_empty() && !replica.envs.contains_key("CUDA_MPS_PIPE_DIRECTORY"));
-    let whole = machine.kubelet.allocate(WHOLE, &[&format!("{third}::0")]).await.unwrap();
-    assert_eq!(machine.client(&whole, &[])["sms"].as_u64(), Some(132));
+    let whole = machine.kubelet.allocate(WHOLE_GPU_RESOURCE, &[&format!("{third}::0")]).await.unwrap();
+    assert_eq!(machine.run_client(&whole, &[])["sms"].as_u64(), Some(132));
 
-    machine.pods.set_devices(&[container_devices("p", MPS, &chosen)]);
+    machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &chosen)]);
     let status =
         machine.wait_for_status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
     let gpu = &status.gpus[0];
@@ -57,8 +66,8 @@ async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of
 
 #[tokio::test]
 async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
-    let machine = Machine::start(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
-    machine.wait_for_healthy(MPS, 8).await;
+    let machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let [a, b] = [0, 1].map(|gpu| format!("{}::0", machine.uuids[gpu]));
     for (ids, expected) in [
         (vec![a.as_str(), b.as_str()], "cannot come from 2 GPUs"),
@@ -66,10 +75,10 @@ async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
         (vec!["GPU-none::0"], "is not a device of"),
         (vec![], "at least one"),
     ] {
-        let refusal = machine.kubelet.allocate(MPS, &ids).await.unwrap_err();
+        let refusal = machine.kubelet.allocate(MPS_RESOURCE, &ids).await.unwrap_err();
         assert!(refusal.message().contains(expected), "{refusal:?}");
     }
-    machine.kubelet.allocate(MPS, &[&a]).await.unwrap();
+    machine.kubelet.allocate(MPS_RESOURCE, &[&a]).await.unwrap();
     machine.wait_until("the Event is published", || (machine.events() == ["SharesSplit"]).then_some(())).await;
 }
 
@@ -77,57 +86,57 @@ async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
 async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_the_pod_late() {
     let mut machine = Machine::new(&["2xH200"]);
     let [first, second] = [0, 1].map(|gpu| machine.uuids[gpu].clone());
-    machine.set_spec("first", vec![mps(&first, 10), mps(&second, 10)]);
+    machine.set_spec("first", vec![mps_spec(&first, 10), mps_spec(&second, 10)]);
     machine.set_pods(&[]);
     machine.start_host();
     machine.start_agent(&[]);
-    machine.wait_for_healthy(MPS, 20).await;
-    let all = [ids(&first, 0..10), ids(&second, 0..10)].concat();
+    machine.wait_for_healthy(MPS_RESOURCE, 20).await;
+    let all = [share_ids(&first, 0..10), share_ids(&second, 0..10)].concat();
     let all: Vec<&str> = all.iter().map(String::as_str).collect();
-    let (preferred, ()) = tokio::join!(machine.kubelet.preferred(MPS, &all, &[], 3), async {
+    let (preferred, ()) = tokio::join!(machine.kubelet.preferred_allocation(MPS_RESOURCE, &all, &[], 3), async {
         machine.set_pods(&[pod("a", 3, &second), pod("b", 4, &first), pod("c", 3, &first)]);
     });
     let preferred = preferred.unwrap();
     let device = |ids: &[String]| ids[0].split("::").next().unwrap().to_owned();
-    machine.kubelet.allocate(MPS, &preferred.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
+    machine.kubelet.allocate(MPS_RESOURCE, &preferred.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
     let free: Vec<&str> = all.iter().copied().filter(|id| !preferred.iter().any(|taken| taken == id)).collect();
-    let other = machine.kubelet.preferred(MPS, &free, &[], 3).await.unwrap();
+    let other = machine.kubelet.preferred_allocation(MPS_RESOURCE, &free, &[], 3).await.unwrap();
     assert_eq!(
         [device(&preferred), device(&other)].into_iter().collect::<std::collections::BTreeSet<_>>(),
         [first.clone(), second.clone()].into(),
         "the two requests for three shares get the two reservations of that size, one each"
     );
-    let four = machine.kubelet.preferred(MPS, &free, &[], 4).await.unwrap();
+    let four = machine.kubelet.preferred_allocation(MPS_RESOURCE, &free, &[], 4).await.unwrap();
     assert_eq!(device(&four), first);
     // No pod requests nine shares, but the kubelet must receive an answer.
-    let nine = machine.kubelet.preferred(MPS, &all, &[], 9).await.unwrap();
+    let nine = machine.kubelet.preferred_allocation(MPS_RESOURCE, &all, &[], 9).await.unwrap();
     assert_eq!(nine.len(), 9);
 }
 
 #[tokio::test]
 async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_waits_for_its_pod() {
-    let machine = Machine::start(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
-    let before = machine.wait_for_healthy(MPS, 20).await;
-    let used = ids(&machine.uuids[0], [7]);
-    machine.kubelet.allocate(MPS, &[&used[0]]).await.unwrap();
-    machine.pods.set_devices(&[container_devices("train", MPS, &used)]);
-    machine.set_spec("second", vec![mps(&machine.uuids[0], 5), mps(&machine.uuids[1], 5)]);
-    machine.wait_for_healthy(MPS, 15).await;
+    let machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 10), mps_spec(&gpus[1], 10)]);
+    let before = machine.wait_for_healthy(MPS_RESOURCE, 20).await;
+    let used = share_ids(&machine.uuids[0], [7]);
+    machine.kubelet.allocate(MPS_RESOURCE, &[&used[0]]).await.unwrap();
+    machine.pods.set_devices(&[container_devices("train", MPS_RESOURCE, &used)]);
+    machine.set_spec("second", vec![mps_spec(&machine.uuids[0], 5), mps_spec(&machine.uuids[1], 5)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 15).await;
     let status = machine
         .wait_for_status("waiting", |status| status.steps.iter().any(|step| step.message.contains("ns/train")))
         .await;
     assert_eq!(status.plan_id, "", "the plan is not applied");
     assert_eq!(status.steps.iter().find(|step| step.gpu == machine.uuids[0]).unwrap().result, "Waiting");
     machine.pods.set_devices(&[]);
-    let after = machine.wait_for_healthy(MPS, 10).await;
+    let after = machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     machine.wait_for_status("applied", |status| status.plan_id == "second").await;
     assert_eq!(after.registrations.len(), before.registrations.len(), "no resource is registered twice");
     // The stream of the removed resource ends, and the stream of the new resource starts.
     machine.set_spec("third", vec![]);
-    machine.wait_for_healthy(WHOLE, 2).await;
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
     machine
         .wait_for_view("the shares disappear", |seen| {
-            seen.endpoints.get(MPS).is_none_or(|endpoint| !endpoint.connected)
+            seen.endpoints.get(MPS_RESOURCE).is_none_or(|endpoint| !endpoint.connected)
         })
         .await;
     machine.wait_until("the daemons exit", || machine.host_status()?.daemons.is_empty().then_some(())).await;
@@ -137,14 +146,14 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
 
 #[tokio::test]
 async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
-    let mut machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
-    machine.wait_for_healthy(MPS, 10).await;
+    let mut machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 10)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     let uuid = machine.uuids[0].clone();
-    let used = ids(&uuid, [2, 3]);
+    let used = share_ids(&uuid, [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
-    machine.kubelet.allocate(MPS, &wanted).await.unwrap();
-    machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
-    machine.pods.set_devices(&[container_devices("p", MPS, &used)]);
+    machine.kubelet.allocate(MPS_RESOURCE, &wanted).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
+    machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
     let daemon = machine.host_status().unwrap().daemons[&uuid].pid;
     let desired = machine.desired().unwrap();
     machine
@@ -155,7 +164,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
 
     for checkpoint_state in ["intact", "damaged", "of a newer version", "missing"] {
         machine.kill_agent();
-        machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS].connected).await;
+        machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS_RESOURCE].connected).await;
         let checkpoint = machine.path("state/agent.json");
         match checkpoint_state {
             "damaged" => fs::write(&checkpoint, "{\"version\":1,").unwrap(),
@@ -169,14 +178,14 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
         if checkpoint_state == "intact" {
             let seen = machine
                 .wait_for_view(checkpoint_state, |seen| {
-                    seen.endpoints[MPS].connected && !seen.endpoints[MPS].devices.is_empty()
+                    seen.endpoints[MPS_RESOURCE].connected && !seen.endpoints[MPS_RESOURCE].devices.is_empty()
                 })
                 .await;
-            assert_eq!(seen.endpoints[MPS].healthy().len(), 10, "all shares stay healthy");
+            assert_eq!(seen.endpoints[MPS_RESOURCE].healthy().len(), 10, "all shares stay healthy");
         }
         fs::rename(machine.path("spec/kept.json"), machine.path("spec/spec.json")).unwrap();
-        machine.wait_for_view(checkpoint_state, |seen| seen.endpoints[MPS].connected).await;
-        machine.wait_for_healthy(MPS, 10).await;
+        machine.wait_for_view(checkpoint_state, |seen| seen.endpoints[MPS_RESOURCE].connected).await;
+        machine.wait_for_healthy(MPS_RESOURCE, 10).await;
         machine
             .wait_for_status(checkpoint_state, |status| {
                 status.gpus[0].allocations.first().is_some_and(|row| row.memory_mib == Some(2000))
@@ -193,15 +202,15 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
 
 #[tokio::test]
 async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_reopen() {
-    let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
-    machine.wait_for_healthy(MPS, 20).await;
-    let used = ids(&machine.uuids[0], [2, 3]);
+    let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 10), mps_spec(&gpus[1], 10)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 20).await;
+    let used = share_ids(&machine.uuids[0], [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
-    let given = machine.kubelet.allocate(MPS, &wanted).await.unwrap();
-    machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
-    machine.pods.set_devices(&[container_devices("p", MPS, &used)]);
+    let given = machine.kubelet.allocate(MPS_RESOURCE, &wanted).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
+    machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
     machine.simgpu(&["xid", "1", "119"]);
-    machine.wait_for_healthy(MPS, 10).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     let known = |parts: &[&str]| {
         let text = fs::read_to_string(machine.path("state/agent.json")).ok()?;
         parts.iter().all(|part| text.contains(part)).then_some(())
@@ -210,21 +219,21 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
     let desired = machine.desired().unwrap();
 
     machine.reboot();
-    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS].connected).await;
+    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS_RESOURCE].connected).await;
     machine.start_agent_without_api_server();
     let all = |seen: &cleave_kubelet::fake::FakeKubeletState| {
-        let endpoint = &seen.endpoints[MPS];
+        let endpoint = &seen.endpoints[MPS_RESOURCE];
         endpoint.connected && endpoint.devices.len() == 20
     };
     machine.wait_for_view("the allocated shares are the same", all).await;
     machine.start_host();
     // The reboot has cleared the fault.
-    machine.wait_for_healthy(MPS, 20).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 20).await;
     assert_eq!(machine.desired().unwrap(), desired, "the daemons and doors are the same");
     // The kubelet restarts a container with its response from before the reboot. The kubelet calls
     // only PreStartContainer.
-    machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
-    let seen = machine.client(&given, &[]);
+    machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
+    let seen = machine.run_client(&given, &[]);
     assert_eq!(
         (seen["viaMps"].as_bool(), seen["sms"].as_u64(), seen["limitMiB"].as_u64()),
         (Some(true), Some(26), Some(2000)),
@@ -236,99 +245,99 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
 
 #[tokio::test]
 async fn a_second_agent_waits_until_the_first_has_ended() {
-    let mut machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
-    machine.wait_for_healthy(MPS, 10).await;
+    let mut machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 10)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     let uuid = machine.uuids[0].clone();
     machine.start_second_agent();
     let log = machine.path("agent.log");
     let waits =
         || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to exit").then_some(());
     machine.wait_until("the second agent waits", waits).await;
-    let used = ids(&uuid, [2, 3]);
+    let used = share_ids(&uuid, [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
-    machine.kubelet.allocate(MPS, &wanted).await.unwrap();
-    machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
-    machine.pods.set_devices(&[container_devices("p", MPS, &used)]);
+    machine.kubelet.allocate(MPS_RESOURCE, &wanted).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
+    machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
     let reported =
         |status: &cleave_api::GpuNodeStatus| status.gpus[0].allocations.iter().any(|row| row.memory_mib == Some(2000));
     machine.wait_for_status("the first agent reports it", reported).await;
     let desired = machine.desired().unwrap();
     assert_eq!(desired.allocations.len(), 1);
-    let before = machine.wait_for_healthy(MPS, 10).await.registrations.len();
+    let before = machine.wait_for_healthy(MPS_RESOURCE, 10).await.registrations.len();
     machine.kill_first_agent();
     let registered = |seen: &cleave_kubelet::fake::FakeKubeletState| {
-        seen.registrations.len() > before && seen.endpoints[MPS].connected
+        seen.registrations.len() > before && seen.endpoints[MPS_RESOURCE].connected
     };
     machine.wait_for_view("the second agent registers", registered).await;
-    machine.wait_for_healthy(MPS, 10).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     assert_eq!(machine.desired().unwrap(), desired);
 }
 
 #[tokio::test]
 async fn the_supervisor_restarts_a_killed_agent() {
     let mut machine = Machine::new(&["H200"]);
-    machine.set_spec("first", vec![mps(&machine.uuids[0], 10)]);
+    machine.set_spec("first", vec![mps_spec(&machine.uuids[0], 10)]);
     machine.start_host();
     machine.start_supervised_agent();
     for _ in 0..3 {
-        let before = machine.wait_for_healthy(MPS, 10).await.registrations.len();
+        let before = machine.wait_for_healthy(MPS_RESOURCE, 10).await.registrations.len();
         let agent = machine.wait_until("the agent's process", || machine.supervised_pid()).await;
         kill_pid(agent);
         let registered = |seen: &cleave_kubelet::fake::FakeKubeletState| {
-            seen.registrations.len() > before && seen.endpoints[MPS].connected
+            seen.registrations.len() > before && seen.endpoints[MPS_RESOURCE].connected
         };
         machine.wait_for_view("the agent registers again", registered).await;
         assert_ne!(machine.supervised_pid(), Some(agent));
     }
-    machine.wait_for_healthy(MPS, 10).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     assert!(machine.stop_agent().success(), "the agent exits without an error on SIGTERM");
 }
 
 #[tokio::test]
 async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealthy_shares() {
-    let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
-    machine.wait_for_healthy(MPS, 8).await;
+    let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let uuid = machine.uuids[0].clone();
     let pid = machine.host_status().unwrap().daemons[&uuid].pid.unwrap();
-    let lists = machine.kubelet.state().borrow().endpoints[MPS].lists;
+    let lists = machine.kubelet.state().borrow().endpoints[MPS_RESOURCE].lists;
     // The next daemon starts slowly.
     machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
     kill_pid(pid);
     machine
         .wait_for_status("no daemon runs", |status| status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active"))
         .await;
-    let share = ids(&uuid, [0]);
-    machine.pods.set_devices(&[container_devices("p", MPS, &share)]);
-    machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
-    machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
+    let share = share_ids(&uuid, [0]);
+    machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &share)]);
+    machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &[&share[0]]).await.unwrap();
     machine
         .wait_until("a new daemon starts", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(()))
         .await;
     machine
         .wait_until("the Events are published", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(()))
         .await;
-    assert_eq!(machine.kubelet.state().borrow().endpoints[MPS].lists, lists, "the kubelet got no new list");
+    assert_eq!(machine.kubelet.state().borrow().endpoints[MPS_RESOURCE].lists, lists, "the kubelet got no new list");
 
     machine.kill_host();
-    machine.wait_for_healthy(MPS, 0).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 0).await;
     let status = machine.wait_for_status("unhealthy", |status| !status.gpus[0].health.healthy).await;
     assert_eq!(status.gpus[0].health.reason, "MpsUnavailable");
     machine.start_host();
-    machine.wait_for_healthy(MPS, 8).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
 }
 
 #[tokio::test]
 async fn a_container_starts_only_after_its_door_is_open() {
-    let mut machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
-    machine.wait_for_healthy(MPS, 4).await;
+    let mut machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
     machine.kill_host();
     let id = format!("{}::0", machine.uuids[0]);
-    machine.kubelet.allocate(MPS, &[&id]).await.unwrap();
+    machine.kubelet.allocate(MPS_RESOURCE, &[&id]).await.unwrap();
     let allocation = machine
         .wait_until("the allocation is recorded", || machine.desired()?.allocations.keys().next().cloned())
         .await;
     let ids = [id.as_str()];
-    let mut start = Box::pin(machine.kubelet.pre_start(MPS, &ids));
+    let mut start = Box::pin(machine.kubelet.pre_start(MPS_RESOURCE, &ids));
     let door = machine.path("run/alloc").join(&allocation).join("control");
     tokio::select! {
         early = &mut start => panic!("without an MPS host: {early:?}"),
@@ -336,41 +345,41 @@ async fn a_container_starts_only_after_its_door_is_open() {
     }
     drop(start);
     machine.start_host();
-    machine.kubelet.pre_start(MPS, &[&id]).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &[&id]).await.unwrap();
     assert!(door.exists());
 }
 
 #[tokio::test]
 async fn an_allocation_without_a_pod_is_removed_with_its_directory() {
-    let machine = Machine::start(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
-    machine.wait_for_healthy(MPS, 4).await;
+    let machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
     let [kept, removed] = [0, 1].map(|n| format!("{}::{n}", machine.uuids[0]));
-    machine.pods.set_devices(&[container_devices("p", MPS, std::slice::from_ref(&kept))]);
+    machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, std::slice::from_ref(&kept))]);
     for id in [&kept, &removed] {
-        machine.kubelet.allocate(MPS, &[id]).await.unwrap();
-        machine.kubelet.pre_start(MPS, &[id]).await.unwrap();
+        machine.kubelet.allocate(MPS_RESOURCE, &[id]).await.unwrap();
+        machine.kubelet.pre_start(MPS_RESOURCE, &[id]).await.unwrap();
     }
     let directories = || Some(fs::read_dir(machine.path("run/alloc")).ok()?.count());
     assert_eq!(directories(), Some(2));
     machine.wait_until("exactly one directory exists", || (directories()? == 1).then_some(())).await;
     assert_eq!(machine.desired().unwrap().allocations.len(), 1);
-    machine.kubelet.pre_start(MPS, &[&kept]).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &[&kept]).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_lost_gpu_affects_no_others_and_recovers() {
-    let machine = Machine::start(&["3xH200"], |gpus| vec![sliced(&gpus[1], 4)]);
-    machine.wait_for_healthy(SLICED, 4).await;
-    machine.wait_for_healthy(WHOLE, 2).await;
+    let machine = Machine::start(&["3xH200"], |gpus| vec![timeslice_spec(&gpus[1], 4)]);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
     machine.simgpu(&["lose", "1"]);
     machine.simgpu(&["xid", "1", "79"]);
-    machine.wait_for_healthy(SLICED, 0).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 0).await;
     let status = machine.wait_for_status("lost", |status| !status.gpus[1].health.healthy).await;
     assert!(status.gpus[0].health.healthy && status.gpus[2].health.healthy);
-    machine.wait_for_healthy(WHOLE, 2).await;
-    machine.kubelet.allocate(WHOLE, &[&format!("{}::0", machine.uuids[2])]).await.unwrap();
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
+    machine.kubelet.allocate(WHOLE_GPU_RESOURCE, &[&format!("{}::0", machine.uuids[2])]).await.unwrap();
     machine.simgpu(&["restore", "1"]);
-    machine.wait_for_healthy(SLICED, 4).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine
         .wait_until("the Events are published", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(()))
         .await;
@@ -378,25 +387,25 @@ async fn a_lost_gpu_affects_no_others_and_recovers() {
 
 #[tokio::test]
 async fn an_xid_of_a_program_is_ignored_and_one_of_the_gpu_makes_all_its_slices_unhealthy() {
-    let machine = Machine::start(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
-    machine.wait_for_healthy(SLICED, 8).await;
+    let machine = Machine::start(&["2xH200"], |gpus| vec![timeslice_spec(&gpus[0], 4), timeslice_spec(&gpus[1], 4)]);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     machine.simgpu(&["xid", "0", "13"]);
     machine.simgpu(&["xid", "1", "48"]);
-    let seen = machine.wait_for_healthy(SLICED, 4).await;
-    assert!(seen.endpoints[SLICED].healthy().iter().all(|id| id.starts_with(machine.uuids[0].as_str())));
+    let seen = machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
+    assert!(seen.endpoints[TIMESLICE_RESOURCE].healthy().iter().all(|id| id.starts_with(machine.uuids[0].as_str())));
     let status = machine.wait_for_status("the XID", |status| status.gpus[1].health.reason == "ResetRequired").await;
     assert!(status.gpus[1].health.message.contains("XID 48"));
 }
 
 #[tokio::test]
 async fn a_hanging_driver_blocks_no_allocations() {
-    let machine = Machine::start(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
-    machine.wait_for_healthy(SLICED, 4).await;
+    let machine = Machine::start(&["H200"], |gpus| vec![timeslice_spec(&gpus[0], 4)]);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["hang", "nvmlDeviceGetCount", "--seconds", "3600"]);
     machine.simgpu(&["xid", "0", "13"]);
     let id = format!("{}::0", machine.uuids[0]);
-    machine.kubelet.allocate(SLICED, &[&id]).await.unwrap();
-    machine.kubelet.pre_start(SLICED, &[&id]).await.unwrap();
+    machine.kubelet.allocate(TIMESLICE_RESOURCE, &[&id]).await.unwrap();
+    machine.kubelet.pre_start(TIMESLICE_RESOURCE, &[&id]).await.unwrap();
     let status = machine.wait_for_status("the driver hangs", |status| !status.gpus[0].health.healthy).await;
     assert_eq!(status.gpus[0].health.reason, "DriverUnavailable");
     assert!(
@@ -406,7 +415,7 @@ async fn a_hanging_driver_blocks_no_allocations() {
             .any(|condition| condition.reason == "NoDriver" && condition.message.contains("NVML did not answer"))
     );
     machine.simgpu(&["clear"]);
-    machine.wait_for_healthy(SLICED, 4).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
 }
 
 #[tokio::test]
@@ -422,15 +431,15 @@ async fn without_a_driver_the_agent_waits_for_one() {
     let status = machine.wait_for_status("no driver", |status| ready(status) == "NoDriver").await;
     assert!(status.conditions[0].message.contains(later.to_str().unwrap()));
     symlink(library, later).unwrap();
-    machine.wait_for_healthy(WHOLE, 1).await;
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 1).await;
     machine.wait_for_status("serving", |status| ready(status) == "Serving").await;
     assert!(machine.agent_is_running());
 }
 
 #[tokio::test]
 async fn on_sigterm_the_agent_ends_without_an_error() {
-    let mut machine = Machine::start(&["1xH200"], |gpus| vec![mps(&gpus[0], 10)]);
-    machine.wait_for_healthy(MPS, 10).await;
+    let mut machine = Machine::start(&["1xH200"], |gpus| vec![mps_spec(&gpus[0], 10)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     let status = machine.stop_agent();
     assert!(status.success(), "{status}");
 }

@@ -605,7 +605,7 @@ mod tests {
         }
     }
 
-    fn with_mig(model: &str, profiles: &[&str]) -> GpuStatus {
+    fn gpu_with_mig(model: &str, profiles: &[&str]) -> GpuStatus {
         let profile = |name: &&str| MigProfileStatus { name: (*name).to_owned(), ..MigProfileStatus::default() };
         let mig = MigStatus { profiles: profiles.iter().map(profile).collect(), ..MigStatus::default() };
         GpuStatus { mig: Some(mig), ..gpu(model, "", 0, 0) }
@@ -616,19 +616,19 @@ mod tests {
         for gpus in [
             vec![],
             vec![gpu("T4", "", 0, 0)],
-            vec![with_mig("A100", &["1g", "7g"]); 8],
-            vec![with_mig("A100", &["1g"]), with_mig("H100", &["1g", "7g"]), gpu("T4", "", 0, 0)],
-            vec![with_mig("A100", &[]), with_mig("A100", &[])],
+            vec![gpu_with_mig("A100", &["1g", "7g"]); 8],
+            vec![gpu_with_mig("A100", &["1g"]), gpu_with_mig("H100", &["1g", "7g"]), gpu("T4", "", 0, 0)],
+            vec![gpu_with_mig("A100", &[]), gpu_with_mig("A100", &[])],
             // A GPU does not receive profiles that only other GPUs of its model have.
-            vec![with_mig("A100", &["1g"]), with_mig("A100", &[]), with_mig("H100", &["1g"])],
-            vec![gpu("A100", "", 0, 0), with_mig("A100", &["1g"])],
+            vec![gpu_with_mig("A100", &["1g"]), gpu_with_mig("A100", &[]), gpu_with_mig("H100", &["1g"])],
+            vec![gpu("A100", "", 0, 0), gpu_with_mig("A100", &["1g"])],
         ] {
             let original = GpuNodeStatus { gpus, ..GpuNodeStatus::default() };
             let compact = original.clone().compact();
             let read: GpuNodeStatus = serde_json::from_value(serde_json::to_value(&compact).unwrap()).unwrap();
             assert_eq!(read.complete(), original, "{compact:?}");
         }
-        let eight = GpuNodeStatus { gpus: vec![with_mig("A100", &["1g", "7g"]); 8], ..GpuNodeStatus::default() };
+        let eight = GpuNodeStatus { gpus: vec![gpu_with_mig("A100", &["1g", "7g"]); 8], ..GpuNodeStatus::default() };
         assert_eq!(serde_json::to_string(&eight.compact()).unwrap().matches("7g").count(), 1);
     }
 

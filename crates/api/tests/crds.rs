@@ -15,7 +15,7 @@ use kube::CustomResourceExt;
 use kube_cel::{Validator, apply_defaults};
 use serde_json::Value;
 
-fn read(path: &Path) -> String {
+fn read_file(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
@@ -24,7 +24,7 @@ fn fixtures(kind: &str) -> Vec<(String, String)> {
     let mut found: Vec<(String, String)> = std::fs::read_dir(dir)
         .unwrap()
         .map(|entry| entry.unwrap().path())
-        .map(|path| (path.file_stem().unwrap().to_string_lossy().into_owned(), read(&path)))
+        .map(|path| (path.file_stem().unwrap().to_string_lossy().into_owned(), read_file(&path)))
         .collect();
     found.sort();
     found
@@ -61,7 +61,7 @@ fn crd_schema() -> Value {
 #[test]
 fn committed_definitions_match_the_types() {
     for (name, text) in files().unwrap() {
-        let committed = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crds").join(name));
+        let committed = read_file(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crds").join(name));
         assert!(committed == text, "crds/{name} does not match the types: run `make crds`");
     }
 }
@@ -110,14 +110,14 @@ fn each_rule_refuses_at_least_one_policy() {
     let all: String = fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();
     let schema = serde_json::to_string(&crd_schema()).unwrap();
     let mut messages: Vec<String> = Vec::new();
-    collect(&crd_schema(), &mut messages);
+    collect_rule_messages(&crd_schema(), &mut messages);
     assert!(!messages.is_empty() && schema.contains("x-kubernetes-validations"));
     for message in messages {
         assert!(all.contains(&message), "no object of fixtures/bad is refused with: {message}");
     }
 }
 
-fn collect(schema: &Value, messages: &mut Vec<String>) {
+fn collect_rule_messages(schema: &Value, messages: &mut Vec<String>) {
     match schema {
         Value::Object(map) => {
             if let Some(Value::Array(rules)) = map.get("x-kubernetes-validations") {
@@ -125,9 +125,9 @@ fn collect(schema: &Value, messages: &mut Vec<String>) {
                     rules.iter().map(|rule| rule["message"].as_str().expect("each rule has a message").to_owned()),
                 );
             }
-            map.values().for_each(|value| collect(value, messages));
+            map.values().for_each(|value| collect_rule_messages(value, messages));
         }
-        Value::Array(items) => items.iter().for_each(|value| collect(value, messages)),
+        Value::Array(items) => items.iter().for_each(|value| collect_rule_messages(value, messages)),
         _ => {}
     }
 }

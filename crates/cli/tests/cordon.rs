@@ -17,13 +17,13 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
-fn client() -> (Client, Server) {
+fn mock_client() -> (Client, Server) {
     let (service, server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
     (Client::new(service, "default"), server)
 }
 
 /// Answers the next request. Returns its method and path, and its body.
-async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
+async fn answer_request(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
     let (request, reply) = timeout(DEADLINE, server.next_request()).await.unwrap().unwrap();
     let line = format!("{} {}", request.method(), request.uri().path());
     let sent = request.into_body().collect_bytes().await.unwrap();
@@ -32,7 +32,7 @@ async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Valu
     (line, serde_json::from_slice(&sent).unwrap_or_default())
 }
 
-fn refusal(code: u16) -> Value {
+fn error_status(code: u16) -> Value {
     json!({"kind": "Status", "status": "Failure", "code": code, "message": "no", "reason": ""})
 }
 
@@ -52,12 +52,12 @@ fn node(pods: &[&str]) -> Value {
     })
 }
 
-fn gpu() -> GpuArgs {
+fn gpu_args() -> GpuArgs {
     GpuArgs { node: "n".into(), gpu: "0".into(), cluster: ClusterArgs::default() }
 }
 
-fn args(force: bool, timeout: u64) -> DrainArgs {
-    DrainArgs { gpu: gpu(), reason: "fan".into(), grace: Some(5), timeout, force }
+fn drain_args(force: bool, timeout: u64) -> DrainArgs {
+    DrainArgs { gpu: gpu_args(), reason: "fan".into(), grace: Some(5), timeout, force }
 }
 
 fn pod(controlled: bool) -> Value {
@@ -68,23 +68,23 @@ fn pod(controlled: bool) -> Value {
 
 /// Answers the requests that cordon the GPU.
 async fn answer_cordon(server: &mut Server, pods: &[&str]) {
-    answer(server, 200, &node(pods)).await;
-    answer(server, 200, &node(pods)).await;
+    answer_request(server, 200, &node(pods)).await;
+    answer_request(server, 200, &node(pods)).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn cordon_retries_on_a_conflict_and_keeps_the_other_change() {
-    let (client, mut server) = client();
-    let cordoning = tokio::spawn(async move { cordon(&client, &gpu(), "fan").await });
-    answer(&mut server, 200, &node(&[])).await;
-    let (line, sent) = answer(&mut server, 409, &refusal(409)).await;
+    let (client, mut server) = mock_client();
+    let cordoning = tokio::spawn(async move { cordon(&client, &gpu_args(), "fan").await });
+    answer_request(&mut server, 200, &node(&[])).await;
+    let (line, sent) = answer_request(&mut server, 409, &error_status(409)).await;
     assert_eq!(line, "PATCH /apis/cleave.dev/v1alpha1/gpunodes/n");
     assert_eq!(sent["metadata"], json!({"resourceVersion": "7", "annotations": {CORDON_ANNOTATION: "GPU-a=fan"}}));
     let mut other = node(&[]);
     other["metadata"]["annotations"] = json!({CORDON_ANNOTATION: "GPU-b"});
     other["metadata"]["resourceVersion"] = json!("8");
-    answer(&mut server, 200, &other).await;
-    let (_, sent) = answer(&mut server, 200, &other).await;
+    answer_request(&mut server, 200, &other).await;
+    let (_, sent) = answer_request(&mut server, 200, &other).await;
     let both = json!({CORDON_ANNOTATION: "GPU-a=fan,GPU-b"});
     assert_eq!(sent["metadata"], json!({"resourceVersion": "8", "annotations": both}));
     assert_eq!(cordoning.await.unwrap().unwrap().uuid, "GPU-a");
@@ -92,17 +92,17 @@ async fn cordon_retries_on_a_conflict_and_keeps_the_other_change() {
 
 #[tokio::test(start_paused = true)]
 async fn drain_retries_a_pod_that_a_disruption_budget_protects() {
-    let (client, mut server) = client();
-    let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
+    let (client, mut server) = mock_client();
+    let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(false, 0)).await });
     answer_cordon(&mut server, &["ns/p"]).await;
-    answer(&mut server, 200, &node(&["ns/p"])).await;
-    assert_eq!(answer(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
-    let (line, sent) = answer(&mut server, 429, &refusal(429)).await;
+    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    assert_eq!(answer_request(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
+    let (line, sent) = answer_request(&mut server, 429, &error_status(429)).await;
     assert_eq!(line, "POST /api/v1/namespaces/ns/pods/p/eviction");
     assert_eq!(sent["deleteOptions"], json!({"preconditions": {"uid": "u"}, "gracePeriodSeconds": 5}));
     // `cleave drain` polls the GPU until the retry is due.
     let retry = loop {
-        let (line, _) = answer(&mut server, 200, &node(&["ns/p"])).await;
+        let (line, _) = answer_request(&mut server, 200, &node(&["ns/p"])).await;
         if !line.starts_with("GET /apis/cleave.dev") {
             break line;
         }
@@ -113,11 +113,11 @@ async fn drain_retries_a_pod_that_a_disruption_budget_protects() {
 
 #[tokio::test(start_paused = true)]
 async fn drain_evicts_no_bare_pod_without_force() {
-    let (client, mut server) = client();
-    let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
+    let (client, mut server) = mock_client();
+    let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(false, 0)).await });
     answer_cordon(&mut server, &["ns/p"]).await;
-    answer(&mut server, 200, &node(&["ns/p"])).await;
-    answer(&mut server, 200, &pod(false)).await;
+    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &pod(false)).await;
     let error = draining.await.unwrap().unwrap_err().to_string();
     assert_eq!(
         error,
@@ -127,24 +127,24 @@ async fn drain_evicts_no_bare_pod_without_force() {
 
 #[tokio::test(start_paused = true)]
 async fn drain_with_force_evicts_a_bare_pod_and_times_out_while_it_stays() {
-    let (client, mut server) = client();
-    let draining = tokio::spawn(async move { drain(&client, &client, &args(true, 3)).await });
+    let (client, mut server) = mock_client();
+    let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(true, 3)).await });
     answer_cordon(&mut server, &["ns/p"]).await;
-    answer(&mut server, 200, &node(&["ns/p"])).await;
-    answer(&mut server, 200, &pod(false)).await;
-    let (line, _) = answer(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
+    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &pod(false)).await;
+    let (line, _) = answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
     assert!(line.ends_with("/eviction"), "{line}");
     for _ in 0..3 {
-        answer(&mut server, 200, &node(&["ns/p"])).await;
+        answer_request(&mut server, 200, &node(&["ns/p"])).await;
     }
     assert_eq!(draining.await.unwrap().unwrap(), Outcome::TimedOut);
 }
 
 #[tokio::test(start_paused = true)]
 async fn drain_of_a_free_gpu_ends_at_once() {
-    let (client, mut server) = client();
-    let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
+    let (client, mut server) = mock_client();
+    let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(false, 0)).await });
     answer_cordon(&mut server, &[]).await;
-    answer(&mut server, 200, &node(&[])).await;
+    answer_request(&mut server, 200, &node(&[])).await;
     assert_eq!(draining.await.unwrap().unwrap(), Outcome::Free);
 }

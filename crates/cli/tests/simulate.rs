@@ -4,7 +4,7 @@ use cleave_cli::Output;
 use cleave_cli::simulate::simulate;
 use serde_json::Value;
 
-const CLUSTER: &str = "
+const CLUSTER_YAML: &str = "
 kind: Node
 metadata: {name: n1, labels: {zone: a}}
 status: {allocatable: {cpu: '8'}}
@@ -40,7 +40,7 @@ items:
 
 #[test]
 fn text_names_the_gpu_of_each_pod_or_why_it_has_none() {
-    let text = simulate(CLUSTER, Output::Text).unwrap();
+    let text = simulate(CLUSTER_YAML, Output::Text).unwrap();
     for line in [
         "1 of 2 GPUs changes:",
         "MPS: 4 × nvidia.com/gpu-10gb",
@@ -57,7 +57,7 @@ fn text_names_the_gpu_of_each_pod_or_why_it_has_none() {
 
 #[test]
 fn json_has_the_plan_and_what_would_be_written() {
-    let json: Value = serde_json::from_str(&simulate(CLUSTER, Output::Json).unwrap()).unwrap();
+    let json: Value = serde_json::from_str(&simulate(CLUSTER_YAML, Output::Json).unwrap()).unwrap();
     let keys: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
     assert_eq!(keys, ["changed", "changing", "gpus", "notes", "placements", "unplaced", "writes"]);
     assert_eq!(json["placements"].as_array().map(Vec::len), Some(5));

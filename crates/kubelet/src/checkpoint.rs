@@ -120,20 +120,20 @@ mod tests {
         {"PodUID":"77c1","ContainerName":"main","ResourceName":"example.com/nic","DeviceIDs":{"0":["eth1"]},"AllocResp":"CgA="}],
         "RegisteredDevices":{"nvidia.com/gpu-mps":["GPU-a::0","GPU-a::1","GPU-a::2"]}},"Checksum":2049411213}"#;
 
-    fn devices(all: &[(&str, &str)]) -> AllocatedDevices {
+    fn allocated_devices(all: &[(&str, &str)]) -> AllocatedDevices {
         all.iter().map(|(resource, id)| ((*resource).to_owned(), (*id).to_owned())).collect()
     }
 
     #[test]
     fn the_checkpoint_has_the_devices_of_all_containers_and_numa_nodes() {
-        let expected = devices(&[
+        let expected = allocated_devices(&[
             ("nvidia.com/gpu-mps", "GPU-a::0"),
             ("nvidia.com/gpu-mps", "GPU-a::1"),
             ("example.com/nic", "eth1"),
         ]);
         assert_eq!(allocated(SAMPLE_CHECKPOINT.as_bytes()).unwrap(), expected);
         let empty = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
-        assert_eq!(allocated(empty.as_bytes()).unwrap(), devices(&[]));
+        assert_eq!(allocated(empty.as_bytes()).unwrap(), allocated_devices(&[]));
         for wrong in ["", "[]", "{}", r#"{"Data":{"PodDeviceEntries":[{"DeviceIDs":7}]}}"#] {
             assert!(allocated(wrong.as_bytes()).is_err(), "{wrong}");
         }

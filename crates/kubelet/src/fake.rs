@@ -238,12 +238,12 @@ impl FakeKubelet {
     }
 
     /// Refuses the next `times` registrations.
-    pub fn refuse(&self, times: usize) {
+    pub fn refuse_registrations(&self, times: usize) {
         locked(&self.shared.behaviour).refuse = times;
     }
 
     /// While set, the kubelet does not answer registrations.
-    pub fn hang(&self, hang: bool) {
+    pub fn set_hanging(&self, hang: bool) {
         locked(&self.shared.behaviour).hang = hang;
     }
 
@@ -288,7 +288,7 @@ impl FakeKubelet {
     }
 
     /// Calls `GetPreferredAllocation` for one container, as the kubelet does.
-    pub async fn preferred(
+    pub async fn preferred_allocation(
         &self,
         resource: &str,
         available: &[&str],
@@ -489,7 +489,7 @@ impl FakePodResources {
     }
 
     /// Sets the devices that can be allocated.
-    pub fn allocatable(&self, rows: &[AllocatableDevices]) {
+    pub fn set_allocatable(&self, rows: &[AllocatableDevices]) {
         let devices = rows.iter().map(|row| pods::ContainerDevices {
             resource_name: row.resource.clone(),
             device_ids: row.ids.clone(),
@@ -499,7 +499,7 @@ impl FakePodResources {
     }
 
     /// While set, the kubelet does not answer calls.
-    pub fn hang(&self, hang: bool) {
+    pub fn set_hanging(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }
 }

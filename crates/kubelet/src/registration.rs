@@ -170,7 +170,7 @@ mod tests {
 
     /// The state of a healthy plugin, and a kubelet socket that was bound after the plugin's
     /// registration.
-    fn healthy() -> (Observation, SocketId) {
+    fn healthy_observation() -> (Observation, SocketId) {
         let directory = tempfile::tempdir().expect("a directory");
         let bind = |name: &str| {
             let path = directory.path().join(name);
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_streaming_plugin_is_kept() {
-        let (seen, _) = healthy();
+        let (seen, _) = healthy_observation();
         assert_eq!(decide(&seen, GRACE), Step::Keep);
         assert_eq!(
             decide(&Observation { kubelet: None, ..seen }, GRACE),
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn a_new_kubelet_socket_causes_a_registration_despite_an_open_stream() {
-        let (seen, other) = healthy();
+        let (seen, other) = healthy_observation();
         for streamless_for in [None, Some(Duration::ZERO)] {
             let seen = Observation { kubelet: Some(other), streamless_for, reachable: false, ..seen };
             assert_eq!(decide(&seen, GRACE), Step::Register(Cause::KubeletRestarted));
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn a_missing_stream_causes_a_registration_after_the_grace_period() {
-        let (seen, _) = healthy();
+        let (seen, _) = healthy_observation();
         let after = |since| Observation { streamless_for: Some(since), ..seen };
         assert_eq!(decide(&after(Duration::from_millis(500)), GRACE), Step::CheckAgain(Duration::from_millis(1500)));
         assert_eq!(decide(&after(GRACE), GRACE), Step::Register(Cause::NoStream));
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_deleted_socket_is_rebound_or_without_a_stream_registered_again() {
-        let (seen, _) = healthy();
+        let (seen, _) = healthy_observation();
         let lost = Observation { reachable: false, ..seen };
         assert_eq!(decide(&lost, GRACE), Step::Rebind);
         let lost = Observation { streamless_for: Some(Duration::ZERO), ..lost };
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn changed_options_cause_a_registration() {
-        let (seen, _) = healthy();
+        let (seen, _) = healthy_observation();
         assert_eq!(
             decide(&Observation { options_changed: true, ..seen }, GRACE),
             Step::Register(Cause::OptionsChanged)

@@ -34,7 +34,7 @@ async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
         kubelet.set_devices(&rows);
         assert_eq!(pods.list().await.expect("a list"), rows);
         let rows = [AllocatableDevices { resource: "r".into(), ids: vec!["a::0".into()], numa: vec![0, 1] }];
-        kubelet.allocatable(&rows);
+        kubelet.set_allocatable(&rows);
         assert_eq!(pods.allocatable().await.expect("a list"), rows);
     }
 }
@@ -44,12 +44,12 @@ async fn a_kubelet_that_hangs_times_out() {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("kubelet.sock");
     let kubelet = FakePodResources::start(&socket).expect("a kubelet");
-    kubelet.hang(true);
+    kubelet.set_hanging(true);
     let pods = PodResources::new(&socket, Duration::from_millis(20)).expect("a client");
     let answer = tokio::time::timeout(DEADLINE, pods.list()).await.expect("an end");
     let error = answer.expect_err("the kubelet hangs");
     assert_eq!(error.to_string(), "the kubelet's PodResources did not answer within 0.02 s");
-    kubelet.hang(false);
+    kubelet.set_hanging(false);
     PodResources::new(&socket, DEADLINE).expect("a client").list().await.expect("a list");
 }
 

@@ -203,7 +203,7 @@ mod tests {
         Versions { pods, nodes, gpu_nodes }
     }
 
-    fn pod(version: u64) -> Pod {
+    fn pod_of_version(version: u64) -> Pod {
         let mut pod = Pod::default();
         pod.metadata.resource_version = Some(version.to_string());
         pod
@@ -223,25 +223,25 @@ mod tests {
         let mut store = StoreVersion::default();
         let events = vec![
             (Event::Init, None),
-            (Event::InitApply(pod(7)), None),
-            (Event::InitApply(pod(3)), None),
+            (Event::InitApply(pod_of_version(7)), None),
+            (Event::InitApply(pod_of_version(3)), None),
             (Event::InitDone, Some(7)),
-            (Event::Apply(pod(8)), Some(8)),
-            (Event::Delete(pod(9)), Some(9)),
+            (Event::Apply(pod_of_version(8)), Some(8)),
+            (Event::Delete(pod_of_version(9)), Some(9)),
             (Event::Init, None),
             (Event::InitDone, Some(0)),
         ];
         for (event, expected) in events {
             assert_eq!(store.after(&event), expected, "{event:?}");
         }
-        let mut foreign = pod(0);
+        let mut foreign = pod_of_version(0);
         foreign.metadata.resource_version = Some("x".to_owned());
         assert_eq!(store.after(&Event::Apply(foreign)), Some(0));
     }
 
     /// An API server with a lease, two pages of nodes, one `GpuNode`, and this process's pod if
     /// `has_pod`. Records the requests other than those about the lease.
-    fn server(has_pod: bool) -> (Client, Arc<Mutex<Vec<String>>>) {
+    fn fake_api_server(has_pod: bool) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));
         let seen = Arc::clone(&requests);
@@ -282,7 +282,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_new_leader_may_write_only_when_lagging_watches_have_caught_up() {
-        let (client, requests) = server(true);
+        let (client, requests) = fake_api_server(true);
         let (elector, lease) =
             Elector::new(Api::namespaced(client.clone(), "default"), "l".to_owned(), "me".to_owned());
         let (stop, released) = (CancellationToken::new(), CancellationToken::new());
@@ -314,10 +314,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_process_without_a_pod_lists_the_pods() {
-        let (client, _) = server(false);
+        let (client, _) = fake_api_server(false);
         let own = ("ns".to_owned(), "me".to_owned());
         assert_eq!(required(&client, &own).await.unwrap(), versions(48, 40, 45));
-        let (client, _) = server(true);
+        let (client, _) = fake_api_server(true);
         assert_eq!(required(&client, &own).await.unwrap(), versions(50, 40, 45));
     }
 }

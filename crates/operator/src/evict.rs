@@ -120,7 +120,7 @@ mod tests {
 
     use super::*;
 
-    fn of(code: u16, details: Value) -> Evicted {
+    fn eviction_result(code: u16, details: Value) -> Evicted {
         let mut status = json!({"kind": "Status", "status": "Failure", "message": "why", "code": code});
         status["details"] = details;
         result_of(&serde_json::from_value(status).unwrap())
@@ -129,8 +129,8 @@ mod tests {
     #[test]
     fn a_disruption_budget_and_throttling_are_told_apart_by_the_cause() {
         let budget = json!({"retryAfterSeconds": 10, "causes": [{"reason": "DisruptionBudget", "message": "needs 2"}]});
-        assert_eq!(of(429, budget), Evicted::Protected("why".to_owned()));
-        assert_eq!(of(429, json!({"retryAfterSeconds": 7})), Evicted::Throttled(Duration::from_secs(7)));
+        assert_eq!(eviction_result(429, budget), Evicted::Protected("why".to_owned()));
+        assert_eq!(eviction_result(429, json!({"retryAfterSeconds": 7})), Evicted::Throttled(Duration::from_secs(7)));
         // Priority and fairness answers with plain text, for which the client builds a status.
         let plain = Status::failure("Too many requests", "Failed to parse error data").with_code(429);
         assert_eq!(result_of(&plain), Evicted::Throttled(Duration::from_secs(1)));
@@ -141,7 +141,7 @@ mod tests {
         for (code, expected) in
             [(403, "refused"), (422, "refused"), (500, "refused"), (503, "failed"), (404, "not_found")]
         {
-            assert_eq!(of(code, json!({})).as_str(), expected, "{code}");
+            assert_eq!(eviction_result(code, json!({})).as_str(), expected, "{code}");
         }
     }
 }

@@ -432,7 +432,7 @@ mod tests {
     use crate::metrics::Metrics;
     use crate::read::Stores;
 
-    fn empty<K: kube::Resource<DynamicType = ()> + Clone + 'static>() -> Store<K> {
+    fn empty_store<K: kube::Resource<DynamicType = ()> + Clone + 'static>() -> Store<K> {
         reflector::store().0
     }
 
@@ -441,15 +441,15 @@ mod tests {
         let (service, _) = tower_test::mock::pair::<http::Request<Body>, http::Response<Body>>();
         let client = Client::new(service, "default");
         let stores = Stores {
-            policies: empty(),
-            gpu_nodes: empty(),
-            nodes: empty(),
-            agents: empty(),
-            pods: empty(),
-            volume_claims: empty(),
-            volumes: empty(),
-            budgets: empty(),
-            namespaces: empty(),
+            policies: empty_store(),
+            gpu_nodes: empty_store(),
+            nodes: empty_store(),
+            agents: empty_store(),
+            pods: empty_store(),
+            volume_claims: empty_store(),
+            volumes: empty_store(),
+            budgets: empty_store(),
+            namespaces: empty_store(),
         };
         let context = Context {
             recorder: Recorder::new(client.clone(), Reporter { controller: "test".to_owned(), instance: None }),

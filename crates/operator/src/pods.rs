@@ -651,7 +651,7 @@ mod tests {
         pod
     }
 
-    fn requested(pod: &PodObject, resource: &str) -> Option<u64> {
+    fn requested_millis(pod: &PodObject, resource: &str) -> Option<u64> {
         pod.spec.requests.get(resource).and_then(Quantity::milli)
     }
 
@@ -667,9 +667,13 @@ spec:
   - {resources: {requests: {cpu: '2'}, limits: {nvidia.com/gpu-10gb: 1}}}
   - {resources: {requests: {cpu: 1500m, nvidia.com/gpu-10gb: 1}, limits: {nvidia.com/gpu-10gb: 1}}}");
         // The sidecar and the init container need 6 CPUs. The sidecar and the containers need 4.5.
-        assert_eq!(requested(&pod, "cpu"), Some(6100));
-        assert_eq!(requested(&pod, "memory"), Some((1 << 30) * 1000));
-        assert_eq!(requested(&pod, "nvidia.com/gpu-10gb"), Some(2000), "limits of extended resources are requests");
+        assert_eq!(requested_millis(&pod, "cpu"), Some(6100));
+        assert_eq!(requested_millis(&pod, "memory"), Some((1 << 30) * 1000));
+        assert_eq!(
+            requested_millis(&pod, "nvidia.com/gpu-10gb"),
+            Some(2000),
+            "limits of extended resources are requests"
+        );
     }
 
     #[test]
@@ -679,7 +683,10 @@ spec:
   resources: {requests: {cpu: '3'}}
   containers:
   - {resources: {requests: {cpu: '1', memory: 1Gi}}}");
-        assert_eq!((requested(&pod, "cpu"), requested(&pod, "memory")), (Some(3000), Some((1 << 30) * 1000)));
+        assert_eq!(
+            (requested_millis(&pod, "cpu"), requested_millis(&pod, "memory")),
+            (Some(3000), Some((1 << 30) * 1000))
+        );
     }
 
     #[test]
@@ -693,21 +700,21 @@ spec:
         assert!(claimant(&pod).is_some(), "the reason is reported to its owner");
     }
 
-    const ONE: &str = "containers: [{resources: {limits: {nvidia.com/gpu: 1}}}]";
+    const ONE_GPU_YAML: &str = "containers: [{resources: {limits: {nvidia.com/gpu: 1}}}]";
 
     #[test]
     fn only_pods_that_may_be_scheduled_are_claimants() {
         for (counts, yaml) in [
-            (true, format!("spec: {{{ONE}}}")),
-            (true, format!("spec: {{{ONE}, schedulingGates: [{{name: cleave.dev/placement}}]}}")),
-            (false, format!("spec: {{{ONE}, schedulingGates: [{{name: kueue.x-k8s.io/admission}}]}}")),
-            (false, format!("spec: {{{ONE}}}\nstatus: {{phase: Failed}}")),
+            (true, format!("spec: {{{ONE_GPU_YAML}}}")),
+            (true, format!("spec: {{{ONE_GPU_YAML}, schedulingGates: [{{name: cleave.dev/placement}}]}}")),
+            (false, format!("spec: {{{ONE_GPU_YAML}, schedulingGates: [{{name: kueue.x-k8s.io/admission}}]}}")),
+            (false, format!("spec: {{{ONE_GPU_YAML}}}\nstatus: {{phase: Failed}}")),
             (false, "spec: {containers: [{resources: {limits: {cpu: 1}}}]}".to_owned()),
             (true, "spec: {nodeName: n1, containers: [{resources: {limits: {cpu: 1}}}]}".to_owned()),
         ] {
             assert_eq!(claimant(&pod(&yaml)).is_some(), counts, "{yaml}");
         }
-        let mut terminating = pod(&format!("spec: {{{ONE}}}"));
+        let mut terminating = pod(&format!("spec: {{{ONE_GPU_YAML}}}"));
         terminating.metadata.deletion_timestamp =
             Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(Timestamp::UNIX_EPOCH));
         assert_eq!(claimant(&terminating), None);
@@ -720,7 +727,7 @@ spec:
         let with = |nodes: &str, gates: &str| {
             let note = format!(r#"{{"until": 1, "nodes": {nodes}}}"#);
             let text = format!(
-                "metadata: {{name: p, annotations: {{cleave.dev/placement: '{note}'}}}}\nspec: {{{ONE}, schedulingGates: {gates}}}"
+                "metadata: {{name: p, annotations: {{cleave.dev/placement: '{note}'}}}}\nspec: {{{ONE_GPU_YAML}, schedulingGates: {gates}}}"
             );
             let mut pod: PodObject = serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
             pod.trim();
@@ -763,7 +770,7 @@ spec:
     fn an_affinity_without_terms_matches_no_node() {
         let affinity =
             "affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: []}}}";
-        let claimant = claimant(&pod(&format!("spec: {{{ONE}, {affinity}}}"))).unwrap();
+        let claimant = claimant(&pod(&format!("spec: {{{ONE_GPU_YAML}, {affinity}}}"))).unwrap();
         assert_eq!(claimant.pod.affinity, [NodeSelectorTerm::default()]);
         assert_eq!(claimant.pod.name, "team/p");
         assert_eq!(claimant.of_gpus().collect::<Vec<_>>(), [("nvidia.com/gpu", 1)]);

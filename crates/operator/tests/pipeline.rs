@@ -72,7 +72,7 @@ impl TestCluster {
     }
 
     /// Adds a node with four GPUs of 80 GB.
-    fn four(self, name: &str) -> Self {
+    fn node_with_four_gpus(self, name: &str) -> Self {
         let gpus = (0..4).map(|index| gpu(name, index, "NVIDIA H100 80GB HBM3", 81_559)).collect();
         self.node(name, &[], gpus)
     }
@@ -93,7 +93,7 @@ impl TestCluster {
         self.observed.policies.insert(name.to_owned(), Ok(policy));
     }
 
-    fn malformed(mut self, name: &str) -> Self {
+    fn malformed_policy(mut self, name: &str) -> Self {
         let metadata = ObjectMeta { name: Some(name.to_owned()), generation: Some(2), ..ObjectMeta::default() };
         let error = "unknown variant `Sliced`".to_owned();
         self.observed.policies.insert(name.to_owned(), Err(InvalidObject { error, metadata }));
@@ -116,7 +116,7 @@ impl TestCluster {
     }
 
     /// Writes the plan as the operator does.
-    fn write(&mut self) -> Plan {
+    fn write_plan(&mut self) -> Plan {
         let plan = self.plan();
         for change in changes(&plan, &self.observed) {
             let object = self.object(&change.node);
@@ -127,7 +127,7 @@ impl TestCluster {
     }
 
     /// Applies all specs as agents do.
-    fn serve(&mut self) {
+    fn apply_all_specs(&mut self) {
         let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
         for name in names {
             let object = self.object(&name);
@@ -153,7 +153,7 @@ impl TestCluster {
     }
 
     /// Writes all statuses as the operator does, and returns them.
-    fn report(&mut self) -> BTreeMap<String, SharingPolicyStatus> {
+    fn write_statuses(&mut self) -> BTreeMap<String, SharingPolicyStatus> {
         let plan = self.plan();
         for update in updates(&plan, &self.observed, &self.written, at(0)) {
             if let Some(Ok(policy)) = self.observed.policies.get_mut(&update.policy) {
@@ -165,7 +165,7 @@ impl TestCluster {
     }
 
     fn condition(&mut self, policy: &str, type_: &str) -> Condition {
-        let statuses = self.report();
+        let statuses = self.write_statuses();
         let status = statuses.get(policy).unwrap_or_else(|| panic!("{policy} has no status"));
         status.conditions.iter().find(|condition| condition.type_ == type_).unwrap().clone()
     }
@@ -183,11 +183,11 @@ fn at(second: i64) -> Timestamp {
     Timestamp::from_second(second).unwrap()
 }
 
-const TEN_SHARES: &str = "mode: Mps\nmps:\n  units: 10\n  threads: Strict";
+const TEN_SHARES_YAML: &str = "mode: Mps\nmps:\n  units: 10\n  threads: Strict";
 
 #[test]
 fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
-    let world = TestCluster::default().four("n1").policy("ten", TEN_SHARES);
+    let world = TestCluster::default().node_with_four_gpus("n1").policy("ten", TEN_SHARES_YAML);
     let plan = world.plan();
     let spec = &plan.nodes["n1"];
     assert_eq!(spec.gpus.len(), 4);
@@ -207,15 +207,16 @@ fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
 #[test]
 fn shares_by_memory_are_as_many_as_fit() {
     let world = TestCluster::default()
-        .four("n1")
+        .node_with_four_gpus("n1")
         .policy("by-memory", "mode: Mps\nmps:\n  unitMemory: 10Gi\n  threads: Uncapped");
     let plan = world.plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
     assert_eq!((slices.count, slices.memory_mib[0], slices.memory_mib[6]), (7, 10_240, 71_680));
     assert!(slices.threads.is_empty());
     // The number of shares is limited to the maximum of MPS.
-    let world =
-        TestCluster::default().four("n1").policy("tiny", "mode: Mps\nmps:\n  unitMemory: 1Mi\n  memory: Unlimited");
+    let world = TestCluster::default()
+        .node_with_four_gpus("n1")
+        .policy("tiny", "mode: Mps\nmps:\n  unitMemory: 1Mi\n  memory: Unlimited");
     let plan = world.plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
     assert_eq!((slices.count, slices.memory_mib.len()), (48, 0));
@@ -224,7 +225,7 @@ fn shares_by_memory_are_as_many_as_fit() {
 #[test]
 fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
     let spec = "mode: Mps\nmps:\n  unitMemory: 10Gi\n  clients:\n    max: 4\n    split: true";
-    let plan = TestCluster::default().four("n1").policy("split", spec).plan();
+    let plan = TestCluster::default().node_with_four_gpus("n1").policy("split", spec).plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
     assert_eq!((slices.max_clients, slices.memory_mib[0], slices.memory_mib[1]), (Some(4), 2560, 5120));
 }
@@ -232,8 +233,8 @@ fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
 #[test]
 fn gpus_have_separate_modes_and_gpus_without_a_policy_are_whole() {
     let world = TestCluster::default()
-        .four("n1")
-        .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN_SHARES}"))
+        .node_with_four_gpus("n1")
+        .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN_SHARES_YAML}"))
         .policy("time-sliced", "gpus:\n  indices: [1]\nmode: TimeSlicing\ntimeSlicing:\n  replicas: 4\nresourceName: nvidia.com/gpu.shared")
         .policy("whole", "gpus:\n  indices: [2]\nmode: Whole\nenforcement: Evict");
     let plan = world.plan();
@@ -264,7 +265,7 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
     });
     let world = TestCluster::default().node("n1", &[], vec![a100, gpu("n1", 1, "Tesla T4", 15_360)]);
     let mut world = world.policy("cut", "mode: Mig\nmig:\n  layout: [1g.10gb+me, 3g.40gb]");
-    let plan = world.write();
+    let plan = world.write_plan();
     let instances = plan.nodes["n1"].gpus[0].partition.mig.as_ref().unwrap();
     let found: Vec<(&str, u32, &str)> = instances
         .iter()
@@ -294,19 +295,22 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
 #[test]
 fn the_more_specific_policy_wins_and_the_other_reports_it() {
     let mut world = TestCluster::default()
-        .four("n1")
-        .policy("all", TEN_SHARES)
+        .node_with_four_gpus("n1")
+        .policy("all", TEN_SHARES_YAML)
         .policy("first", "gpus:\n  indices: [0]\nmode: Whole");
-    world.write();
-    world.serve();
+    world.write_plan();
+    world.apply_all_specs();
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("first"));
     world.assert_condition("all", "Conflict", "True", "Overridden", "first has GPU 0 of n1");
     world.assert_condition("all", "Ready", "True", "Ready", "3 GPUs of n1 are shared as the policy specifies");
     world.assert_condition("first", "Conflict", "False", "NoConflict", "");
-    let statuses = world.report();
+    let statuses = world.write_statuses();
     assert_eq!((statuses["all"].gpus, statuses["all"].nodes, statuses["all"].total), (3, 1, 30));
 
-    let mut world = TestCluster::default().four("n1").policy("older", TEN_SHARES).policy("younger", "mode: Whole");
+    let mut world = TestCluster::default()
+        .node_with_four_gpus("n1")
+        .policy("older", TEN_SHARES_YAML)
+        .policy("younger", "mode: Whole");
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("older"));
     world.assert_condition(
         "younger",
@@ -348,8 +352,10 @@ fn a_policy_that_matches_nothing_reports_what_exists() {
 
 #[test]
 fn an_unreported_node_may_have_the_missing_model() {
-    let mut world =
-        TestCluster::default().four("n1").four("n2").policy("model", "gpus:\n  models: [A1000]\nmode: Whole");
+    let mut world = TestCluster::default()
+        .node_with_four_gpus("n1")
+        .node_with_four_gpus("n2")
+        .policy("model", "gpus:\n  models: [A1000]\nmode: Whole");
     world.object("n2").status = None;
     world.assert_condition("model", "Accepted", "True", "Accepted", "");
     world.assert_condition("model", "Ready", "False", "AgentNotReporting", "n2");
@@ -363,13 +369,13 @@ fn an_unreported_node_may_have_the_missing_model() {
 
 #[test]
 fn a_policy_that_waits_names_the_pods() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
-    world.write();
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
+    world.write_plan();
     world.assert_condition("p", "Ready", "False", "Applying", "the agent of n1 has not received the new spec yet");
-    world.serve();
+    world.apply_all_specs();
     world.assert_condition("p", "Ready", "True", "Ready", "");
     world.set_policy("p", "mode: Mps\nmps:\n  units: 5");
-    world.write();
+    world.write_plan();
     let id = uuid("n1", 2);
     let object = world.object("n1");
     let generation = object.metadata.generation.unwrap();
@@ -414,8 +420,8 @@ fn a_policy_that_waits_names_the_pods() {
 
 #[test]
 fn failed_and_refused_steps_are_reported_first() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
-    world.write();
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
+    world.write_plan();
     let object = world.object("n1");
     let generation = object.metadata.generation.unwrap();
     let status = object.status.as_mut().unwrap();
@@ -435,7 +441,7 @@ fn failed_and_refused_steps_are_reported_first() {
 
 #[test]
 fn annotations_of_administrators_are_copied_to_the_spec() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     let annotate = |world: &mut TestCluster, cordon: &str, cleared: &str| {
         let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
         let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
@@ -460,9 +466,9 @@ fn annotations_of_administrators_are_copied_to_the_spec() {
 
 #[test]
 fn unhealthy_gpus_and_agents_that_are_not_ready_are_reported() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
-    world.write();
-    world.serve();
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
+    world.write_plan();
+    world.apply_all_specs();
     world.gpu("n1", 3).health =
         Health { healthy: false, reason: "XidError".into(), message: "XID 79".into(), ..Health::default() };
     world.assert_condition("p", "Ready", "False", "GpuUnhealthy", "GPU 3 of n1 is unhealthy: XID 79");
@@ -484,12 +490,13 @@ fn unhealthy_gpus_and_agents_that_are_not_ready_are_reported() {
 
 #[test]
 fn an_invalid_policy_repartitions_no_gpu() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
-    world.write();
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
+    world.write_plan();
     let before = world.object("n1").spec.clone();
     // The policy becomes malformed, then invalid (stored under an older CRD). Then its GPUs do not
     // support it. Last, it specifies on-demand partitioning.
-    let malformed = TestCluster { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed("p");
+    let malformed =
+        TestCluster { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed_policy("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
     for spec in [
         "mode: Mps\nmps:\n  units: 49",
@@ -503,8 +510,8 @@ fn an_invalid_policy_repartitions_no_gpu() {
         assert_eq!(world.plan().nodes["n1"], before, "{spec}");
         assert!(changes(&world.plan(), &world.observed).is_empty(), "{spec}");
     }
-    world.write();
-    world.serve();
+    world.write_plan();
+    world.apply_all_specs();
     world.assert_condition("p", "Ready", "True", "Ready", "4 GPUs of n1 are partitioned as pods request it");
     // GPUs no longer follow a deleted policy.
     world.observed.policies.clear();
@@ -513,7 +520,11 @@ fn an_invalid_policy_repartitions_no_gpu() {
 
 #[test]
 fn a_malformed_object_affects_no_other_and_is_reported_once() {
-    let mut world = TestCluster::default().four("n1").four("node22").malformed("broken").policy("p", TEN_SHARES);
+    let mut world = TestCluster::default()
+        .node_with_four_gpus("n1")
+        .node_with_four_gpus("node22")
+        .malformed_policy("broken")
+        .policy("p", TEN_SHARES_YAML);
     let metadata = ObjectMeta { name: Some("node22".into()), ..ObjectMeta::default() };
     world.observed.nodes.get_mut("node22").unwrap().gpu_node =
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error: "no field".into(), metadata }))));
@@ -533,7 +544,7 @@ fn a_malformed_object_affects_no_other_and_is_reported_once() {
 #[test]
 fn an_invalid_policy_names_the_field_and_the_reason() {
     let mut world = TestCluster::default()
-        .four("n1")
+        .node_with_four_gpus("n1")
         .policy("p", "mode: Mps\nmps:\n  units: 49")
         .policy("q", "mode: Auto\ndynamic:\n  idle: soon");
     world.assert_condition("p", "Accepted", "False", "Invalid", "mps.units is 49; it must be from 1 to 48");
@@ -542,17 +553,17 @@ fn an_invalid_policy_names_the_field_and_the_reason() {
 
 #[test]
 fn nothing_is_written_twice() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     assert_eq!(changes(&world.plan(), &world.observed).len(), 1);
-    world.write();
+    world.write_plan();
     assert_eq!(changes(&world.plan(), &world.observed), Vec::<apply::Change>::new());
-    world.report();
+    world.write_statuses();
     assert!(updates(&world.plan(), &world.observed, &world.written, at(60)).is_empty());
 }
 
 #[test]
 fn a_status_is_not_written_twice_while_the_watch_lags() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     let first = updates(&world.plan(), &world.observed, &world.written, at(0)).remove(0);
     world.written.insert("p".into(), WrittenStatus { from: first.from, status: first.status });
     assert!(updates(&world.plan(), &world.observed, &world.written, at(1)).is_empty());
@@ -565,48 +576,48 @@ fn a_status_is_not_written_twice_while_the_watch_lags() {
 
 #[test]
 fn a_condition_keeps_its_time_until_its_status_changes() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
-    world.report();
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
+    world.write_statuses();
     let time = |world: &TestCluster, second| {
         let update = updates(&world.plan(), &world.observed, &world.written, at(second)).remove(0);
         update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().last_transition_time.0
     };
-    world.write();
+    world.write_plan();
     world.gpu("n1", 0).slices[0].in_use = 1;
     assert_eq!(time(&world, 60), at(0), "still not ready");
-    world.serve();
+    world.apply_all_specs();
     assert_eq!(time(&world, 60), at(60));
 }
 
 #[test]
 fn a_spec_stays_while_the_driver_does_not_answer() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
-    world.write();
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
+    world.write_plan();
     world.object("n1").status.as_mut().unwrap().gpus.clear();
     assert!(!world.plan().nodes.contains_key("n1"));
     // The operator writes a spec to a node that never had GPUs, so that the agent does not wait for
     // a spec.
-    let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES);
+    let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES_YAML);
     assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
 }
 
 #[test]
 fn nodes_without_gpus_are_reported_if_no_node_has_any() {
-    let mut world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES);
+    let mut world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES_YAML);
     world.assert_condition("p", "Ready", "False", "NoGpu", "n1");
-    let mut world = world.four("n2");
-    world.write();
-    world.serve();
+    let mut world = world.node_with_four_gpus("n2");
+    world.write_plan();
+    world.apply_all_specs();
     world.assert_condition("p", "Ready", "True", "Ready", "4 GPUs of n2");
 }
 
 #[test]
 fn the_plan_does_not_depend_on_the_order_of_reported_gpus() {
-    let mut world = TestCluster::default().four("n1").policy("p", TEN_SHARES);
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     let plan = world.plan();
     world.object("n1").status.as_mut().unwrap().gpus.reverse();
     assert_eq!(world.plan().nodes, plan.nodes);
-    let other = TestCluster::default().four("n1").policy("p", "mode: Mps\nmps:\n  units: 9").plan();
+    let other = TestCluster::default().node_with_four_gpus("n1").policy("p", "mode: Mps\nmps:\n  units: 9").plan();
     assert_ne!(other.nodes["n1"].plan_id, plan.nodes["n1"].plan_id);
 }
 

@@ -19,14 +19,14 @@ use tower_test::mock::Handle;
 
 type Server = Handle<Request<Body>, Response<Body>>;
 
-fn client() -> (Client, Server) {
+fn mock_client() -> (Client, Server) {
     let (service, server) = tower_test::mock::pair();
     (Client::new(service, "default"), server)
 }
 
 /// Answers the next request with `status` and `answer`. Returns its method, its path with query,
 /// and its body.
-async fn answer(server: &mut Server, status: StatusCode, answer: &Value) -> (String, String, Value) {
+async fn answer_request(server: &mut Server, status: StatusCode, answer: &Value) -> (String, String, Value) {
     let (request, reply) = server.next_request().await.unwrap_or_else(|| panic!("no request"));
     let (parts, body) = request.into_parts();
     let bytes = body.collect_bytes().await.unwrap();
@@ -35,16 +35,16 @@ async fn answer(server: &mut Server, status: StatusCode, answer: &Value) -> (Str
     (parts.method.to_string(), parts.uri.to_string(), body)
 }
 
-fn refused(code: u16, reason: &str) -> Value {
+fn error_status(code: u16, reason: &str) -> Value {
     json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": reason, "reason": reason, "code": code})
 }
 
-fn change() -> Change {
+fn gpu_node_change() -> Change {
     let spec = GpuNodeSpec { plan_id: "p".into(), ..GpuNodeSpec::default() };
     Change { node: "n1".into(), uid: "u1".into(), spec, create: true }
 }
 
-fn update() -> Update {
+fn status_update() -> Update {
     Update {
         policy: "p".into(),
         from: None,
@@ -55,12 +55,12 @@ fn update() -> Update {
 
 #[tokio::test]
 async fn a_gpu_node_is_applied_and_owned_by_its_node() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
     let stored = json!({"metadata": {"name": "n1"}, "spec": {}});
-    let change = change();
+    let change = gpu_node_change();
     let (written, (method, uri, body)) =
-        tokio::join!(apply::write(&api, &change), answer(&mut server, StatusCode::CREATED, &stored));
+        tokio::join!(apply::write(&api, &change), answer_request(&mut server, StatusCode::CREATED, &stored));
     written.unwrap();
     assert_eq!(method, "PATCH");
     assert_eq!(uri, "/apis/cleave.dev/v1alpha1/gpunodes/n1?&force=true&fieldManager=cleave-operator");
@@ -75,12 +75,12 @@ async fn a_gpu_node_is_applied_and_owned_by_its_node() {
 
 #[tokio::test]
 async fn a_policy_status_is_applied_without_the_spec() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(client);
     let stored = json!({"metadata": {"name": "p"}, "spec": {"mode": "Whole"}});
-    let update = update();
+    let update = status_update();
     let (written, (method, uri, body)) =
-        tokio::join!(status::write(&api, &update), answer(&mut server, StatusCode::OK, &stored));
+        tokio::join!(status::write(&api, &update), answer_request(&mut server, StatusCode::OK, &stored));
     written.unwrap();
     assert_eq!(method, "PATCH");
     assert_eq!(uri, "/apis/cleave.dev/v1alpha1/sharingpolicies/p/status?&force=true&fieldManager=cleave-operator");
@@ -92,25 +92,28 @@ async fn a_policy_status_is_applied_without_the_spec() {
 /// be written again at each pass.
 #[tokio::test]
 async fn a_malformed_answer_is_not_a_failure() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let stored = json!({"metadata": {"name": "p"}, "spec": {"mode": "Sliced", "gpus": 7}});
     let policies: Api<DeserializeGuard<SharingPolicy>> = Api::all(client.clone());
-    let update = update();
-    let (written, _) = tokio::join!(status::write(&policies, &update), answer(&mut server, StatusCode::OK, &stored));
+    let update = status_update();
+    let (written, _) =
+        tokio::join!(status::write(&policies, &update), answer_request(&mut server, StatusCode::OK, &stored));
     written.unwrap();
     let nodes: Api<DeserializeGuard<GpuNode>> = Api::all(client);
-    let change = change();
-    let (written, _) = tokio::join!(apply::write(&nodes, &change), answer(&mut server, StatusCode::OK, &stored));
+    let change = gpu_node_change();
+    let (written, _) =
+        tokio::join!(apply::write(&nodes, &change), answer_request(&mut server, StatusCode::OK, &stored));
     written.unwrap();
 }
 
 #[tokio::test]
 async fn an_error_names_the_object_and_keeps_its_cause() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
-    let change = change();
-    let no = refused(403, "Forbidden");
-    let (written, _) = tokio::join!(apply::write(&api, &change), answer(&mut server, StatusCode::FORBIDDEN, &no));
+    let change = gpu_node_change();
+    let no = error_status(403, "Forbidden");
+    let (written, _) =
+        tokio::join!(apply::write(&api, &change), answer_request(&mut server, StatusCode::FORBIDDEN, &no));
     let error = written.unwrap_err();
     assert_eq!(error.to_string(), "failed to write GpuNode n1");
     assert!(std::error::Error::source(&error).unwrap().to_string().contains("Forbidden"));
@@ -126,30 +129,30 @@ fn lease(holder: Option<&str>) -> Value {
 /// The clock is paused, so only timers advance it and the test does not wait.
 #[tokio::test(start_paused = true)]
 async fn a_free_lease_is_taken_renewed_and_released() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let api: Api<Lease> = Api::default_namespaced(client);
     let (elector, guard) = Elector::new(api, "l".into(), "a".into());
     let (stop, released) = (CancellationToken::new(), CancellationToken::new());
     let task = tokio::spawn(elector.run(stop.clone(), released.clone()));
     assert!(!guard.is_known() && !guard.is_current());
 
-    let (method, uri, _) = answer(&mut server, StatusCode::OK, &lease(None)).await;
+    let (method, uri, _) = answer_request(&mut server, StatusCode::OK, &lease(None)).await;
     assert_eq!((method.as_str(), uri.as_str()), ("GET", "/apis/coordination.k8s.io/v1/namespaces/default/leases/l"));
-    let (method, _, body) = answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+    let (method, _, body) = answer_request(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     assert_eq!((method.as_str(), &body["spec"]["holderIdentity"]), ("PUT", &json!("a")));
     assert_eq!(body["metadata"]["resourceVersion"], "7", "of two concurrent writes, one gets a conflict");
     assert_eq!(body["spec"]["leaseTransitions"], 2);
 
     // The lease is renewed. From this request on, this process leads.
-    answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+    answer_request(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     assert!(guard.is_known() && guard.is_current());
-    answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+    answer_request(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     let renewed = tokio::time::Instant::now();
 
     // From here on, the API server fails. The guard expires before another process may acquire the
     // lease.
     while guard.is_current() {
-        answer(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &refused(500, "InternalError")).await;
+        answer_request(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &error_status(500, "InternalError")).await;
         assert!(renewed.elapsed() < cleave_operator::leader::LEASE, "the operator leads without a lease");
     }
 
@@ -164,7 +167,7 @@ async fn a_free_lease_is_taken_renewed_and_released() {
     }
     released.cancel();
     loop {
-        let (method, _, body) = answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+        let (method, _, body) = answer_request(&mut server, StatusCode::OK, &lease(Some("a"))).await;
         if method == "PUT" && body["spec"].get("holderIdentity").is_none() {
             break;
         }
@@ -175,12 +178,12 @@ async fn a_free_lease_is_taken_renewed_and_released() {
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_of_another_process_is_taken_only_after_it_expires() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let (elector, guard) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
     let started = tokio::time::Instant::now();
     tokio::spawn(elector.run(CancellationToken::new(), CancellationToken::new()));
     let body = loop {
-        let (method, _, body) = answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
+        let (method, _, body) = answer_request(&mut server, StatusCode::OK, &lease(Some("b"))).await;
         if method == "PUT" {
             break body;
         }
@@ -192,11 +195,11 @@ async fn a_lease_of_another_process_is_taken_only_after_it_expires() {
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_of_another_process_is_not_released() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let (elector, _guard) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
     let (stop, released) = (CancellationToken::new(), CancellationToken::new());
     let task = tokio::spawn(elector.run(stop.clone(), released.clone()));
-    answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
+    answer_request(&mut server, StatusCode::OK, &lease(Some("b"))).await;
     stop.cancel();
     released.cancel();
     while !task.is_finished() {
@@ -213,14 +216,14 @@ async fn a_lease_of_another_process_is_not_released() {
 
 #[tokio::test(start_paused = true)]
 async fn a_process_that_loses_the_race_for_a_lease_does_not_lead() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let (elector, guard) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
     tokio::spawn(elector.run(CancellationToken::new(), CancellationToken::new()));
-    answer(&mut server, StatusCode::NOT_FOUND, &refused(404, "NotFound")).await;
-    let (method, ..) = answer(&mut server, StatusCode::CONFLICT, &refused(409, "AlreadyExists")).await;
+    answer_request(&mut server, StatusCode::NOT_FOUND, &error_status(404, "NotFound")).await;
+    let (method, ..) = answer_request(&mut server, StatusCode::CONFLICT, &error_status(409, "AlreadyExists")).await;
     assert_eq!(method, "POST");
-    answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
-    answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
+    answer_request(&mut server, StatusCode::OK, &lease(Some("b"))).await;
+    answer_request(&mut server, StatusCode::OK, &lease(Some("b"))).await;
     assert!(guard.is_known() && !guard.is_current());
 }
 
@@ -232,7 +235,7 @@ fn list(items: &Value) -> Value {
 /// them.
 #[tokio::test]
 async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
-    let (client, mut server) = client();
+    let (client, mut server) = mock_client();
     let gpu = json!({
         "uuid": "GPU-a", "index": 0, "model": "NVIDIA A100-SXM4-40GB", "memoryMib": 40960, "sms": 108, "mode": "Whole",
         "health": {"healthy": true},
@@ -266,7 +269,7 @@ async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
     let serve = async {
         let mut requests = Vec::new();
         for reply in &answers {
-            let (method, uri, _) = answer(&mut server, StatusCode::OK, reply).await;
+            let (method, uri, _) = answer_request(&mut server, StatusCode::OK, reply).await;
             requests.push(format!("{method} {uri}"));
         }
         requests

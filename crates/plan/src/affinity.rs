@@ -162,7 +162,7 @@ mod tests {
     use crate::snapshot::{Node, Pod};
 
     /// Applies additions as specified in RFC 6902.
-    fn apply(pod: &mut Json, operations: &[Operation]) {
+    fn apply_patch(pod: &mut Json, operations: &[Operation]) {
         for operation in operations {
             let Json::Object(operation) = serde_json::to_value(operation).unwrap() else { panic!("no object") };
             assert_eq!(operation["op"], "add");
@@ -182,8 +182,8 @@ mod tests {
         among(["n2", "n1", "n2"]).unwrap()
     }
 
-    fn patched(mut pod: Json, present: Present<'_>) -> Json {
-        apply(&mut pod, &narrow(present, &requirement()).unwrap());
+    fn patched_pod(mut pod: Json, present: Present<'_>) -> Json {
+        apply_patch(&mut pod, &narrow(present, &requirement()).unwrap());
         pod["spec"]["affinity"].clone()
     }
 
@@ -193,11 +193,11 @@ mod tests {
             {"key": "kubernetes.io/hostname", "operator": "In", "values": ["n1", "n2"]}]}]});
         let required = "requiredDuringSchedulingIgnoredDuringExecution";
         let expected = json!({"nodeAffinity": {required: ours}});
-        assert_eq!(patched(json!({"spec": {}}), Present::Nothing), expected);
-        assert_eq!(patched(json!({"spec": {"affinity": {}}}), Present::Affinity), expected);
+        assert_eq!(patched_pod(json!({"spec": {}}), Present::Nothing), expected);
+        assert_eq!(patched_pod(json!({"spec": {"affinity": {}}}), Present::Affinity), expected);
         let others =
             json!({"podAntiAffinity": {}, "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}});
-        let affinity = patched(json!({"spec": {"affinity": others}}), Present::NodeAffinity);
+        let affinity = patched_pod(json!({"spec": {"affinity": others}}), Present::NodeAffinity);
         assert_eq!(affinity["nodeAffinity"][required], ours);
         assert!(affinity["podAntiAffinity"].is_object(), "what was there stays: {affinity}");
         assert!(affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"].is_array());
@@ -220,7 +220,7 @@ mod tests {
         let name =
             Requirement { key: "metadata.name".to_owned(), operator: Operator::In, values: vec!["n1".to_owned()] };
         let terms = [NodeSelectorTerm { match_expressions: Vec::new(), match_fields: vec![name] }];
-        let affinity = patched(pod(&terms), Present::Required(&terms));
+        let affinity = patched_pod(pod(&terms), Present::Required(&terms));
         let term = &affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0];
         assert_eq!(term["matchFields"][0]["key"], "metadata.name");
         assert_eq!(term["matchExpressions"][0]["key"], HOSTNAME);
@@ -281,7 +281,7 @@ mod tests {
                 return Ok(());
             };
             let mut patched = pod(&terms);
-            apply(&mut patched, &narrow(present, &requirement).unwrap());
+            apply_patch(&mut patched, &narrow(present, &requirement).unwrap());
             prop_assert_eq!(&patched, &pod(&whole));
             for (old, new) in terms.iter().zip(&whole) {
                 prop_assert!(new.match_expressions.starts_with(&old.match_expressions));

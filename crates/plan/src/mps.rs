@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     /// SMs → MiB of the memory limit that could not be allocated, measured on an H100 and an H200.
-    const CONTEXTS: [(u32, u64); 10] = [
+    const MEASURED_CONTEXTS: [(u32, u64); 10] = [
         (12, 72),
         (26, 123),
         (38, 167),
@@ -114,7 +114,7 @@ mod tests {
     ];
 
     /// Thread percentage → SMs, measured on an H200 with 132 SMs.
-    const MEASURED: [(u8, u32); 14] = [
+    const MEASURED_SMS: [(u8, u32); 14] = [
         (1, 8),
         (2, 8),
         (5, 8),
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn sms_match_measurements() {
-        for (percent, expected) in MEASURED {
+        for (percent, expected) in MEASURED_SMS {
             assert_eq!(sms(Percent::new(percent).ok(), Sms(132)), Sms(expected), "{percent} %");
         }
         assert_eq!(sms(None, Sms(132)), Sms(132));
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn contexts_match_measurements_and_others_are_unknown() {
-        for (sms, measured) in CONTEXTS {
+        for (sms, measured) in MEASURED_CONTEXTS {
             let computed = context((9, 0), "580.159.04", Sms(sms)).unwrap();
             assert!(computed.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {computed:?} computed");
         }

@@ -209,7 +209,7 @@ mod tests {
         serde_json::from_str(json).expect("a pod")
     }
 
-    fn admitted(pod: &Pod, node: &Node) -> bool {
+    fn is_admitted(pod: &Pod, node: &Node) -> bool {
         Constraints::of(pod).admit(node).is_ok()
     }
 
@@ -240,7 +240,7 @@ mod tests {
                 r#"{"affinity": [{"matchFields": [{"key": "metadata.uid", "operator": "NotIn", "values": ["x"]}]}]}"#,
             ),
         ] {
-            assert_eq!(admitted(&pod(json), &here), expected, "{json}");
+            assert_eq!(is_admitted(&pod(json), &here), expected, "{json}");
         }
     }
 
@@ -256,11 +256,11 @@ mod tests {
             (true, r#"{"tolerations": [{"operator": "Exists"}]}"#),
             (false, r#"{"tolerations": [{"key": "gpu", "operator": "Matches"}]}"#),
         ] {
-            assert_eq!(admitted(&pod(json), &tainted), expected, "{json}");
+            assert_eq!(is_admitted(&pod(json), &tainted), expected, "{json}");
         }
         let cordoned = Node { unschedulable: true, ..node(&[], &[]) };
-        assert!(!admitted(&pod("{}"), &cordoned));
-        assert!(admitted(&pod(r#"{"tolerations": [{"operator": "Exists"}]}"#), &cordoned));
+        assert!(!is_admitted(&pod("{}"), &cordoned));
+        assert!(is_admitted(&pod(r#"{"tolerations": [{"operator": "Exists"}]}"#), &cordoned));
     }
 
     #[test]

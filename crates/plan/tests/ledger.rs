@@ -10,12 +10,12 @@ use cleave_plan::placement::learned::thousandths;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-const R: &str = "nvidia.com/gpu-mps";
+const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const NODES: [&str; 3] = ["n0", "n1", "n2"];
 const DEVICES: [&str; 3] = ["a", "b", "c"];
-const CAPACITY: u32 = 10;
+const DEVICE_CAPACITY: u32 = 10;
 /// Lifetime of a claim, in ticks of `Event::Tick`.
-const CLAIM_LIFETIME: u64 = 5;
+const CLAIM_SECONDS: u64 = 5;
 
 /// An event of the simulation. Its numbers are taken modulo the number of choices at that moment.
 #[derive(Debug, Clone)]
@@ -44,7 +44,7 @@ enum Event {
 
 fn request_sizes() -> impl Strategy<Value = Vec<u32>> {
     prop_oneof![
-        4 => (1..=CAPACITY).prop_map(|size| vec![size]),
+        4 => (1..=DEVICE_CAPACITY).prop_map(|size| vec![size]),
         1 => prop::collection::vec(1..=6_u32, 2..4),
     ]
 }
@@ -55,7 +55,7 @@ fn orderly_event() -> impl Strategy<Value = Event> {
         5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, node)| Event::Bind { pod, node }),
         5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, device)| Event::Allocate { pod, device }),
         3 => any::<usize>().prop_map(|pod| Event::Delete { pod }),
-        1 => (0..=CLAIM_LIFETIME).prop_map(|by| Event::Tick { by }),
+        1 => (0..=CLAIM_SECONDS).prop_map(|by| Event::Tick { by }),
         1 => Just(Event::Crash),
     ]
 }
@@ -78,7 +78,7 @@ fn units(units: u32) -> Units {
 }
 
 fn device_requests(sizes: &[u32]) -> Vec<DeviceRequest> {
-    sizes.iter().map(|&size| DeviceRequest { resource: R.to_owned(), units: units(size) }).collect()
+    sizes.iter().map(|&size| DeviceRequest { resource: MPS_RESOURCE.to_owned(), units: units(size) }).collect()
 }
 
 /// A pod of the cluster.
@@ -112,7 +112,7 @@ struct Simulation {
 
 impl Simulation {
     fn new() -> Self {
-        let all = NODES.iter().flat_map(|node| DEVICES.iter().map(move |device| ((*node, *device), CAPACITY)));
+        let all = NODES.iter().flat_map(|node| DEVICES.iter().map(move |device| ((*node, *device), DEVICE_CAPACITY)));
         let mut simulation = Self {
             pods: BTreeMap::new(),
             capacity: all.collect(),
@@ -128,7 +128,7 @@ impl Simulation {
         simulation
     }
 
-    fn used(&self, node: &str, device: &str) -> u32 {
+    fn count_used(&self, node: &str, device: &str) -> u32 {
         let allocations = self.allocations.get(node).into_iter().flatten();
         allocations.filter(|allocation| allocation.device == device).map(|allocation| allocation.units.get()).sum()
     }
@@ -136,9 +136,9 @@ impl Simulation {
     fn observe(&mut self, node: &'static str) {
         let devices = DEVICES.iter().map(|device| DeviceFacts {
             device: (*device).to_owned(),
-            resource: R.to_owned(),
+            resource: MPS_RESOURCE.to_owned(),
             capacity: self.capacity[&(node, *device)],
-            used: self.used(node, device),
+            used: self.count_used(node, device),
         });
         let facts = NodeFacts {
             model: "m".to_owned(),
@@ -149,29 +149,29 @@ impl Simulation {
         self.ledger.observe(node, facts);
     }
 
-    fn pick(&self, number: usize, wanted: impl Fn(&Pod) -> bool) -> Option<String> {
+    fn pick_pod(&self, number: usize, wanted: impl Fn(&Pod) -> bool) -> Option<String> {
         let names: Vec<&String> = self.pods.iter().filter(|(_, pod)| wanted(pod)).map(|(name, _)| name).collect();
         names.get(number % names.len().max(1)).map(|name| (*name).clone())
     }
 
     fn apply(&mut self, event: &Event) {
         match event {
-            Event::Create { sizes, most } => self.create(sizes, *most),
+            Event::Create { sizes, most } => self.create_pod(sizes, *most),
             Event::Bind { pod, node } => {
-                let Some(name) = self.pick(*pod, |pod| pod.bound.is_none()) else { return };
+                let Some(name) = self.pick_pod(*pod, |pod| pod.bound.is_none()) else { return };
                 let pod = self.pods.get_mut(&name).unwrap();
                 let node = pod.nodes[node % pod.nodes.len()].clone();
                 pod.bound = Some(node.clone());
                 self.ledger.bind(&name, &node, &device_requests(&pod.sizes));
             }
             Event::Allocate { pod, device } => {
-                if let Some(name) = self.pick(*pod, |pod| pod.bound.is_some() && !pod.served) {
-                    self.allocate(&name, *device);
+                if let Some(name) = self.pick_pod(*pod, |pod| pod.bound.is_some() && !pod.served) {
+                    self.allocate_pod(&name, *device);
                 }
             }
             Event::Delete { pod } => {
-                if let Some(name) = self.pick(*pod, |_| true) {
-                    self.delete(&name);
+                if let Some(name) = self.pick_pod(*pod, |_| true) {
+                    self.delete_pod(&name);
                 }
             }
             Event::Tick { by } => {
@@ -179,11 +179,11 @@ impl Simulation {
                 for pod in self.ledger.overdue(Moment(self.now)) {
                     let claim = self.ledger.release(&pod).unwrap();
                     assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
-                    self.delete(&pod);
+                    self.delete_pod(&pod);
                 }
             }
             Event::Crash => {
-                self.ledger = self.rebuilt(|_, pod| pod.noted.clone());
+                self.ledger = self.rebuild_ledger(|_, pod| pod.noted.clone());
                 self.chooser = Chooser::default();
             }
             Event::Resize { node, device, capacity } => {
@@ -192,7 +192,7 @@ impl Simulation {
             }
             Event::Bypass { node, device, units: size } => {
                 let (node, device) = (NODES[*node], DEVICES[*device]);
-                let free = self.capacity[&(node, device)].saturating_sub(self.used(node, device));
+                let free = self.capacity[&(node, device)].saturating_sub(self.count_used(node, device));
                 let Some(size) = Units::new(free.min(*size)) else { return };
                 let pod = format!("around-{}", self.count);
                 self.count += 1;
@@ -207,7 +207,7 @@ impl Simulation {
         }
     }
 
-    fn create(&mut self, sizes: &[u32], most: usize) {
+    fn create_pod(&mut self, sizes: &[u32], most: usize) {
         let name = format!("p{}", self.count);
         self.count += 1;
         let fits = self.ledger.fit(&device_requests(sizes), NODES, most, &Tightest);
@@ -221,8 +221,8 @@ impl Simulation {
         let searched = self.ledger.fit_for(waiting, NODES, most, &Tightest).ok();
         if sizes.len() == 1 {
             // A full search compares units, the cached choice parts of a GPU.
-            let is_uniform = self.capacity.values().all(|capacity| *capacity == CAPACITY);
-            let left = |fit: &Fit| if is_uniform { self.left(fit) } else { 0 };
+            let is_uniform = self.capacity.values().all(|capacity| *capacity == DEVICE_CAPACITY);
+            let left = |fit: &Fit| if is_uniform { self.remaining_thousandths(fit) } else { 0 };
             let left = |fits: &Option<Fits>| fits.iter().flat_map(Fits::iter).map(left).collect::<Vec<_>>();
             assert_eq!(left(&found), left(&searched));
         }
@@ -233,13 +233,13 @@ impl Simulation {
         };
         let nodes: Vec<String> = fits.iter().map(|fit| fit.node().to_owned()).collect();
         assert_eq!(nodes.len(), most.min(possible.len()), "{nodes:?} of {possible:?}");
-        self.ledger.reserve(&name, &fits, Moment(self.now + CLAIM_LIFETIME)).unwrap();
+        self.ledger.reserve(&name, &fits, Moment(self.now + CLAIM_SECONDS)).unwrap();
         let noted = fits.iter().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec())).collect();
         self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
     }
 
     /// The part of the chosen device that remains, in thousandths.
-    fn left(&self, fit: &Fit) -> u32 {
+    fn remaining_thousandths(&self, fit: &Fit) -> u32 {
         let devices = self.ledger.devices(fit.node());
         let device = devices.iter().find(|device| device.device == fit.reservations()[0].device).unwrap();
         thousandths(device.free, device.capacity) - thousandths(fit.reservations()[0].units.get(), device.capacity)
@@ -264,12 +264,12 @@ impl Simulation {
 
     /// Allocates like the agent. On one device, the agent prefers a reservation of exactly this
     /// size, and it counts its own allocations.
-    fn allocate(&mut self, name: &str, number: usize) {
+    fn allocate_pod(&mut self, name: &str, number: usize) {
         let pod = self.pods[name].clone();
         let node = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()).unwrap();
         let mut reservations = self.ledger.reservations(node);
         for &size in &pod.sizes {
-            let free = |device: &str| self.capacity[&(node, device)].saturating_sub(self.used(node, device));
+            let free = |device: &str| self.capacity[&(node, device)].saturating_sub(self.count_used(node, device));
             let able: Vec<&'static str> = DEVICES.into_iter().filter(|device| free(device) >= size).collect();
             let held =
                 |device: &str| reservations.iter().position(|held| held.device == device && held.units.get() == size);
@@ -277,7 +277,7 @@ impl Simulation {
             let choice = if meant.is_empty() { &able } else { &meant };
             let Some(device) = choice.get(number % choice.len().max(1)).copied() else {
                 self.refused.push(name.to_owned());
-                return self.delete(name);
+                return self.delete_pod(name);
             };
             if let Some(index) = held(device) {
                 reservations.remove(index);
@@ -288,7 +288,7 @@ impl Simulation {
         self.observe(node);
     }
 
-    fn delete(&mut self, name: &str) {
+    fn delete_pod(&mut self, name: &str) {
         let pod = self.pods.remove(name).unwrap();
         self.ledger.release(name);
         if let Some(node) = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()) {
@@ -298,7 +298,7 @@ impl Simulation {
     }
 
     /// A ledger rebuilt from the nodes and the annotations of the pods.
-    fn rebuilt(&self, noted: impl Fn(&str, &Pod) -> ReservationsByNode) -> Ledger {
+    fn rebuild_ledger(&self, noted: impl Fn(&str, &Pod) -> ReservationsByNode) -> Ledger {
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(
                 || {
@@ -315,7 +315,7 @@ impl Simulation {
     }
 
     /// Checks the ledger's invariants.
-    fn check(&self) {
+    fn check_invariants(&self) {
         for node in NODES {
             let known = self.known.get(node);
             let held: Vec<Reservation> = self.ledger.reservations(node);
@@ -339,7 +339,7 @@ impl Simulation {
             assert!(known.is_none() || wanted == kept, "{node}: wanted {wanted:?}, kept {kept:?}");
         }
         let known = |name: &str, _: &Pod| self.ledger.claim(name).map(|claim| claim.noted.clone()).unwrap_or_default();
-        let rebuilt = self.rebuilt(known);
+        let rebuilt = self.rebuild_ledger(known);
         for node in NODES {
             let of = |ledger: &Ledger| {
                 (ledger.reservations(node), ledger.unplaced_requests(node).to_vec(), ledger.devices(node))
@@ -356,7 +356,7 @@ impl Simulation {
 }
 
 fn allocation(pod: &str, device: &str, units: Units) -> Allocation {
-    Allocation { pod: pod.to_owned(), resource: R.to_owned(), device: device.to_owned(), units }
+    Allocation { pod: pod.to_owned(), resource: MPS_RESOURCE.to_owned(), device: device.to_owned(), units }
 }
 
 proptest! {
@@ -372,7 +372,7 @@ proptest! {
         let mut simulation = Simulation::new();
         for event in &events {
             simulation.apply(event);
-            simulation.check();
+            simulation.check_invariants();
         }
     }
 
@@ -387,6 +387,6 @@ proptest! {
             prop_assert!(simulation.refused.is_empty(), "{:?} after {:?}", simulation.refused, event);
             prop_assert!(NODES.iter().all(|node| simulation.ledger.unplaced_requests(node).is_empty()), "short after {:?}", event);
         }
-        simulation.check();
+        simulation.check_invariants();
     }
 }

@@ -20,9 +20,9 @@ const PROFILES: [(&str, u32, &[u32]); 5] = [
 ];
 
 /// Pseudo-random numbers that are the same in every run (`SplitMix64`).
-struct Numbers(u64);
+struct RandomNumbers(u64);
 
-impl Numbers {
+impl RandomNumbers {
     fn below(&mut self, end: u32) -> u32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -54,7 +54,7 @@ fn slice_mask(size: u32, start: u32) -> u32 {
     ((1 << size) - 1) << start
 }
 
-fn gpu(numbers: &mut Numbers, node: u32, index: u32) -> Gpu {
+fn random_gpu(numbers: &mut RandomNumbers, node: u32, index: u32) -> Gpu {
     let mut slices = Vec::new();
     let mut taken = 0;
     for _ in 0..numbers.below(6) {
@@ -84,7 +84,7 @@ fn gpu(numbers: &mut Numbers, node: u32, index: u32) -> Gpu {
 }
 
 fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
-    let mut numbers = Numbers(seed);
+    let mut numbers = RandomNumbers(seed);
     let nodes = (0..=numbers.below(4)).map(|node| {
         let gpus = 1 + numbers.below(2);
         Node {
@@ -94,7 +94,7 @@ fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
                 "cpu".to_owned(),
                 Quantity::whole(if campaign.scarce { 2 + u64::from(numbers.below(6)) } else { 64 }),
             )]),
-            gpus: (0..gpus).map(|index| gpu(&mut numbers, node, index)).collect(),
+            gpus: (0..gpus).map(|index| random_gpu(&mut numbers, node, index)).collect(),
             ..Node::default()
         }
     });
@@ -144,7 +144,7 @@ fn fit_together(taken: &mut [u32], wanted: &[usize]) -> bool {
     false
 }
 
-fn profiles(pod: &Pod) -> Vec<usize> {
+fn requested_profiles(pod: &Pod) -> Vec<usize> {
     let mut wanted = Vec::new();
     for (at, (name, _, _)) in PROFILES.iter().enumerate() {
         let count = pod.requests.get(&format!("nvidia.com/mig-{name}")).and_then(Quantity::count).unwrap_or(0);
@@ -153,12 +153,12 @@ fn profiles(pod: &Pod) -> Vec<usize> {
     wanted
 }
 
-fn cpu(pod: &Pod) -> u64 {
+fn requested_cpu_millis(pod: &Pod) -> u64 {
     pod.requests["cpu"].milli().expect("a number")
 }
 
 /// For each set of pods, whether a node can run it.
-fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
+fn runnable_pod_sets(node: &Node, pods: &[Pod]) -> Vec<bool> {
     let in_use = |gpu: &Gpu| {
         let of = |slice: &Slice| {
             let name = slice.resource.trim_start_matches("nvidia.com/mig-");
@@ -170,8 +170,8 @@ fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
     let mut taken: Vec<u32> = node.gpus.iter().map(in_use).collect();
     let free: u32 = taken.iter().map(|mask| 8 - mask.count_ones()).sum();
     let all_cpu = node.allocatable["cpu"].milli().expect("a number");
-    let wanted_by: Vec<Vec<usize>> = pods.iter().map(profiles).collect();
-    let cpu_of: Vec<u64> = pods.iter().map(cpu).collect();
+    let wanted_by: Vec<Vec<usize>> = pods.iter().map(requested_profiles).collect();
+    let cpu_of: Vec<u64> = pods.iter().map(requested_cpu_millis).collect();
     let selects = |pod: &Pod| pod.node_selector.iter().all(|(key, value)| node.labels.get(key) == Some(value));
     let may: Vec<bool> = pods.iter().map(selects).collect();
     let mut table = vec![false; 1 << pods.len()];
@@ -192,7 +192,7 @@ fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
     table
 }
 
-fn priorities(snapshot: &Snapshot) -> Vec<i32> {
+fn priorities_highest_first(snapshot: &Snapshot) -> Vec<i32> {
     let mut levels: Vec<i32> = snapshot.pods.iter().map(|pod| pod.priority).collect();
     levels.sort_unstable_by(|a, b| b.cmp(a));
     levels.dedup();
@@ -200,12 +200,12 @@ fn priorities(snapshot: &Snapshot) -> Vec<i32> {
 }
 
 /// The maximum number of placed pods by priority, highest first.
-fn optimum(snapshot: &Snapshot) -> Vec<u32> {
+fn max_placed_by_priority(snapshot: &Snapshot) -> Vec<u32> {
     let sets = 1 << snapshot.pods.len();
     let mut reachable = vec![false; sets];
     reachable[0] = true;
     for node in &snapshot.nodes {
-        let here = runnable(node, &snapshot.pods);
+        let here = runnable_pod_sets(node, &snapshot.pods);
         let mut next = vec![false; sets];
         for set in 0..sets {
             let mut part = set;
@@ -227,7 +227,7 @@ fn optimum(snapshot: &Snapshot) -> Vec<u32> {
         let pods = snapshot.pods.iter().enumerate().filter(|(_, pod)| pod.priority == *level);
         pods.fold(0_usize, |set, (pod, _)| set | (1 << pod))
     };
-    let levels: Vec<usize> = priorities(snapshot).iter().map(of).collect();
+    let levels: Vec<usize> = priorities_highest_first(snapshot).iter().map(of).collect();
     let counts = |set: usize| -> Vec<u32> { levels.iter().map(|level| (set & level).count_ones()).collect() };
     (0..sets).filter(|&set| reachable[set]).map(counts).max().expect("nothing is always possible")
 }
@@ -237,7 +237,7 @@ fn placed_by_priority(snapshot: &Snapshot, plan: &Plan) -> Vec<u32> {
         let is = |name: &str| snapshot.pods.iter().any(|pod| pod.name == name && pod.priority == *level);
         u32::try_from(plan.placements.iter().filter(|placement| is(&placement.pod)).count()).expect("few")
     };
-    priorities(snapshot).iter().map(of).collect()
+    priorities_highest_first(snapshot).iter().map(of).collect()
 }
 
 fn run_campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
@@ -246,7 +246,7 @@ fn run_campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
         let snapshot = random_snapshot(seed, campaign);
         let planned = plan(&snapshot, &Policy::default());
         assert_eq!(check(&snapshot, &planned.plan), [], "{name} {seed}");
-        let (bound, optimum) = (placed_by_priority(&snapshot, &planned.plan), optimum(&snapshot));
+        let (bound, optimum) = (placed_by_priority(&snapshot, &planned.plan), max_placed_by_priority(&snapshot));
         assert!(bound <= optimum, "{name} {seed}: {bound:?} beats the exact solver's {optimum:?}");
         equal += u64::from(bound == optimum);
         top += u64::from(bound[0] == optimum[0]);

@@ -12,19 +12,19 @@ use cleave_plan::ledger::{
 };
 use proptest::prelude::*;
 
-const R: &str = "nvidia.com/gpu-mps";
-const OTHER: &str = "nvidia.com/gpu-timeslice";
+const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
+const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 
 fn units(units: u32) -> Units {
     Units::new(units).unwrap()
 }
 
 fn device_requests(sizes: &[u32]) -> Vec<DeviceRequest> {
-    sizes.iter().map(|&size| DeviceRequest { resource: R.to_owned(), units: units(size) }).collect()
+    sizes.iter().map(|&size| DeviceRequest { resource: MPS_RESOURCE.to_owned(), units: units(size) }).collect()
 }
 
 fn allocation(pod: &str, device: &str, size: u32) -> Allocation {
-    Allocation { pod: pod.to_owned(), resource: R.to_owned(), device: device.to_owned(), units: units(size) }
+    Allocation { pod: pod.to_owned(), resource: MPS_RESOURCE.to_owned(), device: device.to_owned(), units: units(size) }
 }
 
 /// A node with devices of ten units with these names. `held` lists the units that are allocated to
@@ -33,7 +33,7 @@ fn node(devices: &[&str], held: &[(&str, &str, u32)]) -> NodeFacts {
     let used = |device: &str| held.iter().filter(|held| held.1 == device).map(|held| held.2).sum();
     let device = |&device: &&str| DeviceFacts {
         device: device.to_owned(),
-        resource: R.to_owned(),
+        resource: MPS_RESOURCE.to_owned(),
         capacity: 10,
         used: used(device),
     };
@@ -53,26 +53,26 @@ fn holders<'a>(all: &[(&str, Holder<'a>)]) -> Holders<'a> {
 }
 
 /// Requests of pods for 0 to 3 CPUs.
-static REQUESTS: LazyLock<Vec<BTreeMap<String, Quantity>>> =
+static CPU_REQUESTS: LazyLock<Vec<BTreeMap<String, Quantity>>> =
     LazyLock::new(|| (0..4).map(|cpus| BTreeMap::from([("cpu".to_owned(), Quantity::whole(cpus))])).collect());
 
-fn with_cpus(holder: Holder<'static>, cpus: usize) -> Holder<'static> {
-    Holder { requests: Some(&REQUESTS[cpus]), ..holder }
+fn holder_with_cpus(holder: Holder<'static>, cpus: usize) -> Holder<'static> {
+    Holder { requests: Some(&CPU_REQUESTS[cpus]), ..holder }
 }
 
 /// Node `n`, which is missing this number of CPUs.
-fn missing(cpus: u32) -> PreemptionNode<'static> {
+fn node_missing_cpus(cpus: u32) -> PreemptionNode<'static> {
     let missing = (cpus > 0).then(|| ("cpu", u128::from(cpus) * 1000));
     PreemptionNode { name: "n", missing: missing.into_iter().collect() }
 }
 
-fn waiting<'a>(pod: &'a str, priority: i32, device_requests: &'a [DeviceRequest]) -> PendingPod<'a> {
+fn pending_pod<'a>(pod: &'a str, priority: i32, device_requests: &'a [DeviceRequest]) -> PendingPod<'a> {
     PendingPod { pod, priority, device_requests }
 }
 
 /// Preempts for a pod of priority 100 with these requests on node `n`.
 fn preempt(ledger: &Ledger, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Preemption> {
-    ledger.preempt(waiting("p", 100, &device_requests(sizes)), ["n"], &holders(known))
+    ledger.preempt(pending_pod("p", 100, &device_requests(sizes)), ["n"], &holders(known))
 }
 
 fn victims(facts: NodeFacts, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Vec<String>> {
@@ -81,7 +81,7 @@ fn victims(facts: NodeFacts, sizes: &[u32], known: &[(&str, Holder)]) -> Option<
     preempt(&ledger, sizes, known).map(|preemption| preemption.victims)
 }
 
-fn names(pods: &[&str]) -> Vec<String> {
+fn owned_names(pods: &[&str]) -> Vec<String> {
     pods.iter().map(|&pod| pod.to_owned()).collect()
 }
 
@@ -91,9 +91,9 @@ fn victims_are_on_one_device() {
     // But they free 5 and 1 units on two devices.
     let facts = node(&["a", "b"], &[("a1", "a", 4), ("a2", "a", 5), ("b1", "b", 3), ("b2", "b", 6)]);
     let known = [("a1", holder(1)), ("a2", holder(2)), ("b1", holder(1)), ("b2", holder(2))];
-    assert_eq!(victims(facts.clone(), &[5], &known), Some(names(&["a1"])));
-    assert_eq!(victims(facts.clone(), &[6], &known), Some(names(&["a2"])));
-    assert_eq!(victims(facts.clone(), &[10], &known), Some(names(&["a1", "a2"])));
+    assert_eq!(victims(facts.clone(), &[5], &known), Some(owned_names(&["a1"])));
+    assert_eq!(victims(facts.clone(), &[6], &known), Some(owned_names(&["a2"])));
+    assert_eq!(victims(facts.clone(), &[10], &known), Some(owned_names(&["a1", "a2"])));
     assert_eq!(victims(facts, &[11], &known), None, "no device is as large");
 }
 
@@ -138,7 +138,7 @@ fn the_cheapest_device_is_chosen() {
         (full(&[10], &[10]), vec![("a1", holder(2))], "a1", "pod b1 is unknown"),
     ] {
         let expected: Vec<&str> = expected.split(',').collect();
-        assert_eq!(victims(facts, &[10], &known), Some(names(&expected)), "{why}");
+        assert_eq!(victims(facts, &[10], &known), Some(owned_names(&expected)), "{why}");
     }
 }
 
@@ -154,7 +154,7 @@ fn as_few_pods_as_possible_are_preempted() {
         (2, vec![("v", holder(100)), ("w", holder(101)), ("x", holder(99)), ("y", holder(i32::MAX))], "x"),
     ] {
         let expected: Vec<&str> = expected.split(',').collect();
-        assert_eq!(victims(facts.clone(), &[size], &known), Some(names(&expected)), "{size} {known:?}");
+        assert_eq!(victims(facts.clone(), &[size], &known), Some(owned_names(&expected)), "{size} {known:?}");
     }
     let equal = [("v", holder(100)), ("w", holder(101)), ("x", holder(100)), ("y", holder(100))];
     assert_eq!(victims(facts, &[1], &equal), None, "pods of the same priority stay");
@@ -164,15 +164,15 @@ fn as_few_pods_as_possible_are_preempted() {
 fn no_victims_for_units_that_are_free_or_becoming_free() {
     let facts = node(&["a", "b"], &[("v", "a", 6), ("w", "a", 4), ("x", "b", 5)]);
     let ending = Holder { ending: true, ..holder(200) };
-    assert_eq!(victims(facts.clone(), &[5], &[("v", holder(1))]), Some(names(&[])), "b has five free");
+    assert_eq!(victims(facts.clone(), &[5], &[("v", holder(1))]), Some(owned_names(&[])), "b has five free");
     assert_eq!(
         victims(facts.clone(), &[6], &[("v", holder(1)), ("x", ending)]),
-        Some(names(&[])),
+        Some(owned_names(&[])),
         "x goes, whatever its priority"
     );
     assert_eq!(
         victims(facts, &[8], &[("v", Holder { ending: true, ..holder(1) }), ("w", holder(1))]),
-        Some(names(&["w"]))
+        Some(owned_names(&["w"]))
     );
 }
 
@@ -180,9 +180,9 @@ fn no_victims_for_units_that_are_free_or_becoming_free() {
 fn a_victim_on_several_devices_must_help_on_one() {
     let facts = node(&["a", "b"], &[("both", "a", 5), ("both", "b", 5), ("x", "a", 5), ("y", "b", 5)]);
     let known = [("both", holder(1)), ("x", holder(2)), ("y", holder(2))];
-    assert_eq!(victims(facts.clone(), &[5, 5], &known), Some(names(&["both"])));
-    assert_eq!(victims(facts.clone(), &[6], &known), Some(names(&["both", "x"])));
-    assert_eq!(victims(facts, &[10, 5], &known), Some(names(&["both", "x"])), "as both leaves b too");
+    assert_eq!(victims(facts.clone(), &[5, 5], &known), Some(owned_names(&["both"])));
+    assert_eq!(victims(facts.clone(), &[6], &known), Some(owned_names(&["both", "x"])));
+    assert_eq!(victims(facts, &[10, 5], &known), Some(owned_names(&["both", "x"])), "as both leaves b too");
 }
 
 #[test]
@@ -210,7 +210,7 @@ fn a_placement_that_needs_backtracking_is_found() {
         device.capacity = capacity;
     }
     assert_eq!(sizes.iter().sum::<u32>(), 148, "no unit can be spared");
-    assert_eq!(victims(facts, &sizes, &[("v", holder(1))]), Some(names(&["v"])));
+    assert_eq!(victims(facts, &sizes, &[("v", holder(1))]), Some(owned_names(&["v"])));
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn units_freed_by_victims_are_kept_for_the_preemptor() {
     let preemption = preempt(&ledger, &[6], &[("v", holder(1))]).unwrap();
     ledger.nominate("p", nomination(100, &preemption)).unwrap();
     let fit = |ledger: &Ledger, pod: &str, priority: i32, size: u32| {
-        ledger.fit_for(waiting(pod, priority, &device_requests(&[size])), ["n"], 1, &Tightest)
+        ledger.fit_for(pending_pod(pod, priority, &device_requests(&[size])), ["n"], 1, &Tightest)
     };
     let most = |ledger: &Ledger, pod: &str, priority: i32| {
         (1..=10).rev().find(|&size| fit(ledger, pod, priority, size).is_ok()).unwrap_or(0)
@@ -249,7 +249,7 @@ fn units_freed_by_victims_are_kept_for_the_preemptor() {
     assert_eq!((most(&ledger, "new", 100), most(&ledger, "new", 101)), (0, 2));
     assert_eq!(
         fit(&ledger, "new", 100, 1).unwrap_err(),
-        NoFit::NotFree { resource: R.to_owned(), requested: units(1), most: 0 }
+        NoFit::NotFree { resource: MPS_RESOURCE.to_owned(), requested: units(1), most: 0 }
     );
     ledger.observe("n", node(&["a"], &[]));
     assert_eq!((most(&ledger, "low", -1), most(&ledger, "same", 100)), (4, 4));
@@ -266,10 +266,12 @@ fn units_freed_by_victims_are_kept_for_the_preemptor() {
 fn a_fit_is_stale_after_a_nomination() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[]));
-    let (want, takes) =
-        (device_requests(&[6]), vec![Reservation { resource: R.to_owned(), units: units(5), device: "a".to_owned() }]);
-    let low = ledger.fit_for(waiting("low", 1, &want), ["n"], 1, &Tightest).unwrap();
-    let high = ledger.fit_for(waiting("high", 101, &want), ["n"], 1, &Tightest).unwrap();
+    let (want, takes) = (
+        device_requests(&[6]),
+        vec![Reservation { resource: MPS_RESOURCE.to_owned(), units: units(5), device: "a".to_owned() }],
+    );
+    let low = ledger.fit_for(pending_pod("low", 1, &want), ["n"], 1, &Tightest).unwrap();
+    let high = ledger.fit_for(pending_pod("high", 101, &want), ["n"], 1, &Tightest).unwrap();
     ledger.nominate("p", Nomination { priority: 100, node: "n".to_owned(), takes }).unwrap();
     let before = ledger.clone();
     assert_eq!(ledger.reserve("low", &low, Moment(9)), Err(Refused::Stale));
@@ -291,7 +293,7 @@ fn two_preemptors_do_not_use_the_same_room() {
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["w"]);
     assert_eq!(preempt(&ledger, &[4], &known).unwrap().victims, ["v"], "more units remain than the first pod requests");
     let higher = device_requests(&[6]);
-    let higher = ledger.preempt(waiting("higher", 101, &higher), ["n"], &holders(&known)).unwrap();
+    let higher = ledger.preempt(pending_pod("higher", 101, &higher), ["n"], &holders(&known)).unwrap();
     assert_eq!(higher.victims, ["v"], "room nominated for lower ones is no obstacle");
     ledger.release("first");
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["v"], "a pod that is gone keeps nothing");
@@ -302,20 +304,20 @@ fn victims_free_the_cpu_and_the_pod_slots_that_the_node_is_missing() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a", "b"], &[("v", "a", 5), ("w", "b", 5)]));
     let find = |target: PreemptionNode<'_>, known: &[(&str, Holder<'_>)]| {
-        let found = ledger.preempt(waiting("p", 100, &device_requests(&[5])), [target], &holders(known));
+        let found = ledger.preempt(pending_pod("p", 100, &device_requests(&[5])), [target], &holders(known));
         found.map(|found| found.victims)
     };
-    let known = [("v", with_cpus(holder(1), 1)), ("w", with_cpus(holder(2), 3))];
-    assert_eq!(find(missing(0), &known), Some(names(&[])), "five units are free");
-    assert_eq!(find(missing(1), &known), Some(names(&["v"])));
-    assert_eq!(find(missing(2), &known), Some(names(&["w"])), "v has too few CPUs");
-    assert_eq!(find(missing(4), &known), Some(names(&["v", "w"])));
-    assert_eq!(find(missing(5), &known), None);
+    let known = [("v", holder_with_cpus(holder(1), 1)), ("w", holder_with_cpus(holder(2), 3))];
+    assert_eq!(find(node_missing_cpus(0), &known), Some(owned_names(&[])), "five units are free");
+    assert_eq!(find(node_missing_cpus(1), &known), Some(owned_names(&["v"])));
+    assert_eq!(find(node_missing_cpus(2), &known), Some(owned_names(&["w"])), "v has too few CPUs");
+    assert_eq!(find(node_missing_cpus(4), &known), Some(owned_names(&["v", "w"])));
+    assert_eq!(find(node_missing_cpus(5), &known), None);
     let ending = [("v", known[0].1), ("w", Holder { ending: true, ..known[1].1 })];
-    assert_eq!(find(missing(2), &ending), Some(names(&[])), "w frees its CPUs, whatever its priority");
-    assert_eq!(find(missing(1), &[("v", holder(1))]), None, "the CPUs of v are free already");
+    assert_eq!(find(node_missing_cpus(2), &ending), Some(owned_names(&[])), "w frees its CPUs, whatever its priority");
+    assert_eq!(find(node_missing_cpus(1), &[("v", holder(1))]), None, "the CPUs of v are free already");
     let slot = PreemptionNode { name: "n", missing: BTreeMap::from([("pods", 1000)]) };
-    assert_eq!(find(slot, &known), Some(names(&["v"])), "each pod frees one slot");
+    assert_eq!(find(slot, &known), Some(owned_names(&["v"])), "each pod frees one slot");
 }
 
 #[test]
@@ -326,24 +328,24 @@ fn no_more_pods_of_a_budget_are_preempted_than_it_allows() {
         let mut ledger = Ledger::default();
         ledger.observe("n", facts.clone());
         let known = Holders { budgets: budgets.to_vec(), ..holders(known) };
-        ledger.preempt(waiting("p", 100, &device_requests(&[size])), ["n"], &known).map(|found| found.victims)
+        ledger.preempt(pending_pod("p", 100, &device_requests(&[size])), ["n"], &known).map(|found| found.victims)
     };
     let one = [("v", of(3, Some(0))), ("w", of(2, Some(0))), ("x", of(1, Some(0)))];
-    assert_eq!(find(3, &one, &[1]), Some(names(&["x"])), "the least important");
-    assert_eq!(find(4, &one, &[1]), Some(names(&["v"])), "one of w and x is too small, and both are too many");
-    assert_eq!(find(6, &one, &[2]), Some(names(&["w", "x"])));
-    assert_eq!(find(7, &one, &[2]), Some(names(&["v", "x"])), "the two that free enough and are least important");
+    assert_eq!(find(3, &one, &[1]), Some(owned_names(&["x"])), "the least important");
+    assert_eq!(find(4, &one, &[1]), Some(owned_names(&["v"])), "one of w and x is too small, and both are too many");
+    assert_eq!(find(6, &one, &[2]), Some(owned_names(&["w", "x"])));
+    assert_eq!(find(7, &one, &[2]), Some(owned_names(&["v", "x"])), "the two that free enough and are least important");
     assert_eq!((find(5, &one, &[1]), find(3, &one, &[0])), (None, None));
     let two = [("v", of(3, None)), ("w", of(2, Some(0))), ("x", of(1, Some(1)))];
-    assert_eq!(find(6, &two, &[1, 1]), Some(names(&["w", "x"])));
-    assert_eq!(find(6, &two, &[1, 0]), Some(names(&["v", "w"])), "another pod in place of x");
+    assert_eq!(find(6, &two, &[1, 1]), Some(owned_names(&["w", "x"])));
+    assert_eq!(find(6, &two, &[1, 0]), Some(owned_names(&["v", "w"])), "another pod in place of x");
 }
 
 #[test]
 fn pods_that_are_being_evicted_use_up_their_budgets() {
     let mut known = holders(&[("v", Holder { budget: Some(0), ..holder(1) }), ("w", holder(1))]);
     known.budgets = vec![2];
-    let victims = names(&["v", "w", "unknown"]);
+    let victims = owned_names(&["v", "w", "unknown"]);
     known.evict(&victims);
     known.evict(&victims);
     assert_eq!((known.pods["v"].ending, known.pods["w"].ending, known.budgets), (true, true, vec![1]));
@@ -366,7 +368,7 @@ struct PreemptionCase {
 }
 
 fn resource() -> impl Strategy<Value = String> {
-    prop_oneof![4 => Just(R.to_owned()), 1 => Just(OTHER.to_owned())]
+    prop_oneof![4 => Just(MPS_RESOURCE.to_owned()), 1 => Just(TIMESLICE_RESOURCE.to_owned())]
 }
 
 fn facts() -> impl Strategy<Value = NodeFacts> {
@@ -381,20 +383,20 @@ fn facts() -> impl Strategy<Value = NodeFacts> {
         for (pod, resource, device, size) in held {
             let device = DEVICES[device];
             let Some((capacity, _)) = capacity.get(&(resource.clone(), device)) else { continue };
-            let already = sum(&facts.allocations, &resource, device);
+            let already = sum_units(&facts.allocations, &resource, device);
             let Some(units) = Units::new(size.min(capacity.saturating_sub(already))) else { continue };
             facts.allocations.push(Allocation { pod: format!("h{pod}"), resource, device: device.to_owned(), units });
         }
         for ((resource, device), (capacity, others)) in capacity {
             // Pods that the node does not report can also have units, even more than exist.
-            let used = sum(&facts.allocations, &resource, device) + others;
+            let used = sum_units(&facts.allocations, &resource, device) + others;
             facts.devices.push(DeviceFacts { device: device.to_owned(), resource, capacity, used });
         }
         facts
     })
 }
 
-fn sum(allocations: &[Allocation], resource: &str, device: &str) -> u32 {
+fn sum_units(allocations: &[Allocation], resource: &str, device: &str) -> u32 {
     let of = |held: &&Allocation| held.resource == resource && held.device == device;
     allocations.iter().filter(of).map(|held| held.units.get()).sum()
 }
@@ -403,7 +405,7 @@ fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
     let budget = prop::option::weighted(0.4, 0_usize..2);
     let holder = (-1_i32..4, 0_u64..3, budget, prop::bool::weighted(0.1), prop::option::of(0_usize..3)).prop_map(
         |(priority, started, budget, ending, cpus)| {
-            let requests = cpus.map(|cpus| &REQUESTS[cpus]);
+            let requests = cpus.map(|cpus| &CPU_REQUESTS[cpus]);
             Holder { priority, started: Moment(started), budget, ending, requests }
         },
     );
@@ -440,7 +442,7 @@ fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
 }
 
 /// The key of a node's CPUs among its free amounts.
-const CPU: [&str; 2] = ["cpu", ""];
+const CPU_SLOT: [&str; 2] = ["cpu", ""];
 
 /// Free units by resource and device, and the spare CPUs. Negative if CPUs are missing.
 type FreeUnits = BTreeMap<(String, String), i64>;
@@ -465,10 +467,10 @@ impl PreemptionCase {
 
     fn preempt_on<const N: usize>(&self, ledger: &Ledger, nodes: [&'static str; N]) -> Option<Preemption> {
         let nodes = nodes.map(|name| {
-            let missing = missing(self.missing.get(name).copied().unwrap_or(0)).missing;
+            let missing = node_missing_cpus(self.missing.get(name).copied().unwrap_or(0)).missing;
             PreemptionNode { name, missing }
         });
-        ledger.preempt(waiting("p", self.priority, &self.device_requests), nodes, &self.holders)
+        ledger.preempt(pending_pod("p", self.priority, &self.device_requests), nodes, &self.holders)
     }
 
     /// Free units of a node after these pods and the terminating pods have ended.
@@ -484,14 +486,14 @@ impl PreemptionCase {
                 reservations.iter().filter(|held| held.device == facts.device && held.resource == facts.resource);
             let reserved: u32 = reserved.map(|held| held.units.get()).sum();
             i64::from(facts.capacity) - i64::from(facts.used) - i64::from(reserved)
-                + i64::from(sum(&freed, &facts.resource, &facts.device))
+                + i64::from(sum_units(&freed, &facts.resource, &facts.device))
         };
         let mut units: FreeUnits =
             facts.devices.iter().map(|facts| ((facts.resource.clone(), facts.device.clone()), room(facts))).collect();
         let pods: BTreeSet<&str> = facts.allocations.iter().filter(leaves).map(|held| held.pod.as_str()).collect();
         let requests = pods.into_iter().filter_map(|pod| self.holders.pods.get(pod)?.requests);
         let cpus: u64 = requests.filter_map(|requests| requests["cpu"].count()).sum();
-        units.insert(CPU.map(str::to_owned).into(), i64::try_from(cpus).unwrap() - i64::from(self.missing[node]));
+        units.insert(CPU_SLOT.map(str::to_owned).into(), i64::try_from(cpus).unwrap() - i64::from(self.missing[node]));
         units
     }
 
@@ -504,7 +506,7 @@ impl PreemptionCase {
     }
 
     /// Possible victims on a node, in the order in which they are kept.
-    fn lower(&self, node: &str) -> Vec<&str> {
+    fn possible_victims(&self, node: &str) -> Vec<&str> {
         let pods: BTreeSet<&str> = self.nodes[node].allocations.iter().map(|held| held.pod.as_str()).collect();
         let lower = |pod: &&str| {
             self.holders.pods.get(*pod).is_some_and(|holder| holder.priority < self.priority && !holder.ending)
@@ -517,7 +519,7 @@ impl PreemptionCase {
         pods
     }
 
-    fn cost(&self, victims: &[&str]) -> (Option<i32>, i64, usize, Reverse<Option<Moment>>) {
+    fn victims_cost(&self, victims: &[&str]) -> (Option<i32>, i64, usize, Reverse<Option<Moment>>) {
         let of = || victims.iter().map(|victim| self.holders.pods[*victim]);
         let highest = of().map(|holder| holder.priority).max();
         (
@@ -543,7 +545,7 @@ impl PreemptionCase {
 
     fn has_room(&self, free_units: &FreeUnits, way: &[(String, String)]) -> bool {
         let mut left = free_units.clone();
-        let enough_cpus = free_units[&CPU.map(str::to_owned).into()] >= 0;
+        let enough_cpus = free_units[&CPU_SLOT.map(str::to_owned).into()] >= 0;
         enough_cpus
             && way.iter().zip(&self.device_requests).all(|(spot, request)| {
                 let left = left.get_mut(spot).unwrap();
@@ -575,7 +577,7 @@ proptest! {
             if ledger.unplaced_requests(node).iter().any(is_requested) {
                 continue;
             }
-            let lower = case.lower(node);
+            let lower = case.possible_victims(node);
             is_limited |= !case.within_budgets(&lower);
             let sets = subsets(&lower);
             let helps = |gone: &&Vec<&str>, way: &Vec<(String, String)>| {
@@ -587,7 +589,7 @@ proptest! {
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
                     is_possible = true;
-                    let cost = case.cost(gone);
+                    let cost = case.victims_cost(gone);
                     least = Some(least.map_or(cost, |least| cost.min(least)));
                 }
             }
@@ -601,11 +603,11 @@ proptest! {
         let victims: Vec<&str> = found.victims.iter().map(String::as_str).collect();
         prop_assert!(case.within_budgets(&victims));
         if !is_limited {
-            prop_assert_eq!(Some(case.cost(&victims)), least);
+            prop_assert_eq!(Some(case.victims_cost(&victims)), least);
         }
 
         let node = found.node.as_str();
-        let lower = case.lower(node);
+        let lower = case.possible_victims(node);
         prop_assert!(victims.iter().all(|victim| lower.contains(victim)));
         let way: Vec<(String, String)> =
             found.takes.iter().map(|take| (take.resource.clone(), take.device.clone())).collect();
@@ -663,19 +665,19 @@ proptest! {
                 let device_requests: Vec<DeviceRequest> = wants.into_iter().map(|(resource, size)| DeviceRequest { resource, units: units(size) }).collect();
                 let (name, priority) = (format!("new-{count}"), priority.min(case.priority));
                 count += 1;
-                if let Ok(fits) = ledger.fit_for(waiting(&name, priority, &device_requests), NODES, 2, &Tightest) {
+                if let Ok(fits) = ledger.fit_for(pending_pod(&name, priority, &device_requests), NODES, 2, &Tightest) {
                     ledger.reserve(&name, &fits, Moment(9)).unwrap();
                 }
             }
             let Some(pod) = leaving.pop_first() else { break };
             for device in &mut facts.devices {
                 let held: Vec<Allocation> = facts.allocations.iter().filter(|held| held.pod == pod).cloned().collect();
-                device.used -= sum(&held, &device.resource, &device.device);
+                device.used -= sum_units(&held, &device.resource, &device.device);
             }
             facts.allocations.retain(|held| held.pod != pod);
             ledger.observe(&found.node, facts.clone());
         }
-        let fits = ledger.fit_for(waiting("p", case.priority, &case.device_requests), [found.node.as_str()], 1, &Tightest);
+        let fits = ledger.fit_for(pending_pod("p", case.priority, &case.device_requests), [found.node.as_str()], 1, &Tightest);
         prop_assert!(fits.is_ok(), "{:?} is not there: {:?}", found, fits);
         prop_assert!(ledger.reserve("p", &fits.unwrap(), Moment(9)).is_ok());
     }

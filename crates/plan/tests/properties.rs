@@ -11,7 +11,7 @@ use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
 use proptest::prelude::*;
 
 /// Kinds of GPUs: model, memory in MiB and mode.
-const KINDS: [(&str, u64, Mode); 8] = [
+const GPU_KINDS: [(&str, u64, Mode); 8] = [
     ("NVIDIA A100-SXM4-40GB", 40_960, Mode::Mig),
     ("NVIDIA A30", 24_576, Mode::Mig),
     ("NVIDIA H100 80GB HBM3", 81_559, Mode::Auto),
@@ -85,7 +85,7 @@ fn gpu(with_invalid_parts: bool) -> impl Strategy<Value = Gpu> {
     let taken = prop::collection::vec(any::<bool>(), 6);
     let wild = prop::collection::vec(slice(), 0..5);
     (kinds, requested, taken, wild, 0..8_u32, 0..8_u32).prop_map(move |(kind, requested, taken, wild, dice, other)| {
-        let (model, memory, mode) = KINDS[kind];
+        let (model, memory, mode) = GPU_KINDS[kind];
         let mut gpu = Gpu {
             model: model.to_owned(),
             memory: Quantity::mebibytes(memory),

@@ -24,7 +24,7 @@ struct Expect {
     changed_gpus: usize,
 }
 
-fn text(title: &str, planned: &Planned) -> String {
+fn plan_text(title: &str, planned: &Planned) -> String {
     let mut text = format!("{title}\n\n");
     for gpu in &planned.plan.gpus {
         let _ =
@@ -76,7 +76,7 @@ fn scenarios_match_their_expectations() {
         for violation in check(&scenario.snapshot, &planned.plan) {
             wrong.push(format!("{name}: {violation}"));
         }
-        insta::assert_snapshot!(name, text(&scenario.title, &planned));
+        insta::assert_snapshot!(name, plan_text(&scenario.title, &planned));
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let pods = nodes.checked_mul(args.pods_per_node).context("too many pods")?;
         let (mut times, mut placed, mut changed) = (Vec::new(), Vec::new(), Vec::new());
         for seed in 0..args.clusters {
-            let snapshot = cluster(seed, nodes, args.gpus_per_node, pods, args.in_use);
+            let snapshot = random_cluster(seed, nodes, args.gpus_per_node, pods, args.in_use);
             for _ in 0..3 {
                 let start = Instant::now();
                 let planned = plan(&snapshot, &Policy::default());
@@ -88,9 +88,9 @@ fn percentile<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
 }
 
 /// A reproducible random number generator (`SplitMix64`).
-struct Numbers(u64);
+struct RandomNumbers(u64);
 
-impl Numbers {
+impl RandomNumbers {
     /// Returns a number less than `end`.
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -102,14 +102,14 @@ impl Numbers {
 
 /// Name, memory slices and possible placements of a MIG profile.
 type Profile = (&'static str, u32, &'static [u32]);
-const A100: [Profile; 5] = [
+const A100_PROFILES: [Profile; 5] = [
     ("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
     ("2g.10gb", 2, &[0, 2, 4]),
     ("3g.20gb", 4, &[0, 4]),
     ("4g.20gb", 4, &[0]),
     ("7g.40gb", 8, &[0]),
 ];
-const H100: [Profile; 5] = [
+const H100_PROFILES: [Profile; 5] = [
     ("1g.10gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
     ("2g.20gb", 2, &[0, 2, 4]),
     ("3g.40gb", 4, &[0, 4]),
@@ -119,11 +119,11 @@ const H100: [Profile; 5] = [
 const SLICE_SIZES_GB: [u64; 4] = [5, 10, 20, 40];
 
 /// Generates a cluster.
-fn cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) -> Snapshot {
-    let mut numbers = Numbers(seed);
+fn random_cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) -> Snapshot {
+    let mut numbers = RandomNumbers(seed);
     let nodes = (0..nodes).map(|node| {
         let kind = numbers.below(3);
-        let gpus = (0..gpus_per_node).map(|index| gpu(&mut numbers, kind, node, index, in_use)).collect();
+        let gpus = (0..gpus_per_node).map(|index| random_gpu(&mut numbers, kind, node, index, in_use)).collect();
         Node {
             name: format!("node-{node:04}"),
             labels: BTreeMap::from([("zone".to_owned(), ["a", "b", "c"][numbers.below(3)].to_owned())]),
@@ -140,8 +140,8 @@ fn cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) ->
     let nodes = nodes.collect();
     let pods = (0..pods).map(|pod| {
         let resource = match numbers.below(8) {
-            0..3 => format!("nvidia.com/mig-{}", A100[numbers.below(5)].0),
-            3..5 => format!("nvidia.com/mig-{}", H100[numbers.below(5)].0),
+            0..3 => format!("nvidia.com/mig-{}", A100_PROFILES[numbers.below(5)].0),
+            3..5 => format!("nvidia.com/mig-{}", H100_PROFILES[numbers.below(5)].0),
             5..7 => format!("nvidia.com/gpu-{}gb", SLICE_SIZES_GB[numbers.below(4)]),
             _ => "nvidia.com/gpu".to_owned(),
         };
@@ -165,7 +165,7 @@ fn cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) ->
 }
 
 /// Generates a GPU with a random set of slices. All GPUs of a node have the same `kind`.
-fn gpu(numbers: &mut Numbers, kind: usize, node: u32, index: u32, in_use: u32) -> Gpu {
+fn random_gpu(numbers: &mut RandomNumbers, kind: usize, node: u32, index: u32, in_use: u32) -> Gpu {
     let (model, memory, mode) = [
         ("NVIDIA A100-SXM4-40GB", 40_960, Mode::Mig),
         ("NVIDIA H100 80GB HBM3", 81_559, Mode::Mig),
@@ -183,7 +183,7 @@ fn gpu(numbers: &mut Numbers, kind: usize, node: u32, index: u32, in_use: u32) -
             gibibytes += size;
             (format!("nvidia.com/gpu-{size}gb"), None)
         } else {
-            let (name, size, places) = if kind == 0 { A100 } else { H100 }[numbers.below(5)];
+            let (name, size, places) = if kind == 0 { A100_PROFILES } else { H100_PROFILES }[numbers.below(5)];
             let start = places[numbers.below(places.len())];
             let bits = ((1 << size) - 1) << start;
             if taken & bits != 0 {

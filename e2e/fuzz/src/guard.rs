@@ -14,7 +14,7 @@ use crate::{ReadResult, Target};
 /// Time limit of one input. Generous: the build may be unoptimized and the machine busy.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
 /// Memory limit of the whole program, in bytes.
-const MEMORY_LIMIT: u64 = 2 << 30;
+const MEMORY_LIMIT_BYTES: u64 = 2 << 30;
 /// Interval between checks of both limits.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of bytes of an input that are printed. The file has the whole input.
@@ -41,7 +41,7 @@ fn running() -> MutexGuard<'static, Option<HashMap<ThreadId, Running>>> {
 /// If the target panics, after the input was printed and kept.
 pub fn run(target: &Target, input: &[u8]) -> ReadResult {
     static WATCH: Once = Once::new();
-    WATCH.call_once(watch);
+    WATCH.call_once(watch_running_targets);
     let thread = thread::current().id();
     let now = Running { target: target.name, input: input.to_vec(), since: Instant::now() };
     running().get_or_insert_default().insert(thread, now);
@@ -83,7 +83,7 @@ fn failure_message(target: &str, input: &[u8], why: &str) -> String {
 }
 
 /// Installs the panic hook, and starts the thread that checks the limits.
-fn watch() {
+fn watch_running_targets() {
     let before = std::panic::take_hook();
     // Report in the hook, so that the report also appears in programs that abort on panic.
     std::panic::set_hook(Box::new(move |panic| {
@@ -96,10 +96,10 @@ fn watch() {
     thread::spawn(|| {
         loop {
             thread::sleep(CHECK_INTERVAL);
-            let memory = resident().unwrap_or(0);
+            let memory = resident_bytes().unwrap_or(0);
             let mut all = running();
             let all = all.get_or_insert_default().values();
-            let failures: Vec<String> = if memory > MEMORY_LIMIT {
+            let failures: Vec<String> = if memory > MEMORY_LIMIT_BYTES {
                 all.map(|one| {
                     failure_message(one.target, &one.input, &format!("the program uses {} MiB", memory >> 20))
                 })
@@ -123,7 +123,7 @@ fn watch() {
 }
 
 /// Resident memory of this process, in bytes.
-fn resident() -> Option<u64> {
+fn resident_bytes() -> Option<u64> {
     let pages: u64 = std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse().ok()?;
     // Some machines have larger pages; the limit is then less strict.
     Some(pages * 4096)
@@ -134,7 +134,7 @@ mod tests {
     use super::*;
     use crate::mutate::Shape;
 
-    const FAILS: Target = Target {
+    const FAILING_TARGET: Target = Target {
         name: "of_a_test",
         what: "",
         shape: Shape::Bytes,
@@ -149,10 +149,10 @@ mod tests {
 
     #[test]
     fn only_an_input_that_panics_is_kept() {
-        assert_eq!(run(&FAILS, b"good"), ReadResult::Read);
-        let kept = save_input(&failures_directory(), FAILS.name, b"bad").unwrap();
+        assert_eq!(run(&FAILING_TARGET, b"good"), ReadResult::Read);
+        let kept = save_input(&failures_directory(), FAILING_TARGET.name, b"bad").unwrap();
         std::fs::remove_file(&kept).unwrap();
-        thread::spawn(|| run(&FAILS, b"bad")).join().unwrap_err();
+        thread::spawn(|| run(&FAILING_TARGET, b"bad")).join().unwrap_err();
         assert_eq!(std::fs::read(&kept).unwrap(), b"bad");
         std::fs::remove_file(kept).unwrap();
     }

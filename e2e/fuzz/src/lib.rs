@@ -21,7 +21,7 @@ pub mod guard;
 pub mod mutate;
 pub mod targets;
 
-pub use targets::{all, named};
+pub use targets::{all_targets, target_named};
 
 use crate::mutate::Shape;
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
 use cleave_fuzz::engine::{Budget, fuzz};
-use cleave_fuzz::{Target, all, guard, named};
+use cleave_fuzz::{Target, all_targets, guard, target_named};
 
 /// Run fuzz targets on everything that Cleave reads from others.
 ///
@@ -36,14 +36,16 @@ struct Args {
 fn main() -> Result<()> {
     let args = Args::parse();
     if args.list {
-        all().iter().for_each(|target| println!("{:<20} {}", target.name, target.what));
+        all_targets().iter().for_each(|target| println!("{:<20} {}", target.name, target.what));
         return Ok(());
     }
     let chosen: Vec<&Target> = match args.targets.as_slice() {
-        [] => all().iter().collect(),
+        [] => all_targets().iter().collect(),
         names => names
             .iter()
-            .map(|name| named(name).with_context(|| format!("unknown target {name:?}; --list prints the targets")))
+            .map(|name| {
+                target_named(name).with_context(|| format!("unknown target {name:?}; --list prints the targets"))
+            })
             .collect::<Result<_>>()?,
     };
     if let Some(path) = &args.input {

@@ -3,7 +3,7 @@ use fastrand::Rng;
 use serde_json::{Map, Value};
 
 /// Maximum length of an input, in bytes.
-pub const MAX_LENGTH: usize = 64 << 10;
+pub const MAX_INPUT_BYTES: usize = 64 << 10;
 
 /// Format of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,24 +86,26 @@ pub fn mutated(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &
         (0..changes).for_each(|_| change_bytes(&mut bytes, other, words, rng));
         bytes
     });
-    input.truncate(MAX_LENGTH);
+    input.truncate(MAX_INPUT_BYTES);
     input
 }
 
 /// Picks a random element; `None` if the slice is empty.
-fn pick<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
+fn pick_random<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
     rng.choice(from)
 }
 
 /// Returns a random text: mostly one of the words of the format.
-fn text(words: &[&str], rng: &mut Rng) -> String {
+fn random_text(words: &[&str], rng: &mut Rng) -> String {
     let from = match rng.u8(..8) {
         0 => SPECIAL_TEXTS,
         1 => NUMBERS,
         2 => return ["a", "9", "x::", "\u{fffd}", "-"][rng.usize(..5)].repeat(1 << rng.u32(..13)),
         _ => words,
     };
-    pick(from, rng).or_else(|| pick(SPECIAL_TEXTS, rng)).map_or_else(String::new, |text| (*text).to_owned())
+    pick_random(from, rng)
+        .or_else(|| pick_random(SPECIAL_TEXTS, rng))
+        .map_or_else(String::new, |text| (*text).to_owned())
 }
 
 /// Returns a random range of `length` bytes.
@@ -148,10 +150,10 @@ fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng
             let number = digits_of_number(rng);
             drop(bytes.splice(start..end, number.bytes()));
         }
-        8 => drop(bytes.splice(range, text(words, rng).into_bytes())),
-        _ => insert(bytes, range.start, &text(words, rng).into_bytes()),
+        8 => drop(bytes.splice(range, random_text(words, rng).into_bytes())),
+        _ => insert(bytes, range.start, &random_text(words, rng).into_bytes()),
     }
-    bytes.truncate(MAX_LENGTH);
+    bytes.truncate(MAX_INPUT_BYTES);
 }
 
 /// Inserts bytes at a position.
@@ -160,15 +162,15 @@ fn insert(bytes: &mut Vec<u8>, at: usize, what: &[u8]) {
 }
 
 /// Number of values in a document, including itself.
-fn count(tree: &Value) -> usize {
+fn count_values(tree: &Value) -> usize {
     1 + match tree {
-        Value::Array(values) => values.iter().map(count).sum(),
-        Value::Object(fields) => fields.values().map(count).sum(),
+        Value::Array(values) => values.iter().map(count_values).sum(),
+        Value::Object(fields) => fields.values().map(count_values).sum(),
         _ => 0,
     }
 }
 
-/// The value with this number, in the order of [`count`].
+/// The value with this number, in the order of [`count_values`].
 fn value_at<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     if *number == 0 {
         return Some(tree);
@@ -185,7 +187,7 @@ fn value_at<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value
 /// the root at random, so that long lists do not dominate.
 fn random_subvalue<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
     if rng.bool() {
-        let mut number = rng.usize(..count(tree));
+        let mut number = rng.usize(..count_values(tree));
         return value_at(tree, &mut number);
     }
     let mut here = tree;
@@ -215,7 +217,7 @@ fn random_value(tree: &Value, rng: &mut Rng) -> Value {
 
 /// Picks one of [`NUMBERS`], often a large one.
 fn digits_of_number(rng: &mut Rng) -> &'static str {
-    pick(if rng.u8(..3) == 0 { LARGEST_NUMBERS } else { NUMBERS }, rng).copied().unwrap_or_default()
+    pick_random(if rng.u8(..3) == 0 { LARGEST_NUMBERS } else { NUMBERS }, rng).copied().unwrap_or_default()
 }
 
 /// The JSON number of [`digits_of_number`].
@@ -229,7 +231,7 @@ fn random_scalar(words: &[&str], rng: &mut Rng) -> Value {
         0 => Value::Null,
         1 => Value::Bool(rng.bool()),
         2 | 3 => random_number(rng),
-        _ => Value::String(text(words, rng)),
+        _ => Value::String(random_text(words, rng)),
     }
 }
 
@@ -252,7 +254,7 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
             Value::Object(fields) => change_fields(fields, whole, words, rng),
             Value::String(string) => {
                 let mut bytes = std::mem::take(string).into_bytes();
-                change_bytes(&mut bytes, text(words, rng).as_bytes(), words, rng);
+                change_bytes(&mut bytes, random_text(words, rng).as_bytes(), words, rng);
                 *string = String::from_utf8_lossy(&bytes).into_owned();
             }
             Value::Number(_) if rng.bool() => {
@@ -285,15 +287,15 @@ fn change_list(values: &mut Vec<Value>, whole: Value, rng: &mut Rng) {
 /// Applies one random mutation to an object.
 fn change_fields(fields: &mut Map<String, Value>, whole: Value, words: &[&str], rng: &mut Rng) {
     let keys: Vec<String> = fields.keys().cloned().collect();
-    let key = pick(&keys, rng).cloned().unwrap_or_default();
+    let key = pick_random(&keys, rng).cloned().unwrap_or_default();
     match rng.u8(..4) {
         0 => drop(fields.remove(&key)),
         1 => {
             if let Some(value) = fields.remove(&key) {
-                fields.insert(text(words, rng), value);
+                fields.insert(random_text(words, rng), value);
             }
         }
-        2 => drop(fields.insert(text(words, rng), whole)),
+        2 => drop(fields.insert(random_text(words, rng), whole)),
         _ => drop(fields.insert(key, whole)),
     }
 }
@@ -325,7 +327,7 @@ mod tests {
         for part in ["other", "word", "18446744073709551615", "[[[["] {
             assert!(all.iter().any(|input| String::from_utf8_lossy(input).contains(part)), "{part}");
         }
-        let mut numbers: Vec<usize> = documents.iter().map(count).collect();
+        let mut numbers: Vec<usize> = documents.iter().map(count_values).collect();
         numbers.dedup();
         assert!(numbers.len() > 100, "the documents have too few shapes");
     }
@@ -338,7 +340,7 @@ mod tests {
             let shape = if round % 2 == 0 { Shape::Bytes } else { Shape::Json };
             let other = std::mem::take(&mut input);
             input = mutated(shape, &[], if round % 50 == 0 { b"" } else { &other }, &other, &mut rng);
-            assert!(input.len() <= MAX_LENGTH);
+            assert!(input.len() <= MAX_INPUT_BYTES);
         }
     }
 }

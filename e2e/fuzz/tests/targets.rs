@@ -2,13 +2,13 @@
 use std::io;
 
 use cleave_fuzz::engine::{Budget, corpus, fuzz};
-use cleave_fuzz::{ReadResult, all, guard, named};
+use cleave_fuzz::{ReadResult, all_targets, guard, target_named};
 
 const SEED: u64 = 1;
 
 /// Runs a target on its samples, its corpus and its mutations.
 fn run_target(name: &str) -> io::Result<()> {
-    let target = named(name).ok_or_else(|| io::Error::other("unknown target"))?;
+    let target = target_named(name).ok_or_else(|| io::Error::other("unknown target"))?;
     for sample in (target.samples)() {
         assert_eq!(
             guard::run(target, &sample),
@@ -37,12 +37,12 @@ macro_rules! targets {
 
         #[test]
         fn every_target_is_tested_and_every_corpus_directory_has_a_target() {
-            let names: Vec<&str> = all().iter().map(|target| target.name).collect();
+            let names: Vec<&str> = all_targets().iter().map(|target| target.name).collect();
             assert_eq!(names, [$(stringify!($name)),*]);
             let directories = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/corpus")).expect("the corpus");
             for directory in directories {
                 let name = directory.expect("a directory").file_name();
-                let target = name.to_str().and_then(named).unwrap_or_else(|| panic!("no target is named {name:?}"));
+                let target = name.to_str().and_then(target_named).unwrap_or_else(|| panic!("no target is named {name:?}"));
                 assert!(!corpus(target).expect("the target's corpus").is_empty());
             }
         }

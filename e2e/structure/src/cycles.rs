@@ -17,7 +17,7 @@ pub fn findings(name: &str, tree: &Tree, uses: &Uses) -> Vec<Finding> {
         };
         Finding { what: format!("cycle {name} {}", modules.join(" -> ")), places: steps().map(place).collect() }
     };
-    let mut found: Vec<Finding> = shortest(uses).iter().map(finding).collect();
+    let mut found: Vec<Finding> = shortest_cycles(uses).iter().map(finding).collect();
     found.sort_by(|a, b| a.what.cmp(&b.what));
     found
 }
@@ -25,16 +25,16 @@ pub fn findings(name: &str, tree: &Tree, uses: &Uses) -> Vec<Finding> {
 /// The shortest cycle through every use that is part of a cycle. Each cycle is returned once,
 /// starting at its lowest file. A use is part of a cycle if it lies within a strongly connected
 /// component.
-fn shortest(uses: &Uses) -> BTreeSet<Vec<usize>> {
+fn shortest_cycles(uses: &Uses) -> BTreeSet<Vec<usize>> {
     let mut graph: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for &(from, to) in uses.keys() {
         graph.entry(from).or_default().push(to);
     }
-    uses.keys().filter_map(|&(from, to)| path(&graph, to, from)).map(lowest_first).collect()
+    uses.keys().filter_map(|&(from, to)| shortest_path(&graph, to, from)).map(lowest_first).collect()
 }
 
 /// The shortest path between two nodes, including both.
-fn path(graph: &BTreeMap<usize, Vec<usize>>, from: usize, to: usize) -> Option<Vec<usize>> {
+fn shortest_path(graph: &BTreeMap<usize, Vec<usize>>, from: usize, to: usize) -> Option<Vec<usize>> {
     let mut came_from = BTreeMap::from([(from, from)]);
     let mut queue = VecDeque::from([from]);
     while let Some(node) = queue.pop_front() {

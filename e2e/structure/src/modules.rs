@@ -73,7 +73,7 @@ pub(crate) struct Mention {
 /// Reads the crate whose root file is `root`.
 pub fn read(parsed: &Parsed, root: &str) -> Result<Tree, Error> {
     let file = parsed.get(root).ok_or_else(|| Error::NoRoot(root.to_owned()))?;
-    let mut reader = Reader { parsed, tree: Tree::default(), error: None };
+    let mut reader = TreeReader { parsed, tree: Tree::default(), error: None };
     let module = reader.add_file(root, "crate".to_owned(), None);
     let (directory, _) = split(root);
     reader.read_file(file, module, directory);
@@ -83,14 +83,14 @@ pub fn read(parsed: &Parsed, root: &str) -> Result<Tree, Error> {
     }
 }
 
-struct Reader<'a> {
+struct TreeReader<'a> {
     parsed: &'a Parsed,
     tree: Tree,
     /// The first error found in the crate.
     error: Option<Error>,
 }
 
-impl Reader<'_> {
+impl TreeReader<'_> {
     fn add_file(&mut self, path: &str, module: String, parent: Option<usize>) -> usize {
         self.tree.files.push(SourceFile { path: path.to_owned(), module });
         self.add_module(self.tree.files.len() - 1, parent)
@@ -115,7 +115,7 @@ impl Reader<'_> {
 
 /// Walks the code of one module of one file.
 struct Visitor<'r, 'a> {
-    reader: &'r mut Reader<'a>,
+    reader: &'r mut TreeReader<'a>,
     module: usize,
     directory: String,
     /// Number of enclosing blocks. An item inside a function is not in the module's scope.

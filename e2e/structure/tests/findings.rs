@@ -236,15 +236,15 @@ fn files_of_modules_are_found() {
 }
 
 /// A function with this number of lines.
-fn function(lines: usize) -> String {
+fn function_with_lines(lines: usize) -> String {
     format!("fn long() {{\n{}}}\n", "    f();\n".repeat(lines - 2))
 }
 
 #[test]
 fn a_function_over_80_lines_needs_a_reason_above_it() {
-    let over = function(81);
+    let over = function_with_lines(81);
     let long = ["long-function src/lib.rs long"];
-    assert!(finding_texts(&[("src/lib.rs", &function(80))]).is_empty());
+    assert!(finding_texts(&[("src/lib.rs", &function_with_lines(80))]).is_empty());
     assert_eq!(check_files(&[("src/lib.rs", &over)])[0].places, ["src/lib.rs:1: 81 lines, at most 80"]);
     for (above, expected) in [
         ("", long.as_slice()),

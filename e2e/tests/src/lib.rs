@@ -14,9 +14,9 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
 
 /// Namespace in which the chart is installed.
-pub const SYSTEM: &str = "cleave-system";
+pub const SYSTEM_NAMESPACE: &str = "cleave-system";
 /// Label of every object that a test creates. Cleanup selects objects by this label.
-pub const LABEL: &str = "cleave-e2e";
+pub const TEST_LABEL: &str = "cleave-e2e";
 /// Default timeout of a wait. Generous, because the machine may have only two cores, both busy.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(90);
 
@@ -157,14 +157,14 @@ impl Cluster {
 
     /// Reads the `GpuNode` of a node.
     pub fn gpunode(&self, node: &str) -> Result<Value> {
-        self.get(&format!("{GPUNODES}/{node}"))
+        self.get(&format!("{GPU_NODES_PATH}/{node}"))
     }
 }
 
 /// Path of the `GpuNode`s.
-pub const GPUNODES: &str = "/apis/cleave.dev/v1alpha1/gpunodes";
+pub const GPU_NODES_PATH: &str = "/apis/cleave.dev/v1alpha1/gpunodes";
 /// Path of the `SharingPolicy`s.
-pub const POLICIES: &str = "/apis/cleave.dev/v1alpha1/sharingpolicies";
+pub const POLICIES_PATH: &str = "/apis/cleave.dev/v1alpha1/sharingpolicies";
 
 /// The value as a string; empty if it is not a string.
 pub fn text(value: &Value) -> String {
@@ -212,8 +212,8 @@ pub fn wait_without_violation(
 }
 
 /// Runs a program and returns its standard output. On failure, the error contains all output.
-pub fn run(program: &str, args: &[&str]) -> Result<String> {
-    let output = output(program, args)?;
+pub fn run_program(program: &str, args: &[&str]) -> Result<String> {
+    let output = program_output(program, args)?;
     ensure!(
         output.status.success(),
         "{program} {}: {}\n{}{}",
@@ -226,7 +226,7 @@ pub fn run(program: &str, args: &[&str]) -> Result<String> {
 }
 
 /// Runs a program and returns its exit status and output.
-pub fn output(program: &str, args: &[&str]) -> Result<Output> {
+pub fn program_output(program: &str, args: &[&str]) -> Result<Output> {
     Command::new(program)
         .args(args)
         .stdin(Stdio::null())
@@ -235,29 +235,29 @@ pub fn output(program: &str, args: &[&str]) -> Result<Output> {
 }
 
 /// Runs the launcher of the local cluster.
-pub fn launcher(args: &[&str]) -> Result<String> {
+pub fn run_launcher(args: &[&str]) -> Result<String> {
     // Use the running cluster's launcher, which is in `PATH`. The script e2e/cluster/cluster would
     // first check whether the launcher is up to date.
-    run("cluster", args)
+    run_program("cluster", args)
 }
 
 /// Sends a signal, such as `STOP` or `CONT`, to a component of the cluster, such as `kubelet@node1`
 /// or `etcd`.
 pub fn signal_component(component: &str, signal: &str) -> Result<()> {
-    let components = launcher(&["status"])?;
+    let components = run_launcher(&["status"])?;
     let mut rows = components.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     let row = rows
         .find(|row| row.first() == Some(&component))
         .with_context(|| format!("the cluster has no component {component}"))?;
     let pid = row.get(2).with_context(|| format!("{component} is not running"))?;
-    run("kill", &[&format!("-{signal}"), pid]).map(drop)
+    run_program("kill", &[&format!("-{signal}"), pid]).map(drop)
 }
 
 /// Runs a command on a node, in its mount namespace.
 pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     let mut args = vec!["exec-node", node];
     args.extend_from_slice(command);
-    launcher(&args)
+    run_launcher(&args)
 }
 
 /// PID of one of Cleave's programs on a node. Fails unless exactly one such process runs.
@@ -273,7 +273,7 @@ pub fn find_pid(node: &str, program: &str) -> Result<String> {
 }
 
 /// Sends a signal, such as `STOP`, `CONT` or `KILL`, to one of Cleave's programs on a node.
-pub fn signal(node: &str, program: &str, signal: &str) -> Result<()> {
+pub fn signal_program(node: &str, program: &str, signal: &str) -> Result<()> {
     on_node(node, &["kill", &format!("-{signal}"), &find_pid(node, program)?]).map(drop)
 }
 
@@ -306,11 +306,11 @@ impl Drop for Faults<'_> {
 
 /// Runs `kubectl` with these arguments.
 pub fn kubectl(args: &[&str]) -> Result<String> {
-    run("kubectl", args)
+    run_program("kubectl", args)
 }
 
 /// Runs `kubectl apply` on a manifest and returns its output. A refusal is an error.
-pub fn apply(manifest: &str) -> Result<String> {
+pub fn apply_manifest(manifest: &str) -> Result<String> {
     let mut child = Command::new("kubectl")
         .args(["apply", "-f", "-"])
         .stdin(Stdio::piped())
@@ -338,8 +338,10 @@ impl<'a> Scope<'a> {
         scope.delete_test_objects()?;
         let namespace = format!("/api/v1/namespaces/{}", scope.namespace);
         wait_until("the namespace of an earlier run is gone", || Ok(cluster.find(&namespace)?.is_none()))?;
-        cluster
-            .create("/api/v1/namespaces", &json!({"metadata": {"name": scope.namespace, "labels": {LABEL: name}}}))?;
+        cluster.create(
+            "/api/v1/namespaces",
+            &json!({"metadata": {"name": scope.namespace, "labels": {TEST_LABEL: name}}}),
+        )?;
         // Pods cannot be created before the default service account exists.
         wait_until("the namespace has its default service account", || {
             Ok(cluster.find(&format!("/api/v1/namespaces/{}/serviceaccounts/default", scope.namespace))?.is_some())
@@ -350,8 +352,8 @@ impl<'a> Scope<'a> {
     /// Deletes the namespace and the policies of all tests. Waits until the namespace has no pods
     /// and all GPUs are offered as whole GPUs. Other objects of the namespace may remain longer.
     fn delete_test_objects(&self) -> Result<()> {
-        for policy in self.cluster.list(&format!("{POLICIES}?labelSelector={LABEL}"))? {
-            self.cluster.delete(&format!("{POLICIES}/{}", text(&policy["metadata"]["name"])), None)?;
+        for policy in self.cluster.list(&format!("{POLICIES_PATH}?labelSelector={TEST_LABEL}"))? {
+            self.cluster.delete(&format!("{POLICIES_PATH}/{}", text(&policy["metadata"]["name"])), None)?;
         }
         let namespace = format!("/api/v1/namespaces/{}", self.namespace);
         if self.cluster.find(&namespace)?.is_some() {
@@ -379,12 +381,12 @@ impl<'a> Scope<'a> {
     }
 
     /// Creates a `SharingPolicy`.
-    pub fn policy(&self, name: &str, spec: &Value) -> Result<Value> {
+    pub fn create_policy(&self, name: &str, spec: &Value) -> Result<Value> {
         let object = json!({
             "apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy",
-            "metadata": {"name": name, "labels": {LABEL: "true"}}, "spec": spec,
+            "metadata": {"name": name, "labels": {TEST_LABEL: "true"}}, "spec": spec,
         });
-        self.cluster.create(POLICIES, &object)
+        self.cluster.create(POLICIES_PATH, &object)
     }
 
     /// The pods of the namespace.
@@ -398,12 +400,12 @@ impl<'a> Scope<'a> {
     }
 
     /// Creates a pod from [`pod`].
-    pub fn pod(&self, name: &str, limits: &Value, script: &str) -> Result<Value> {
+    pub fn create_pod(&self, name: &str, limits: &Value, script: &str) -> Result<Value> {
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &pod(name, limits, script))
     }
 
     /// Creates a pod from [`pod`] with a node selector for this node.
-    pub fn pod_on(&self, node: &str, name: &str, limits: &Value, script: &str) -> Result<Value> {
+    pub fn create_pod_on_node(&self, node: &str, name: &str, limits: &Value, script: &str) -> Result<Value> {
         let mut object = pod(name, limits, script);
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &object)
@@ -448,7 +450,7 @@ impl<'a> Scope<'a> {
 
     /// Runs a command in a pod's container and returns its standard output. On failure, the error
     /// contains the output.
-    pub fn exec(&self, name: &str, command: &[&str]) -> Result<String> {
+    pub fn exec_in_pod(&self, name: &str, command: &[&str]) -> Result<String> {
         let mut args = vec!["-n", &self.namespace, "exec", name, "--"];
         args.extend_from_slice(command);
         kubectl(&args)

@@ -172,7 +172,7 @@ mod tests {
     use crate::allocation::allocation_id;
     use crate::gpu::layout::device_id;
 
-    const MPS: &str = "nvidia.com/gpu-mps";
+    const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     fn mps_pool(device: &str, count: u32) -> Pool {
         let kind = Kind::Mps {
@@ -180,18 +180,18 @@ mod tests {
             threads: (1..=count).map(|k| u8::try_from(k * 100 / count).unwrap()).collect(),
             max_clients: Some(4),
         };
-        Pool { device: device.into(), resource: MPS.into(), first: 0, count, kind }
+        Pool { device: device.into(), resource: MPS_RESOURCE.into(), first: 0, count, kind }
     }
 
     fn pools(counts: &[u32]) -> Vec<Pool> {
         counts.iter().enumerate().map(|(gpu, &count)| mps_pool(&format!("GPU-{gpu}"), count)).collect()
     }
 
-    fn view(pools: &[Pool]) -> ResourceView<'_> {
-        ResourceView { resource: MPS, pools, reserved: &[] }
+    fn resource_view(pools: &[Pool]) -> ResourceView<'_> {
+        ResourceView { resource: MPS_RESOURCE, pools, reserved: &[] }
     }
 
-    fn ids(device: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
+    fn share_ids(device: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
         numbers.into_iter().map(|number| device_id(device, number)).collect()
     }
 
@@ -202,54 +202,58 @@ mod tests {
     #[test]
     fn the_fullest_gpu_with_room_for_the_whole_request_is_preferred() {
         let pools = pools(&[10, 10, 10]);
-        let available = [ids("GPU-0", 0..10), ids("GPU-1", [9, 3, 7]), ids("GPU-2", 4..9)].concat();
-        assert_eq!(prefer(&view(&pools), &request(&available, &[], 2)), ids("GPU-1", [3, 7]));
-        assert_eq!(prefer(&view(&pools), &request(&available, &[], 4)), ids("GPU-2", 4..8));
-        assert_eq!(prefer(&view(&pools), &request(&available, &[], 6)), ids("GPU-0", 0..6));
+        let available = [share_ids("GPU-0", 0..10), share_ids("GPU-1", [9, 3, 7]), share_ids("GPU-2", 4..9)].concat();
+        assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 2)), share_ids("GPU-1", [3, 7]));
+        assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 4)), share_ids("GPU-2", 4..8));
+        assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 6)), share_ids("GPU-0", 0..6));
     }
 
     #[test]
     fn a_reservation_of_that_size_comes_first_and_other_reservations_are_spared() {
         let pools = pools(&[10, 10, 10]);
-        let available = [ids("GPU-0", 0..10), ids("GPU-1", 0..4), ids("GPU-2", 0..5)].concat();
+        let available = [share_ids("GPU-0", 0..10), share_ids("GPU-1", 0..4), share_ids("GPU-2", 0..5)].concat();
         let keep = |device, units, sizes: &[u32]| Reserved { device, units, sizes: sizes.to_vec() };
         let reserved = [keep("GPU-0", 3, &[3]), keep("GPU-1", 4, &[4])];
-        let with_kept = ResourceView { reserved: &reserved, ..view(&pools) };
-        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-0", 0..3), "the pod's own reservation");
+        let with_kept = ResourceView { reserved: &reserved, ..resource_view(&pools) };
+        assert_eq!(
+            prefer(&with_kept, &request(&available, &[], 3)),
+            share_ids("GPU-0", 0..3),
+            "the pod's own reservation"
+        );
         assert_eq!(
             prefer(&with_kept, &request(&available, &[], 2)),
-            ids("GPU-2", 0..2),
+            share_ids("GPU-2", 0..2),
             "not from others' reservations"
         );
         let reserved = [keep("GPU-0", 5, &[2, 5])];
-        let with_kept = ResourceView { reserved: &reserved, ..view(&pools) };
+        let with_kept = ResourceView { reserved: &reserved, ..resource_view(&pools) };
         assert_eq!(
             prefer(&with_kept, &request(&available, &[], 2)),
-            ids("GPU-0", 0..2),
+            share_ids("GPU-0", 0..2),
             "where the pod's other containers will be"
         );
-        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-1", 0..3));
-        let must = ids("GPU-2", [0]);
+        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), share_ids("GPU-1", 0..3));
+        let must = share_ids("GPU-2", [0]);
         assert!(prefer(&with_kept, &request(&available, &must, 2)).iter().all(|id| id.starts_with("GPU-2")));
     }
 
     #[test]
     fn required_ids_decide_the_gpu() {
         let pools = pools(&[10, 10]);
-        let available = [ids("GPU-0", 0..2), ids("GPU-1", 0..9)].concat();
-        let must = ids("GPU-1", [5]);
-        let mut chosen = prefer(&view(&pools), &request(&available, &must, 2));
+        let available = [share_ids("GPU-0", 0..2), share_ids("GPU-1", 0..9)].concat();
+        let must = share_ids("GPU-1", [5]);
+        let mut chosen = prefer(&resource_view(&pools), &request(&available, &must, 2));
         chosen.sort();
-        assert_eq!(chosen, ids("GPU-1", [0, 5]));
+        assert_eq!(chosen, share_ids("GPU-1", [0, 5]));
     }
 
     #[test]
     fn if_no_gpu_has_enough_the_fewest_gpus_are_used() {
         let pools = pools(&[10, 10, 10]);
-        let available = [ids("GPU-0", 0..1), ids("GPU-1", 0..3), ids("GPU-2", 0..2)].concat();
+        let available = [share_ids("GPU-0", 0..1), share_ids("GPU-1", 0..3), share_ids("GPU-2", 0..2)].concat();
         assert_eq!(
-            prefer(&view(&pools), &request(&available, &[], 5)),
-            [ids("GPU-1", 0..3), ids("GPU-2", 0..2)].concat()
+            prefer(&resource_view(&pools), &request(&available, &[], 5)),
+            [share_ids("GPU-1", 0..3), share_ids("GPU-2", 0..2)].concat()
         );
     }
 
@@ -257,23 +261,29 @@ mod tests {
     fn invalid_ids_in_a_preference_are_ignored() {
         let pools = pools(&[2]);
         let available = ["", "x", "GPU-0::7", "GPU-9::0", "GPU-0::1"].map(str::to_owned);
-        assert_eq!(prefer(&view(&pools), &request(&available, &[], 3)), ["GPU-0::1"]);
-        assert!(prefer(&view(&pools), &request(&[], &[], 3)).is_empty());
-        assert!(prefer(&view(&pools), &request(&available, &[], 0)).is_empty());
+        assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 3)), ["GPU-0::1"]);
+        assert!(prefer(&resource_view(&pools), &request(&[], &[], 3)).is_empty());
+        assert!(prefer(&resource_view(&pools), &request(&available, &[], 0)).is_empty());
     }
 
     #[test]
     fn k_shares_get_the_limits_of_k() {
         let pools = pools(&[10]);
-        let granted = grant(&view(&pools), &ids("GPU-0", [7, 2, 5])).unwrap();
-        assert_eq!(granted.ids, ids("GPU-0", [2, 5, 7]));
+        let granted = grant(&resource_view(&pools), &share_ids("GPU-0", [7, 2, 5])).unwrap();
+        assert_eq!(granted.ids, share_ids("GPU-0", [2, 5, 7]));
         assert_eq!(granted.mps, Some(MpsLimits { threads: Some(30), memory_mib: Some(3000), max_clients: Some(4) }));
     }
 
     #[test]
     fn requests_that_cannot_be_granted_are_refused_with_a_reason() {
         let mut pools = pools(&[2, 2]);
-        pools.push(Pool { device: "GPU-2".into(), resource: MPS.into(), first: 0, count: 1, kind: Kind::Whole });
+        pools.push(Pool {
+            device: "GPU-2".into(),
+            resource: MPS_RESOURCE.into(),
+            first: 0,
+            count: 1,
+            kind: Kind::Whole,
+        });
         pools.push(Pool {
             device: "GPU-3".into(),
             resource: "nvidia.com/gpu".into(),
@@ -281,8 +291,9 @@ mod tests {
             count: 1,
             kind: Kind::Whole,
         });
-        let refused =
-            |ids: &[&str]| grant(&view(&pools), &ids.iter().map(|&id| id.to_owned()).collect::<Vec<_>>()).unwrap_err();
+        let refused = |ids: &[&str]| {
+            grant(&resource_view(&pools), &ids.iter().map(|&id| id.to_owned()).collect::<Vec<_>>()).unwrap_err()
+        };
         let split = refused(&["GPU-0::0", "GPU-1::0"]);
         assert!(matches!(split, Denied::Split(_)));
         assert_eq!(
@@ -313,12 +324,12 @@ mod tests {
         ) {
             let pools = pools(&vec![10; free.len()]);
             let mut available: Vec<String> =
-                free.iter().enumerate().flat_map(|(gpu, free)| ids(&format!("GPU-{gpu}"), free.iter().copied())).collect();
-            let chosen = prefer(&view(&pools), &request(&available, &[], size));
+                free.iter().enumerate().flat_map(|(gpu, free)| share_ids(&format!("GPU-{gpu}"), free.iter().copied())).collect();
+            let chosen = prefer(&resource_view(&pools), &request(&available, &[], size));
             prop_assert_eq!(chosen.len(), size.min(available.len()));
             if free.iter().any(|free| free.len() >= size) {
                 let smallest = free.iter().map(BTreeSet::len).filter(|&free| free >= size).min();
-                let granted = grant(&view(&pools), &chosen);
+                let granted = grant(&resource_view(&pools), &chosen);
                 prop_assert!(granted.is_ok(), "{:?}", granted);
                 let gpu: usize = granted.unwrap().devices[0].trim_start_matches("GPU-").parse().unwrap();
                 prop_assert_eq!(Some(free[gpu].len()), smallest);
@@ -326,7 +337,7 @@ mod tests {
             // The kubelet sends ids in random order.
             let shift = usize::try_from(seed % 7).unwrap() % available.len().max(1);
             available.rotate_left(shift);
-            prop_assert_eq!(prefer(&view(&pools), &request(&available, &[], size)), chosen);
+            prop_assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], size)), chosen);
         }
 
         #[test]
@@ -334,19 +345,19 @@ mod tests {
             numbers in prop::collection::btree_set(0_u32..48, 1..8),
             others in prop::collection::btree_set(0_u32..48, 1..8),
         ) {
-            let id = allocation_id(MPS, &ids("GPU-0", numbers.iter().copied()));
+            let id = allocation_id(MPS_RESOURCE, &share_ids("GPU-0", numbers.iter().copied()));
             prop_assert_eq!(id.len(), 32);
-            prop_assert_eq!(&id, &allocation_id(MPS, &ids("GPU-0", numbers.iter().rev().copied())));
-            prop_assert_eq!(numbers == others, id == allocation_id(MPS, &ids("GPU-0", others)));
+            prop_assert_eq!(&id, &allocation_id(MPS_RESOURCE, &share_ids("GPU-0", numbers.iter().rev().copied())));
+            prop_assert_eq!(numbers == others, id == allocation_id(MPS_RESOURCE, &share_ids("GPU-0", others)));
         }
 
         /// No input causes a panic, and only served slices are granted.
         #[test]
         fn hostile_ids_are_refused(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
             let pools = pools(&[3, 3]);
-            if let Ok(granted) = grant(&view(&pools), &wild) {
+            if let Ok(granted) = grant(&resource_view(&pools), &wild) {
                 prop_assert_eq!(granted.devices.len(), 1);
-                prop_assert!(granted.ids.iter().all(|id| view(&pools).pool(id).is_some()));
+                prop_assert!(granted.ids.iter().all(|id| resource_view(&pools).pool(id).is_some()));
                 prop_assert_eq!(granted.ids.len(), wild.len());
             }
         }

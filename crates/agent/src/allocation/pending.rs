@@ -471,13 +471,13 @@ impl Pod {
 mod tests {
     use super::*;
 
-    const MPS: &str = "nvidia.com/gpu-mps";
+    const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     /// A pod with one container for each size, each with its own reservation on the device.
     fn bound_pod(name: &str, requests: &[(u32, &str)]) -> BoundPod {
         let wanted = |(index, &(units, device)): (usize, &(u32, &str))| ContainerRequest {
             container: format!("c{index}"),
-            resource: MPS.into(),
+            resource: MPS_RESOURCE.into(),
             units,
             group: index,
             needed: units,
@@ -498,13 +498,17 @@ mod tests {
             namespace: "ns".into(),
             pod: pod.into(),
             container: container.into(),
-            resource: MPS.into(),
+            resource: MPS_RESOURCE.into(),
             ids: (0..units).map(|unit| format!("{device}::{unit}")).collect(),
         }
     }
 
-    fn reserved(pending: &PendingAllocations) -> Vec<(&str, u32, Vec<u32>)> {
-        pending.reserved(MPS).into_iter().map(|reserved| (reserved.device, reserved.units, reserved.sizes)).collect()
+    fn reserved_units(pending: &PendingAllocations) -> Vec<(&str, u32, Vec<u32>)> {
+        pending
+            .reserved(MPS_RESOURCE)
+            .into_iter()
+            .map(|reserved| (reserved.device, reserved.units, reserved.sizes))
+            .collect()
     }
 
     fn pending_pods(pods: &[BoundPod], now: Instant) -> PendingAllocations {
@@ -517,35 +521,37 @@ mod tests {
     fn a_reservation_lasts_until_it_is_allocated() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A"), (2, "B")])], now);
-        assert_eq!(reserved(&pending), [("A", 3, vec![3]), ("B", 2, vec![2])]);
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3]), ("B", 2, vec![2])]);
         assert!(
-            pending.expects_request(MPS, 3) && !pending.expects_request(MPS, 4) && !pending.expects_request("other", 3)
+            pending.expects_request(MPS_RESOURCE, 3)
+                && !pending.expects_request(MPS_RESOURCE, 4)
+                && !pending.expects_request("other", 3)
         );
         assert!(pending.reserved("other").is_empty());
-        pending.record_answer(MPS, 3, "A", now);
-        assert_eq!(reserved(&pending), [("B", 2, vec![2])]);
-        assert!(!pending.expects_request(MPS, 3), "the reservation is used");
+        pending.record_answer(MPS_RESOURCE, 3, "A", now);
+        assert_eq!(reserved_units(&pending), [("B", 2, vec![2])]);
+        assert!(!pending.expects_request(MPS_RESOURCE, 3), "the reservation is used");
         pending.record_listed(&[container_devices("a", "c0", "A", 3)], now);
-        assert!(!pending.expects_request(MPS, 3));
+        assert!(!pending.expects_request(MPS_RESOURCE, 3));
         pending.remove_pod("uid-a");
-        assert!(reserved(&pending).is_empty());
+        assert!(reserved_units(&pending).is_empty());
     }
 
     #[test]
     fn a_call_is_attributed_by_device_and_the_kubelets_list_corrects_it() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(3, "B")])], now);
-        pending.record_answer(MPS, 3, "B", now);
-        assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
+        pending.record_answer(MPS_RESOURCE, 3, "B", now);
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
         pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
-        assert_eq!(reserved(&pending), [("A", 3, vec![3])], "the pods have swapped their slices");
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])], "the pods have swapped their slices");
         let mut admitted = bound_pod("a", &[(3, "A")]);
         admitted.admitted = true;
         pending.update_pod(admitted, now);
         pending.remove_pod("uid-a");
-        assert_eq!(reserved(&pending), [("A", 3, vec![3])], "the reservation is b's now");
-        pending.record_answer(MPS, 3, "A", now);
-        assert!(!pending.expects_request(MPS, 3));
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])], "the reservation is b's now");
+        pending.record_answer(MPS_RESOURCE, 3, "A", now);
+        assert!(!pending.expects_request(MPS_RESOURCE, 3));
     }
 
     #[test]
@@ -553,36 +559,36 @@ mod tests {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(3, "B")])], now);
         pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
-        assert_eq!(reserved(&pending), [("A", 3, vec![3])], "another agent answered the call");
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])], "another agent answered the call");
     }
 
     #[test]
     fn a_call_is_forgotten_if_the_kubelet_never_lists_it() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now);
-        pending.record_answer(MPS, 3, "A", now);
+        pending.record_answer(MPS_RESOURCE, 3, "A", now);
         pending.record_listed(&[], now + LIST_DELAY);
-        assert!(!pending.expects_request(MPS, 3), "it may not be listed yet");
+        assert!(!pending.expects_request(MPS_RESOURCE, 3), "it may not be listed yet");
         pending.record_listed(&[], now + 2 * LIST_DELAY);
-        assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
     fn a_call_may_precede_the_report_of_its_pod() {
         let now = Instant::now();
         let mut pending = PendingAllocations::with_watch();
-        pending.record_answer(MPS, 3, "B", now);
+        pending.record_answer(MPS_RESOURCE, 3, "B", now);
         pending.update_pod(bound_pod("a", &[(3, "A")]), now);
-        assert!(!pending.expects_request(MPS, 3), "its call was answered already");
+        assert!(!pending.expects_request(MPS_RESOURCE, 3), "its call was answered already");
         pending.update_pod(bound_pod("b", &[(3, "B")]), now);
-        assert!(pending.expects_request(MPS, 3));
+        assert!(pending.expects_request(MPS_RESOURCE, 3));
         // Only the reservation on A remains, whichever pod the call was for.
-        assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
-        late.record_answer(MPS, 3, "A", now);
+        late.record_answer(MPS_RESOURCE, 3, "A", now);
         late.record_listed(&[], now + 2 * LIST_DELAY);
         late.update_pod(bound_pod("a", &[(3, "A")]), now + 2 * LIST_DELAY);
-        assert!(late.expects_request(MPS, 3), "that call was for another pod");
+        assert!(late.expects_request(MPS_RESOURCE, 3), "that call was for another pod");
     }
 
     #[test]
@@ -591,9 +597,9 @@ mod tests {
         let admitted = BoundPod { admitted: true, ..bound_pod("a", &[(3, "A")]) };
         let terminating = BoundPod { terminating: true, ..bound_pod("b", &[(4, "B")]) };
         let pending = pending_pods(&[admitted, terminating], now);
-        assert!(reserved(&pending).is_empty());
-        assert!(!pending.expects_request(MPS, 3));
-        assert!(pending.expects_request(MPS, 4), "the kubelet may still call Allocate for it");
+        assert!(reserved_units(&pending).is_empty());
+        assert!(!pending.expects_request(MPS_RESOURCE, 3));
+        assert!(pending.expects_request(MPS_RESOURCE, 4), "the kubelet may still call Allocate for it");
     }
 
     #[test]
@@ -601,7 +607,7 @@ mod tests {
         let now = Instant::now();
         let wanted = |container: &str, units, needed| ContainerRequest {
             container: container.into(),
-            resource: MPS.into(),
+            resource: MPS_RESOURCE.into(),
             units,
             group: 0,
             needed,
@@ -609,12 +615,12 @@ mod tests {
         };
         let pod = BoundPod { requests: vec![wanted("init", 2, 2), wanted("main", 5, 5)], ..bound_pod("a", &[]) };
         let mut pending = pending_pods(std::slice::from_ref(&pod), now);
-        assert_eq!(reserved(&pending), [("A", 5, vec![2, 5])]);
-        pending.record_answer(MPS, 2, "A", now);
-        assert_eq!(reserved(&pending), [("A", 3, vec![5])]);
+        assert_eq!(reserved_units(&pending), [("A", 5, vec![2, 5])]);
+        pending.record_answer(MPS_RESOURCE, 2, "A", now);
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![5])]);
         let mut restarted = pending_pods(&[pod], now);
         restarted.record_listed(&[container_devices("a", "main", "A", 5)], now);
-        assert!(!restarted.expects_request(MPS, 2) && reserved(&restarted).is_empty());
+        assert!(!restarted.expects_request(MPS_RESOURCE, 2) && reserved_units(&restarted).is_empty());
     }
 
     #[test]
@@ -622,7 +628,7 @@ mod tests {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now + LIST_DELAY);
         pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
-        assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
@@ -630,27 +636,27 @@ mod tests {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(1, "")])], now);
         pending.update_pod(bound_pod("a", &[(3, "B")]), now);
-        assert_eq!(reserved(&pending), [("B", 3, vec![3])]);
-        assert!(pending.expects_request(MPS, 1), "known, without a reservation");
+        assert_eq!(reserved_units(&pending), [("B", 3, vec![3])]);
+        assert!(pending.expects_request(MPS_RESOURCE, 1), "known, without a reservation");
         pending.retain_pods(&BTreeSet::from(["uid-b".to_owned()]));
-        assert!(reserved(&pending).is_empty() && pending.expects_request(MPS, 1));
+        assert!(reserved_units(&pending).is_empty() && pending.expects_request(MPS_RESOURCE, 1));
     }
 
     #[test]
     fn no_request_waits_if_no_watch_reports_pods() {
         let mut pending = PendingAllocations::default();
-        assert!(pending.expects_request(MPS, 1));
+        assert!(pending.expects_request(MPS_RESOURCE, 1));
         pending.set_watch_working(true);
-        assert!(pending.expects_request(MPS, 1), "there is no API server");
+        assert!(pending.expects_request(MPS_RESOURCE, 1), "there is no API server");
         let mut pending = PendingAllocations::with_watch();
-        assert!(!pending.expects_request(MPS, 1));
+        assert!(!pending.expects_request(MPS_RESOURCE, 1));
         pending.wait_timed_out();
-        assert!(!pending.expects_request(MPS, 1), "the next pod may be reported in time");
+        assert!(!pending.expects_request(MPS_RESOURCE, 1), "the next pod may be reported in time");
         pending.set_watch_working(false);
-        assert!(!pending.expects_request(MPS, 1), "the watch may recover in time");
+        assert!(!pending.expects_request(MPS_RESOURCE, 1), "the watch may recover in time");
         pending.wait_timed_out();
-        assert!(pending.expects_request(MPS, 1), "the watch did not recover");
+        assert!(pending.expects_request(MPS_RESOURCE, 1), "the watch did not recover");
         pending.set_watch_working(true);
-        assert!(!pending.expects_request(MPS, 1));
+        assert!(!pending.expects_request(MPS_RESOURCE, 1));
     }
 }

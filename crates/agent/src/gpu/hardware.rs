@@ -455,15 +455,15 @@ pub(crate) mod tests {
         Ok(Observation { gpu: gpu(uuid, index), processes: Vec::new() })
     }
 
-    fn no_answer() -> Result<Observation, NvmlError> {
+    fn hung_gpu() -> Result<Observation, NvmlError> {
         Err(NvmlError::Hung(Duration::from_secs(20)))
     }
 
-    fn driver_info(tracker: &mut HardwareTracker, count: u32, now: Instant) {
+    fn record_driver_answer(tracker: &mut HardwareTracker, count: u32, now: Instant) {
         tracker.record_driver_info(Ok(DriverInfo { driver: "580.159".into(), count }), now);
     }
 
-    fn unhealthy(tracker: &HardwareTracker) -> Vec<String> {
+    fn unhealthy_uuids(tracker: &HardwareTracker) -> Vec<String> {
         let hardware = tracker.hardware();
         hardware.gpus.into_iter().filter(|(_, known)| !known.health.healthy).map(|(uuid, _)| uuid).collect()
     }
@@ -491,9 +491,9 @@ pub(crate) mod tests {
         let now = Instant::now();
         let mut tracker = two_gpu_tracker();
         tracker.observe(two_gpus(), now);
-        tracker.record_answer(1, no_answer(), now);
+        tracker.record_answer(1, hung_gpu(), now);
         assert_eq!(
-            (unhealthy(&tracker), reason_of(&tracker, "GPU-b")),
+            (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
             (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
         );
         let health = tracker.hardware().gpus["GPU-b"].health.clone();
@@ -501,22 +501,22 @@ pub(crate) mod tests {
         let process = Process { pid: 7, memory: None, mps: false, gpu_instance: None };
         let answer = Observation { gpu: gpu("GPU-a", 0), processes: vec![process] };
         tracker.record_answer(0, Ok(answer), now);
-        driver_info(&mut tracker, 2, now);
+        record_driver_answer(&mut tracker, 2, now);
         let hardware = tracker.hardware();
         assert_eq!(hardware.gpus["GPU-a"].processes.len(), 1, "the other GPU's answer is recorded");
-        assert_eq!((unhealthy(&tracker), hardware.driver.version()), (vec!["GPU-b".to_owned()], Some("580.159")));
+        assert_eq!((unhealthy_uuids(&tracker), hardware.driver.version()), (vec!["GPU-b".to_owned()], Some("580.159")));
         tracker.record_answer(1, observation("GPU-b", 1), now);
-        assert!(unhealthy(&tracker).is_empty());
+        assert!(unhealthy_uuids(&tracker).is_empty());
     }
 
     #[test]
     fn a_gpu_that_hangs_from_the_start_is_known_by_index_and_others_serve() {
         let now = Instant::now();
         let mut tracker = tracker(vec![], true);
-        driver_info(&mut tracker, 2, now);
+        record_driver_answer(&mut tracker, 2, now);
         tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!((tracker.hardware().gpus.len(), tracker.is_complete()), (1, false));
-        tracker.record_answer(1, no_answer(), now);
+        tracker.record_answer(1, hung_gpu(), now);
         assert!(tracker.is_complete());
         let hardware = tracker.hardware();
         assert!(hardware.gpus["GPU-a"].health.healthy);
@@ -530,11 +530,11 @@ pub(crate) mod tests {
         let now = Instant::now();
         for same_boot in [true, false] {
             let mut tracker = tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], same_boot);
-            driver_info(&mut tracker, 2, now);
-            tracker.record_answer(1, no_answer(), now);
+            record_driver_answer(&mut tracker, 2, now);
+            tracker.record_answer(1, hung_gpu(), now);
             tracker.record_answer(0, observation("GPU-a", 0), now);
             assert_eq!(
-                (unhealthy(&tracker), reason_of(&tracker, "GPU-b")),
+                (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
                 (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
             );
             assert!(tracker.hardware().unnamed.is_empty());
@@ -546,15 +546,15 @@ pub(crate) mod tests {
         let now = Instant::now();
         let mut tracker = two_gpu_tracker();
         tracker.observe(two_gpus(), now);
-        tracker.record_answer(1, no_answer(), now);
+        tracker.record_answer(1, hung_gpu(), now);
         tracker.record_driver_info(Err(NvmlError::Hung(Duration::from_secs(20))), now);
         // A GPU that answers is unusable while its driver does not answer.
         tracker.record_answer(0, observation("GPU-a", 0), now);
-        assert_eq!(unhealthy(&tracker), ["GPU-a", "GPU-b"]);
+        assert_eq!(unhealthy_uuids(&tracker), ["GPU-a", "GPU-b"]);
         assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
-        driver_info(&mut tracker, 2, now);
+        record_driver_answer(&mut tracker, 2, now);
         assert_eq!(
-            (unhealthy(&tracker), reason_of(&tracker, "GPU-b")),
+            (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
             (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
         );
     }
@@ -566,16 +566,16 @@ pub(crate) mod tests {
         tracker.observe(two_gpus(), now);
         tracker.record_xid("GPU-a", 48, None, &[], now);
         tracker.record_answer(0, observation("GPU-b", 0), now);
-        assert_eq!(unhealthy(&tracker), ["GPU-a"]);
+        assert_eq!(unhealthy_uuids(&tracker), ["GPU-a"]);
         tracker.record_answer(1, observation("GPU-a", 1), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
         // The driver now lists one GPU fewer. The missing GPU is known once all
         // remaining indices have answered or failed.
-        driver_info(&mut tracker, 1, now);
+        record_driver_answer(&mut tracker, 1, now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
-        tracker.record_answer(1, no_answer(), now);
+        tracker.record_answer(1, hung_gpu(), now);
         tracker.record_answer(0, observation("GPU-a", 0), now);
-        assert_eq!((unhealthy(&tracker).len(), reason_of(&tracker, "GPU-b")), (2, "GpuLost".into()));
+        assert_eq!((unhealthy_uuids(&tracker).len(), reason_of(&tracker, "GPU-b")), (2, "GpuLost".into()));
     }
 
     fn reason_of(tracker: &HardwareTracker, uuid: &str) -> String {
@@ -761,7 +761,7 @@ pub(crate) mod tests {
                     0 => { tracker.record_xid("GPU-b", xid, Some(1), &[], now); }
                     1 => tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now),
                     2 => tracker.observe(two_gpus(), now),
-                    3 => tracker.record_answer(1, no_answer(), now),
+                    3 => tracker.record_answer(1, hung_gpu(), now),
                     _ => tracker.record_vitals("GPU-b", Vitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..Vitals::default() }, now),
                 }
                 prop_assert_eq!(&tracker.hardware().gpus["GPU-a"].health, &Health { healthy: true, ..Health::default() });

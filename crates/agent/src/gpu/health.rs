@@ -364,15 +364,15 @@ pub(crate) mod tests {
         Stamp { now, wall: Timestamp::UNIX_EPOCH }
     }
 
-    fn class(history: &History) -> String {
+    fn health_class(history: &History) -> String {
         history.health().class
     }
 
-    fn with_errors(uncorrected: u64) -> Vitals {
+    fn vitals_with_errors(uncorrected: u64) -> Vitals {
         Vitals { uncorrected: Some(uncorrected), ..Vitals::default() }
     }
 
-    fn with_recovery(recovery: Recovery) -> Vitals {
+    fn vitals_with_recovery(recovery: Recovery) -> Vitals {
         Vitals { recovery: Some(recovery), ..Vitals::default() }
     }
 
@@ -382,10 +382,10 @@ pub(crate) mod tests {
         let mut history = History::default();
         assert_eq!(history.record_xid(999, None, &[], stamp(start)), Class::Suspect);
         history.record_answer(start + DEFAULT_QUIET_PERIOD.saturating_sub(Duration::from_millis(1)), &[]);
-        assert_eq!(class(&history), "Suspect", "the answer came too early");
+        assert_eq!(health_class(&history), "Suspect", "the answer came too early");
         history.record_xid(999, None, &[], stamp(start + DEFAULT_QUIET_PERIOD / 2));
         history.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
-        assert_eq!(class(&history), "Suspect", "the second XID restarts the quiet period");
+        assert_eq!(health_class(&history), "Suspect", "the second XID restarts the quiet period");
         // Time alone ends no fault: NVML has to answer.
         history.record_answer(start + DEFAULT_QUIET_PERIOD / 2 + DEFAULT_QUIET_PERIOD, &[]);
         assert!(history.health().healthy);
@@ -396,33 +396,33 @@ pub(crate) mod tests {
         let (start, later) = (Instant::now(), Instant::now() + 1000 * DEFAULT_QUIET_PERIOD);
         let faulty = || {
             let mut history = History::default();
-            history.record_vitals(with_errors(3), stamp(start));
+            history.record_vitals(vitals_with_errors(3), stamp(start));
             history.record_xid(48, None, &[], stamp(start));
             history.record_xid(999, None, &[], stamp(start));
             history
         };
         let mut history = faulty();
         history.record_answer(later, &[]);
-        history.record_vitals(with_errors(3), stamp(later));
-        history.record_vitals(with_recovery(Recovery::Nothing), stamp(later));
-        assert_eq!(class(&history), "NeedsReset");
+        history.record_vitals(vitals_with_errors(3), stamp(later));
+        history.record_vitals(vitals_with_recovery(Recovery::Nothing), stamp(later));
+        assert_eq!(health_class(&history), "NeedsReset");
         assert!(history.health().message.contains("XID 48 (double-bit ECC error)"));
 
         let mut counters = history.clone();
-        counters.record_vitals(with_errors(0), stamp(later));
+        counters.record_vitals(vitals_with_errors(0), stamp(later));
         assert!(counters.health().healthy, "its counters start at 0 again");
         let mut driver = history.clone();
-        driver.record_vitals(with_recovery(Recovery::Reset), stamp(later));
-        assert_eq!(class(&driver), "NeedsReset");
-        driver.record_vitals(with_recovery(Recovery::Nothing), stamp(later));
+        driver.record_vitals(vitals_with_recovery(Recovery::Reset), stamp(later));
+        assert_eq!(health_class(&driver), "NeedsReset");
+        driver.record_vitals(vitals_with_recovery(Recovery::Nothing), stamp(later));
         assert!(driver.health().healthy, "the driver no longer requests a reset");
         let mut lost = History::restore(history.record(true), later);
-        assert_eq!(class(&lost), "Lost");
+        assert_eq!(health_class(&lost), "Lost");
         lost.record_answer(later, &[]);
         assert!(lost.health().healthy, "lost and back");
         let mut person = history.clone();
         person.clear_faults(&whole_seconds(Timestamp::from_second(-1).unwrap()));
-        assert_eq!(class(&person), "NeedsReset", "an earlier fault was cleared");
+        assert_eq!(health_class(&person), "NeedsReset", "an earlier fault was cleared");
         person.clear_faults(&whole_seconds(Timestamp::UNIX_EPOCH));
         assert!(person.health().healthy, "an administrator cleared it");
     }
@@ -445,15 +445,15 @@ pub(crate) mod tests {
     fn only_new_memory_errors_count_also_across_a_restart() {
         let start = Instant::now();
         let mut history = History::default();
-        history.record_vitals(with_errors(7), stamp(start));
+        history.record_vitals(vitals_with_errors(7), stamp(start));
         assert!(history.health().healthy, "those are old errors");
         let mut history = History::restore(history.record(false), start);
-        history.record_vitals(with_errors(9), stamp(start));
+        history.record_vitals(vitals_with_errors(9), stamp(start));
         let health = history.health();
         assert_eq!((health.class.as_str(), health.reason.as_str()), ("Suspect", "EccErrors"));
         assert!(health.message.starts_with("2 uncorrected memory errors"), "{}", health.message);
         history.record_vitals(Vitals::default(), stamp(start));
-        assert_eq!(class(&history), "Suspect", "no counter is no proof");
+        assert_eq!(health_class(&history), "Suspect", "no counter is no proof");
     }
 
     #[test]
@@ -467,7 +467,10 @@ pub(crate) mod tests {
             "{health:?}"
         );
         history.record_vitals(Vitals { remap_failed: Some(true), ..Vitals::default() }, start);
-        assert_eq!((class(&history).as_str(), history.health().reason.as_str()), ("NeedsReset", "RowRemapFailed"));
+        assert_eq!(
+            (health_class(&history).as_str(), history.health().reason.as_str()),
+            ("NeedsReset", "RowRemapFailed")
+        );
         history.clear_faults(&whole_seconds(Timestamp::MAX));
         history.record_reset();
         assert_eq!(history.health().reason, "RowRemapFailed", "while NVML reports it");
@@ -487,7 +490,7 @@ pub(crate) mod tests {
         history.record_answer(start, &["MIG-b"]);
         assert!(history.instances().is_empty());
         history.record_xid(95, Some("MIG-b"), &[], stamp(start));
-        assert_eq!(class(&history), "NeedsReset", "a reset affects the whole GPU");
+        assert_eq!(health_class(&history), "NeedsReset", "a reset affects the whole GPU");
         assert!(history.instances().is_empty());
     }
 
@@ -541,13 +544,13 @@ pub(crate) mod tests {
                 match step {
                     Step::Xid(xid, instance) => { history.record_xid(xid, instance.then_some("MIG-a"), &[], stamp(now)); }
                     Step::Answer => history.record_answer(now, &["MIG-a"]),
-                    Step::Errors(more) => { count += more; history.record_vitals(with_errors(count), stamp(now)); }
+                    Step::Errors(more) => { count += more; history.record_vitals(vitals_with_errors(count), stamp(now)); }
                     Step::Wait(seconds) => now += Duration::from_secs(seconds),
                     Step::Restart => history = History::restore(history.record(false), now),
                 }
                 prop_assert!(history.faults.len() <= 4, "bounded");
             }
-            prop_assert_eq!(class(&history), "NeedsReset");
+            prop_assert_eq!(health_class(&history), "NeedsReset");
             history.record_reset();
             prop_assert!(history.health().healthy && history.instances().is_empty());
         }

@@ -52,7 +52,7 @@ mod tests {
     use crate::gpu::layout::target_layout;
     use crate::gpu::layout::tests::{gpu, mps_spec};
 
-    const MPS: &str = "nvidia.com/gpu-mps";
+    const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     fn withheld_of_gpu(cordoned: bool, usage: Option<&Usage>, pending: &PendingAllocations) -> Vec<String> {
         let specs: Vec<_> = ["GPU-a", "GPU-b"].map(|uuid| mps_spec(uuid, 4)).into();
@@ -79,7 +79,7 @@ mod tests {
         let mut pending = PendingAllocations::with_watch();
         let want = ContainerRequest {
             container: "c".into(),
-            resource: MPS.into(),
+            resource: MPS_RESOURCE.into(),
             units: 2,
             group: 0,
             needed: 2,

@@ -315,7 +315,7 @@ mod tests {
         Usage::default()
     }
 
-    fn results(decision: &Decision) -> Vec<(&str, &str)> {
+    fn step_results(decision: &Decision) -> Vec<(&str, &str)> {
         decision.steps.iter().map(|step| (step.gpu.as_str(), step.result.as_str())).collect()
     }
 
@@ -341,14 +341,14 @@ mod tests {
         let new = spec(vec![mps_spec("GPU-a", 5), mps_spec("GPU-b", 5)]);
         let usage = Usage::new(&[listed("train", &["GPU-a::3"])], &Allocations::default());
         let decision = decide(&hardware, Some(&new), &old.layouts, Some(&usage));
-        assert_eq!(results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
+        assert_eq!(step_results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
         assert_eq!(decision.steps[0].message, "in use by ns/train");
         assert_eq!(decision.steps[0].reason, STEP_IN_USE);
         assert!(!decision.applied);
         assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
         assert_eq!(decision.layouts["GPU-b"].pools[0].count, 5);
         let freed = decide(&hardware, Some(&new), &decision.layouts, Some(&no_usage()));
-        assert_eq!(results(&freed), [("GPU-a", "Done")]);
+        assert_eq!(step_results(&freed), [("GPU-a", "Done")]);
         assert!(freed.applied);
     }
 
@@ -358,7 +358,7 @@ mod tests {
         let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let allocations = Allocations::restore([allocation(&["GPU-a::3"])], Instant::now());
         let decision = decide(&hardware, Some(&spec(vec![])), &old.layouts, Some(&Usage::new(&[], &allocations)));
-        assert_eq!(results(&decision), [("GPU-a", "Waiting")]);
+        assert_eq!(step_results(&decision), [("GPU-a", "Waiting")]);
         assert!(decision.steps[0].message.contains("being admitted"));
     }
 
@@ -369,7 +369,7 @@ mod tests {
         let mut only_a = old.layouts.clone();
         only_a.remove("GPU-b");
         let decision = decide(&hardware, Some(&spec(vec![])), &only_a, None);
-        assert_eq!(results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
+        assert_eq!(step_results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
         assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
     }
 
@@ -388,9 +388,9 @@ mod tests {
         let hardware = hardware(&["GPU-a"]);
         let usage = Usage::new(&[listed("p", &["GPU-a::3"])], &Allocations::default());
         let same = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), Some(&usage));
-        assert_eq!(results(&same), [("GPU-a", "Done")]);
+        assert_eq!(step_results(&same), [("GPU-a", "Done")]);
         let other = decide(&hardware, Some(&spec(vec![])), &BTreeMap::new(), Some(&usage));
-        assert_eq!(results(&other), [("GPU-a", "Waiting")]);
+        assert_eq!(step_results(&other), [("GPU-a", "Waiting")]);
         assert!(other.layouts.is_empty());
     }
 
@@ -405,7 +405,7 @@ mod tests {
         slices.push(more);
         let usage = Usage::new(&[listed("p", &["GPU-a::3"])], &Allocations::default());
         let decision = decide(&hardware, Some(&spec(vec![part])), &old.layouts, Some(&usage));
-        assert_eq!(results(&decision), [("GPU-a", "Done")]);
+        assert_eq!(step_results(&decision), [("GPU-a", "Done")]);
     }
 
     #[test]
@@ -414,7 +414,7 @@ mod tests {
         let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let bad = spec(vec![mps_spec("GPU-a", 49), mps_spec("GPU-x", 10)]);
         let decision = decide(&hardware, Some(&bad), &old.layouts, Some(&no_usage()));
-        assert_eq!(results(&decision), [("GPU-a", "Refused")], "GPU-x is not on this node");
+        assert_eq!(step_results(&decision), [("GPU-a", "Refused")], "GPU-x is not on this node");
         assert_eq!(decision.layouts, old.layouts);
         let twice = spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-a", 5)]);
         assert!(decide(&hardware, Some(&twice), &old.layouts, Some(&no_usage())).steps[0].message.contains("twice"));

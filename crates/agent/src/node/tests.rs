@@ -11,7 +11,7 @@ use crate::node::absence::MAX_ABSENCE;
 
 const GRACE: Duration = Duration::from_secs(30);
 
-fn spec(units: u32) -> Object {
+fn spec_object(units: u32) -> Object {
     let gpus = vec![mps_spec("GPU-a", units)];
     Object::Present(3, GpuNodeSpec { plan_id: format!("p{units}"), gpus })
 }
@@ -28,7 +28,7 @@ fn node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -
     (node, AllocationTable { allocations, ..AllocationTable::default() })
 }
 
-fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::HostView {
+fn host_view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::HostView {
     let daemon = DaemonStatus {
         state,
         pid: Some(1),
@@ -44,22 +44,22 @@ fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::HostView {
     mps::HostView { alive: true, status, error: None }
 }
 
-fn healthy(actions: &Actions) -> usize {
+fn count_healthy(actions: &Actions) -> usize {
     actions.lists.values().flatten().filter(|device| device.healthy).count()
 }
 
-fn reasons(actions: &Actions) -> Vec<&'static str> {
+fn event_reasons(actions: &Actions) -> Vec<&'static str> {
     actions.events.iter().map(|event| event.reason).collect()
 }
 
 /// A node that serves ten shares.
-fn serving(start: Instant) -> (Node, AllocationTable, Desired) {
+fn serving_node(start: Instant) -> (Node, AllocationTable, Desired) {
     let (mut node, mut table) = node(None, None, start);
     node.record_inventory(inventory(), start);
-    node.record_object(spec(10));
+    node.record_object(spec_object(10));
     let desired = node.reconcile(&mut table, start).desired;
-    node.record_mps_view(view(DaemonState::Active, 0, &desired));
-    assert_eq!(healthy(&node.reconcile(&mut table, start)), 10);
+    node.record_mps_view(host_view(DaemonState::Active, 0, &desired));
+    assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 10);
     (node, table, desired)
 }
 
@@ -67,20 +67,20 @@ fn serving(start: Instant) -> (Node, AllocationTable, Desired) {
 fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
     let start = Instant::now();
     let nothing = mps::HostView { alive: true, ..mps::HostView::default() };
-    let desired = serving(start).2;
+    let desired = serving_node(start).2;
     let views = [
-        ("the daemon starts", view(DaemonState::Starting, 0, &desired)),
-        ("the daemon restarts", view(DaemonState::Restarting, 0, &desired)),
-        ("the host is away", mps::HostView { alive: false, ..view(DaemonState::Active, 0, &desired) }),
+        ("the daemon starts", host_view(DaemonState::Starting, 0, &desired)),
+        ("the daemon restarts", host_view(DaemonState::Restarting, 0, &desired)),
+        ("the host is away", mps::HostView { alive: false, ..host_view(DaemonState::Active, 0, &desired) }),
         ("a new host has not started the daemon yet", nothing),
         ("the host left no status", mps::HostView::default()),
     ];
     for (what, away) in views {
-        let (mut node, mut table, desired) = serving(start);
+        let (mut node, mut table, desired) = serving_node(start);
         let served = |actions: &Actions| {
             let gpu = &actions.status.gpus[0];
             (
-                healthy(actions),
+                count_healthy(actions),
                 gpu.slices[0].unhealthy,
                 gpu.health.healthy,
                 actions.not_ready.is_none(),
@@ -90,7 +90,7 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
         for gone in [start + MAX_ABSENCE, start + 5 * MAX_ABSENCE] {
             // The daemon serves for some time before its absence. Only the duration of the absence
             // counts.
-            node.record_mps_view(view(DaemonState::Active, 0, &desired));
+            node.record_mps_view(host_view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
             let gone = gone + MAX_ABSENCE;
             node.record_mps_view(away.clone());
@@ -105,7 +105,7 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
             assert_eq!(served(&node.reconcile(&mut table, gone + half)), (10, 0, true, true, Some(half)), "{what}");
             for late in [gone + MAX_ABSENCE, gone + 2 * MAX_ABSENCE] {
                 let actions = node.reconcile(&mut table, late);
-                assert_eq!((healthy(&actions), actions.status.gpus[0].slices[0].unhealthy), (0, 10), "{what}");
+                assert_eq!((count_healthy(&actions), actions.status.gpus[0].slices[0].unhealthy), (0, 10), "{what}");
                 assert_eq!((actions.wake_after, actions.not_ready.is_none()), (None, node.view.alive), "{what}");
             }
         }
@@ -116,7 +116,7 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
 fn failures_make_shares_unhealthy_at_once() {
     let start = Instant::now();
     for state in [DaemonState::Fault, DaemonState::BackOff, DaemonState::Stopping] {
-        let (mut node, mut table, desired) = serving(start);
+        let (mut node, mut table, desired) = serving_node(start);
         for (state, shares) in [
             (DaemonState::Restarting, 10),
             (state, 0),
@@ -124,20 +124,20 @@ fn failures_make_shares_unhealthy_at_once() {
             (DaemonState::Starting, 0),
             (DaemonState::Active, 10),
         ] {
-            node.record_mps_view(view(state, 0, &desired));
+            node.record_mps_view(host_view(state, 0, &desired));
             let actions = node.reconcile(&mut table, start);
-            assert_eq!(healthy(&actions), shares, "{state:?}");
+            assert_eq!(count_healthy(&actions), shares, "{state:?}");
             assert_eq!(actions.status.gpus[0].slices[0].unhealthy, 10 - u32::try_from(shares).unwrap());
         }
-        node.record_mps_view(mps::HostView { alive: false, ..view(state, 0, &desired) });
-        assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the host's last status");
+        node.record_mps_view(mps::HostView { alive: false, ..host_view(state, 0, &desired) });
+        assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the host's last status");
     }
-    let (mut node, mut table, desired) = serving(start);
-    node.record_mps_view(view(DaemonState::Restarting, 0, &desired));
+    let (mut node, mut table, desired) = serving_node(start);
+    node.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
     node.record_xid("GPU-a", 79, None, &[], start);
     let actions = node.reconcile(&mut table, start);
     assert_eq!(
-        (healthy(&actions), actions.status.gpus[0].health.reason.as_str()),
+        (count_healthy(&actions), actions.status.gpus[0].health.reason.as_str()),
         (0, "ResetRequired"),
         "the GPU itself failed"
     );
@@ -149,24 +149,24 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     for state in [DaemonState::Starting, DaemonState::Restarting] {
         let (mut node, mut table) = node(None, None, start);
         node.record_inventory(inventory(), start);
-        node.record_object(spec(10));
+        node.record_object(spec_object(10));
         let desired = node.reconcile(&mut table, start).desired;
-        node.record_mps_view(view(state, 0, &desired));
-        assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?}, not served before");
+        node.record_mps_view(host_view(state, 0, &desired));
+        assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 0, "{state:?}, not served before");
     }
 
-    let (mut first, mut table, desired) = serving(start);
+    let (mut first, mut table, desired) = serving_node(start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     let (mut next, mut table) = node(Some(checkpoint), None, start);
-    next.record_mps_view(view(DaemonState::Restarting, 0, &desired));
-    assert_eq!(healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
+    next.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
+    assert_eq!(count_healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
     // The new layout has other limits. The daemon's default limits stay the same only with
     // `same_daemon`.
     for same_daemon in [false, true] {
-        let (mut node, mut table, desired) = serving(start);
+        let (mut node, mut table, desired) = serving_node(start);
         node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
-        let Object::Present(generation, mut other) = spec(10) else { panic!() };
+        let Object::Present(generation, mut other) = spec_object(10) else { panic!() };
         let partition = other.gpus[0].partition.mps.as_mut().unwrap();
         if same_daemon {
             partition.slices[0].max_clients = Some(3);
@@ -174,69 +174,72 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
             partition.multi_user = false;
         }
         node.record_object(Object::Present(generation, other));
-        node.record_mps_view(view(DaemonState::Restarting, 0, &desired));
+        node.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
         node.reconcile(&mut table, start);
         let actions = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
         assert_eq!(actions.desired == desired, same_daemon);
-        assert_eq!((healthy(&actions), actions.wake_after), (0, None), "the layout changed");
+        assert_eq!((count_healthy(&actions), actions.wake_after), (0, None), "the layout changed");
         for state in [DaemonState::Active, DaemonState::Restarting] {
-            node.record_mps_view(view(state, 0, &desired));
-            let shares = healthy(&node.reconcile(&mut table, start));
+            node.record_mps_view(host_view(state, 0, &desired));
+            let shares = count_healthy(&node.reconcile(&mut table, start));
             assert_eq!(shares, if same_daemon { 10 } else { 0 }, "{state:?}, with its last settings?");
         }
-        node.record_mps_view(view(DaemonState::Active, 0, &actions.desired));
-        assert_eq!(healthy(&node.reconcile(&mut table, start)), 10);
+        node.record_mps_view(host_view(DaemonState::Active, 0, &actions.desired));
+        assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 10);
     }
 }
 
 #[test]
 fn a_new_allocation_that_the_host_has_not_read_leaves_shares_healthy() {
     let start = Instant::now();
-    let (mut node, mut table, _) = serving(start);
+    let (mut node, mut table, _) = serving_node(start);
     let given = Allocation {
         mps: Some(MpsLimits { threads: Some(20), memory_mib: Some(1), max_clients: None }),
         ..allocation(&["GPU-a::0"])
     };
     table.allocations.insert(given, start);
     let actions = node.reconcile(&mut table, start);
-    assert_eq!((healthy(&actions), actions.desired.allocations.len()), (10, 1));
+    assert_eq!((count_healthy(&actions), actions.desired.allocations.len()), (10, 1));
 }
 
 #[test]
 fn a_whole_gpu_waits_until_its_daemon_has_exited() {
     let start = Instant::now();
-    let (mut node, mut table, desired) = serving(start);
+    let (mut node, mut table, desired) = serving_node(start);
     node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
     node.record_object(Object::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
     node.reconcile(&mut table, start);
     let actions = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
     assert!(actions.desired.daemons.is_empty());
-    assert_eq!((actions.lists.values().flatten().count(), healthy(&actions)), (1, 0));
-    let mut gone = view(DaemonState::Active, 0, &desired);
+    assert_eq!((actions.lists.values().flatten().count(), count_healthy(&actions)), (1, 0));
+    let mut gone = host_view(DaemonState::Active, 0, &desired);
     gone.status.daemons.clear();
     node.record_mps_view(gone);
-    assert_eq!(healthy(&node.reconcile(&mut table, start)), 1);
+    assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 1);
 }
 
 #[test]
 fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
     let start = Instant::now();
-    let (mut node, mut table, desired) = serving(start);
+    let (mut node, mut table, desired) = serving_node(start);
     let mut reported = |view: mps::HostView| {
         node.record_mps_view(view);
-        reasons(&node.reconcile(&mut table, start))
+        event_reasons(&node.reconcile(&mut table, start))
     };
-    assert!(reported(view(DaemonState::Active, 0, &desired)).is_empty());
-    assert_eq!(reported(view(DaemonState::Restarting, 0, &desired)), ["MpsUnavailable"]);
-    assert!(reported(view(DaemonState::BackOff, 0, &desired)).is_empty());
-    assert!(reported(view(DaemonState::Starting, 1, &desired)).is_empty());
-    assert_eq!(reported(view(DaemonState::Active, 1, &desired)), ["Recovered"]);
+    assert!(reported(host_view(DaemonState::Active, 0, &desired)).is_empty());
+    assert_eq!(reported(host_view(DaemonState::Restarting, 0, &desired)), ["MpsUnavailable"]);
+    assert!(reported(host_view(DaemonState::BackOff, 0, &desired)).is_empty());
+    assert!(reported(host_view(DaemonState::Starting, 1, &desired)).is_empty());
+    assert_eq!(reported(host_view(DaemonState::Active, 1, &desired)), ["Recovered"]);
     assert_eq!(
-        reported(view(DaemonState::Active, 2, &desired)),
+        reported(host_view(DaemonState::Active, 2, &desired)),
         ["MpsUnavailable", "Recovered"],
         "both between two updates"
     );
-    assert_eq!(reported(mps::HostView { alive: false, ..view(DaemonState::Active, 2, &desired) }), ["MpsUnavailable"]);
+    assert_eq!(
+        reported(mps::HostView { alive: false, ..host_view(DaemonState::Active, 2, &desired) }),
+        ["MpsUnavailable"]
+    );
 }
 
 #[test]
@@ -244,28 +247,28 @@ fn a_failed_start_is_an_event_and_a_normal_one_is_not() {
     let start = Instant::now();
     let (mut node, mut table) = node(None, None, start);
     node.record_inventory(inventory(), start);
-    node.record_object(spec(10));
+    node.record_object(spec_object(10));
     let desired = node.reconcile(&mut table, start).desired;
     for state in [DaemonState::Stopping, DaemonState::Starting] {
-        node.record_mps_view(view(state, 0, &desired));
-        assert!(reasons(&node.reconcile(&mut table, start)).is_empty());
+        node.record_mps_view(host_view(state, 0, &desired));
+        assert!(event_reasons(&node.reconcile(&mut table, start)).is_empty());
     }
-    node.record_mps_view(view(DaemonState::BackOff, 0, &desired));
-    assert_eq!(reasons(&node.reconcile(&mut table, start)), ["MpsUnavailable"]);
-    node.record_mps_view(view(DaemonState::Active, 3, &desired));
-    assert_eq!(reasons(&node.reconcile(&mut table, start)), ["Recovered"]);
+    node.record_mps_view(host_view(DaemonState::BackOff, 0, &desired));
+    assert_eq!(event_reasons(&node.reconcile(&mut table, start)), ["MpsUnavailable"]);
+    node.record_mps_view(host_view(DaemonState::Active, 3, &desired));
+    assert_eq!(event_reasons(&node.reconcile(&mut table, start)), ["Recovered"]);
 }
 
 #[test]
 fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
     let start = Instant::now();
-    let (mut first, mut table, _) = serving(start);
+    let (mut first, mut table, _) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     for (checkpoint, pending) in [(Some(checkpoint), 1), (None, 10)] {
         let (mut next, mut table) = node(checkpoint, None, start);
         next.record_inventory(inventory(), start);
-        next.record_object(spec(10));
+        next.record_object(spec_object(10));
         let in_use = |actions: Actions| actions.status.gpus[0].slices[0].in_use;
         assert_eq!(in_use(next.reconcile(&mut table, start)), pending);
         next.record_pod_resources(Err("it starts".into()), start, &mut table.allocations);
@@ -278,7 +281,7 @@ fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
 #[test]
 fn slices_in_the_kubelets_checkpoint_are_in_use() {
     let start = Instant::now();
-    let (mut node, mut table, _) = serving(start);
+    let (mut node, mut table, _) = serving_node(start);
     let later = start + 2 * GRACE;
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     node.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
@@ -298,7 +301,7 @@ fn slices_in_the_kubelets_checkpoint_are_in_use() {
 #[test]
 fn allocations_end_if_a_new_kubelet_removed_them_from_its_checkpoint() {
     let start = Instant::now();
-    let (mut node, mut table, _) = serving(start);
+    let (mut node, mut table, _) = serving_node(start);
     let later = start + 2 * GRACE;
     for id in ["GPU-a::1", "GPU-a::2"] {
         table.allocations.insert(allocation(&[id]), start);
@@ -321,13 +324,13 @@ fn allocations_end_if_a_new_kubelet_removed_them_from_its_checkpoint() {
 #[test]
 fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
     let start = Instant::now();
-    let (mut node, mut table, _) = serving(start);
+    let (mut node, mut table, _) = serving_node(start);
     let later = start + 2 * GRACE;
     node.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     node.record_kubelet_start(later);
     assert_eq!(node.record_pod_resources(Ok(vec![]), later + GRACE / 2, &mut table.allocations), 0);
-    node.record_object(spec(5));
+    node.record_object(spec_object(5));
     let actions = node.reconcile(&mut table, later + GRACE / 2);
     assert_eq!(actions.lists.values().flatten().count(), 10, "{:?}", actions.status.steps);
     assert_eq!(actions.list_interval, LIST_INTERVAL_IN_USE);
@@ -339,32 +342,32 @@ fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
 #[test]
 fn slices_are_unhealthy_before_their_removal_and_stay_if_allocated_meanwhile() {
     let start = Instant::now();
-    let (mut node, mut table, _) = serving(start);
+    let (mut node, mut table, _) = serving_node(start);
     node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
-    node.record_object(spec(5));
+    node.record_object(spec_object(5));
     let withdrawn = node.reconcile(&mut table, start);
-    assert_eq!((withdrawn.lists.values().flatten().count(), healthy(&withdrawn)), (10, 0));
+    assert_eq!((withdrawn.lists.values().flatten().count(), count_healthy(&withdrawn)), (10, 0));
     assert_eq!(withdrawn.wake_after, Some(WITHDRAWAL_TIME));
     assert!(withdrawn.status.plan_id.is_empty());
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let blocked = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
-    assert_eq!((blocked.lists.values().flatten().count(), healthy(&blocked), blocked.wake_after), (10, 10, None));
+    assert_eq!((blocked.lists.values().flatten().count(), count_healthy(&blocked), blocked.wake_after), (10, 10, None));
     assert_eq!(blocked.status.steps[0].result, "Waiting");
     table.allocations = Allocations::default();
-    assert_eq!(healthy(&node.reconcile(&mut table, start + 2 * WITHDRAWAL_TIME)), 0, "listed as unhealthy again");
-    node.record_object(spec(10));
+    assert_eq!(count_healthy(&node.reconcile(&mut table, start + 2 * WITHDRAWAL_TIME)), 0, "listed as unhealthy again");
+    node.record_object(spec_object(10));
     let back = node.reconcile(&mut table, start + 3 * WITHDRAWAL_TIME);
-    assert_eq!((healthy(&back), back.status.plan_id.as_str()), (10, "p10"));
+    assert_eq!((count_healthy(&back), back.status.plan_id.as_str()), (10, "p10"));
 }
 
 #[test]
 fn an_error_of_the_kubelet_ends_no_allocation() {
     let start = Instant::now();
-    let (mut node, mut table, _) = serving(start);
+    let (mut node, mut table, _) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let later = start + 2 * GRACE;
     assert_eq!(node.record_pod_resources(Err("no".into()), later, &mut table.allocations), 0);
-    node.record_object(spec(5));
+    node.record_object(spec_object(5));
     let actions = node.reconcile(&mut table, later);
     assert_eq!(actions.lists.values().flatten().count(), 10);
     assert!(actions.status.conditions.iter().any(|condition| condition.message.contains("no")));
@@ -374,13 +377,13 @@ fn an_error_of_the_kubelet_ends_no_allocation() {
 #[test]
 fn the_checkpoint_serves_before_other_inputs_answer() {
     let start = Instant::now();
-    let (mut first, mut table, desired) = serving(start);
+    let (mut first, mut table, desired) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let left = first.reconcile(&mut table, start).checkpoint;
     let (mut second, mut table) = node(Some(left.clone()), None, start);
-    second.record_mps_view(view(DaemonState::Active, 0, &desired));
+    second.record_mps_view(host_view(DaemonState::Active, 0, &desired));
     let actions = second.reconcile(&mut table, start);
-    assert_eq!(healthy(&actions), 10);
+    assert_eq!(count_healthy(&actions), 10);
     assert_eq!(actions.checkpoint, left);
     assert_eq!(actions.not_ready.as_deref(), Some("NVML has not answered yet"));
     assert!(actions.status.plan_id.is_empty(), "not before NVML has answered");
@@ -389,7 +392,7 @@ fn the_checkpoint_serves_before_other_inputs_answer() {
 #[test]
 fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
     let start = Instant::now();
-    let (mut first, mut table, _) = serving(start);
+    let (mut first, mut table, _) = serving_node(start);
     let limits = MpsLimits { threads: Some(20), memory_mib: Some(5), max_clients: None };
     table.allocations.insert(Allocation { mps: Some(limits), ..allocation(&["GPU-a::0", "GPU-a::1"]) }, start);
     let desired = first.reconcile(&mut table, start).desired;
@@ -419,7 +422,7 @@ fn an_unplanned_spec_counts_as_none_and_a_malformed_one_leaves_the_last() {
     let actions = node.reconcile(&mut table, start);
     assert!(actions.lists.is_empty(), "no whole GPU for a moment");
     assert_eq!(actions.status.observed_generation, 1);
-    node.record_object(spec(10));
+    node.record_object(spec_object(10));
     node.reconcile(&mut table, start);
     node.record_object(Object::Malformed("units: what?".into()));
     let actions = node.reconcile(&mut table, start);

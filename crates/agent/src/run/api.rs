@@ -355,13 +355,13 @@ mod tests {
 
     type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
-    fn client() -> (Client, Server) {
+    fn mock_client() -> (Client, Server) {
         let (service, server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         (Client::new(service, "default"), server)
     }
 
     /// Receives the next request and answers it.
-    async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
+    async fn answer_request(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
         let (request, reply) = timeout(TIMEOUT, server.next_request()).await.unwrap().unwrap();
         let line = format!("{} {}", request.method(), request.uri());
         let sent = request.into_body().collect_bytes().await.unwrap();
@@ -371,7 +371,7 @@ mod tests {
         (line, serde_json::from_slice(&sent).unwrap_or_default())
     }
 
-    fn object(status: &GpuNodeStatus) -> Value {
+    fn gpu_node_object(status: &GpuNodeStatus) -> Value {
         json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {}, "status": status })
     }
 
@@ -381,7 +381,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_status_is_written_if_it_differs_and_retried_after_an_error() {
-        let (client, mut api) = client();
+        let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status("1")));
         let (server, seen) = watch::channel(super::Server::default());
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
@@ -389,23 +389,23 @@ mod tests {
 
         let present = |status| super::Server { present: true, status, ..super::Server::default() };
         server.send_replace(present(None));
-        let failed = answer(
+        let failed = answer_request(
             &mut api,
             500,
             &json!({ "kind": "Status", "status": "Failure", "code": 500, "message": "", "reason": "" }),
         )
         .await;
         assert_eq!(failed.0, "PATCH /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
-        let (_, sent) = answer(&mut api, 200, &object(&status("1"))).await;
+        let (_, sent) = answer_request(&mut api, 200, &gpu_node_object(&status("1"))).await;
         assert_eq!(sent["status"]["driver"], "1");
 
         server.send_replace(present(Some(status("1"))));
         assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "it is up to date");
         wanted.send_replace(Some(status("2")));
-        assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2");
+        assert_eq!(answer_request(&mut api, 200, &gpu_node_object(&status("2"))).await.1["status"]["driver"], "2");
         server.send_replace(present(Some(status("someone's"))));
         assert_eq!(
-            answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"],
+            answer_request(&mut api, 200, &gpu_node_object(&status("2"))).await.1["status"]["driver"],
             "2",
             "the agent overwrites other writers"
         );
@@ -413,34 +413,37 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_known_version_is_replaced_and_an_outdated_one_is_patched() {
-        let (client, mut api) = client();
+        let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status("1")));
         let known = super::Server { present: true, version: Some("7".into()), ..super::Server::default() };
         let (_server, seen) = watch::channel(known);
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let with = |version: &str, status: &GpuNodeStatus| {
-            let mut object = object(status);
+            let mut object = gpu_node_object(status);
             object["metadata"]["resourceVersion"] = version.into();
             object
         };
-        let (request, sent) = answer(&mut api, 200, &with("8", &status("1"))).await;
+        let (request, sent) = answer_request(&mut api, 200, &with("8", &status("1"))).await;
         assert_eq!(request, "PUT /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
         assert_eq!((&sent["metadata"]["resourceVersion"], &sent["status"]["driver"]), (&json!("7"), &json!("1")));
 
         wanted.send_replace(Some(status("2")));
         let conflict =
             json!({ "kind": "Status", "status": "Failure", "code": 409, "message": "", "reason": "Conflict" });
-        let (request, sent) = answer(&mut api, 409, &conflict).await;
+        let (request, sent) = answer_request(&mut api, 409, &conflict).await;
         assert!(request.starts_with("PUT "), "{request}");
         assert_eq!(sent["metadata"]["resourceVersion"], "8", "the version of its own last write");
-        let (request, sent) = answer(&mut api, 200, &with("10", &status("2"))).await;
+        let (request, sent) = answer_request(&mut api, 200, &with("10", &status("2"))).await;
         assert_eq!((request.starts_with("PATCH "), &sent["status"]["driver"]), (true, &json!("2")), "{request}");
 
         wanted.send_replace(Some(status("3")));
-        assert_eq!(answer(&mut api, 200, &with("11", &status("3"))).await.1["metadata"]["resourceVersion"], "10");
+        assert_eq!(
+            answer_request(&mut api, 200, &with("11", &status("3"))).await.1["metadata"]["resourceVersion"],
+            "10"
+        );
     }
 
-    fn allocated_to(pods: &[&str]) -> GpuNodeStatus {
+    fn status_with_allocations(pods: &[&str]) -> GpuNodeStatus {
         let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
         let gpu = GpuStatus { allocations: pods.iter().map(row).collect(), ..GpuStatus::default() };
         GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() }
@@ -448,9 +451,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn new_allocations_are_delayed_and_freed_ones_are_reported_at_once() {
-        let (client, mut api) = client();
-        let (wanted, wants) = watch::channel(Some(allocated_to(&[])));
-        let present = super::Server { present: true, status: Some(allocated_to(&[])), ..super::Server::default() };
+        let (client, mut api) = mock_client();
+        let (wanted, wants) = watch::channel(Some(status_with_allocations(&[])));
+        let present =
+            super::Server { present: true, status: Some(status_with_allocations(&[])), ..super::Server::default() };
         let (_server, seen) = watch::channel(present);
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
@@ -460,26 +464,26 @@ mod tests {
         let mut pods_so_far: Vec<&str> = Vec::new();
         for pod in ["a", "b", "c", "d"] {
             pods_so_far.push(pod);
-            wanted.send_replace(Some(allocated_to(&pods_so_far)));
+            wanted.send_replace(Some(status_with_allocations(&pods_so_far)));
             assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err(), "{pod}");
         }
-        let (_, sent) = answer(&mut api, 200, &object(&allocated_to(&pods_so_far))).await;
+        let (_, sent) = answer_request(&mut api, 200, &gpu_node_object(&status_with_allocations(&pods_so_far))).await;
         assert_eq!((pods(&sent), began.elapsed() <= MINOR_DELAY + Duration::from_millis(2)), (4, true));
 
         // One allocation is added, and later another is removed. A third pod may use the freed
         // slices.
         tokio::time::sleep(MIN_WRITE_INTERVAL).await;
         let began = Instant::now();
-        wanted.send_replace(Some(allocated_to(&["a", "b", "c", "d", "e"])));
+        wanted.send_replace(Some(status_with_allocations(&["a", "b", "c", "d", "e"])));
         assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err());
-        wanted.send_replace(Some(allocated_to(&["a", "b", "c", "e"])));
-        assert_eq!(pods(&answer(&mut api, 200, &object(&allocated_to(&["a"]))).await.1), 4);
+        wanted.send_replace(Some(status_with_allocations(&["a", "b", "c", "e"])));
+        assert_eq!(pods(&answer_request(&mut api, 200, &gpu_node_object(&status_with_allocations(&["a"]))).await.1), 4);
         assert!(began.elapsed() < MINOR_DELAY / 2, "{:?}", began.elapsed());
     }
 
     #[tokio::test(start_paused = true)]
     async fn events_of_a_pod_are_published_on_it_and_on_the_node_separately_for_each_pod() {
-        let (client, mut api) = client();
+        let (client, mut api) = mock_client();
         let (events, to_publish) = mpsc::channel(4);
         let (_server, seen) = watch::channel(super::Server::default());
         tokio::spawn(write_events(client, "n".into(), to_publish, seen, Metrics::new()));
@@ -492,7 +496,7 @@ mod tests {
                 .unwrap();
             let mut published = Vec::new();
             for _ in 0..3 {
-                let (request, sent) = answer(&mut api, 201, &json!({})).await;
+                let (request, sent) = answer_request(&mut api, 201, &json!({})).await;
                 assert_eq!((&sent["note"], &sent["type"]), (&json!(format!("of {name}")), &json!("Warning")));
                 published.push((request, sent["regarding"]["kind"].clone(), sent["regarding"]["uid"].clone()));
                 let related = if published.len() == 1 { Value::Null } else { json!(name) };
@@ -515,7 +519,7 @@ mod tests {
             let event = NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(pod) };
             events.send(event).await.unwrap();
             for kind in ["GpuNode", "Node"] {
-                let (request, sent) = answer(&mut api, 201, &json!({})).await;
+                let (request, sent) = answer_request(&mut api, 201, &json!({})).await;
                 assert_eq!(request, "POST /apis/events.k8s.io/v1/namespaces/default/events?");
                 assert_eq!((&sent["note"], &sent["regarding"]["kind"]), (&json!(format!("from {name}")), &json!(kind)));
             }
@@ -524,17 +528,17 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_malformed_object_is_reported_and_the_watch_continues() {
-        let (client, mut api) = client();
+        let (client, mut api) = mock_client();
         let (objects, mut read) = mpsc::channel(4);
         let (server, _seen) = watch::channel(super::Server::default());
         tokio::spawn(follow(client, "n".into(), objects, server, Metrics::new()));
         let bad = json!({ "metadata": { "name": "n", "resourceVersion": "1" }, "spec": { "gpus": "none" } });
         let list = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNodeList", "metadata": { "resourceVersion": "1" }, "items": [bad] });
-        let (request, _) = answer(&mut api, 200, &list).await;
+        let (request, _) = answer_request(&mut api, 200, &list).await;
         assert!(request.contains("fieldSelector=metadata.name%3Dn"), "{request}");
         assert!(matches!(timeout(TIMEOUT, read.recv()).await.unwrap(), Some(Object::Malformed(_))));
         let good = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "resourceVersion": "2", "generation": 2 }, "spec": { "planId": "p" } });
-        answer(&mut api, 200, &json!({ "type": "MODIFIED", "object": good })).await;
+        answer_request(&mut api, 200, &json!({ "type": "MODIFIED", "object": good })).await;
         let spec = GpuNodeSpec { plan_id: "p".into(), ..GpuNodeSpec::default() };
         assert_eq!(timeout(TIMEOUT, read.recv()).await.unwrap(), Some(Object::Present(2, spec)));
     }

@@ -207,7 +207,7 @@ mod tests {
         CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
     }
 
-    fn acceptor(ca: &CertifiedIssuer<'static, KeyPair>) -> TlsAcceptor {
+    fn tls_acceptor(ca: &CertifiedIssuer<'static, KeyPair>) -> TlsAcceptor {
         let key = KeyPair::generate().unwrap();
         let certificate = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap().signed_by(&key, ca).unwrap();
         let config = rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
@@ -221,7 +221,7 @@ mod tests {
 
     /// Answers one request on one connection and returns the request's head. Fails if the TLS
     /// handshake fails.
-    async fn answer(listener: &TcpListener, acceptor: &TlsAcceptor) -> std::io::Result<String> {
+    async fn answer_connection(listener: &TcpListener, acceptor: &TlsAcceptor) -> std::io::Result<String> {
         let (stream, _) = listener.accept().await?;
         let mut stream = acceptor.accept(stream).await?;
         let mut head = Vec::new();
@@ -249,22 +249,22 @@ mod tests {
         let at = listener.local_addr().unwrap();
         let client = build_client(&authority("127.0.0.1", &at.port().to_string()), account.path()).unwrap();
 
-        let of_first = acceptor(&first);
-        let (version, head) = tokio::join!(client.apiserver_version(), answer(&listener, &of_first));
+        let of_first = tls_acceptor(&first);
+        let (version, head) = tokio::join!(client.apiserver_version(), answer_connection(&listener, &of_first));
         assert_eq!(version.unwrap().minor, "36");
         let head = head.unwrap().to_lowercase();
         assert!(head.starts_with("get /version ") && head.contains("authorization: bearer one\r\n"), "{head}");
 
-        let of_second = acceptor(&second);
-        let (version, head) = tokio::join!(client.apiserver_version(), answer(&listener, &of_second));
+        let of_second = tls_acceptor(&second);
+        let (version, head) = tokio::join!(client.apiserver_version(), answer_connection(&listener, &of_second));
         assert!(version.is_err() && head.is_err(), "a server of another CA was trusted");
 
         std::fs::write(&ca, format!("{}{}", first.pem(), second.pem())).unwrap();
-        let (version, head) = tokio::join!(client.apiserver_version(), answer(&listener, &of_second));
+        let (version, head) = tokio::join!(client.apiserver_version(), answer_connection(&listener, &of_second));
         assert!(version.is_ok() && head.is_ok(), "{version:?}");
 
         std::fs::write(&ca, "no certificate").unwrap();
-        let (version, _) = tokio::join!(client.apiserver_version(), answer(&listener, &of_second));
+        let (version, _) = tokio::join!(client.apiserver_version(), answer_connection(&listener, &of_second));
         assert!(version.is_err(), "no server is trusted without a CA");
     }
 

@@ -178,16 +178,16 @@ mod tests {
 
     use super::*;
 
-    fn driver_info(count: u32) -> Input {
+    fn driver_info_input(count: u32) -> Input {
         Input::DriverInfo(Ok(DriverInfo { driver: "1".into(), count }), Instant::now())
     }
 
-    fn gpu(index: u32) -> Input {
+    fn gpu_input(index: u32) -> Input {
         Input::Gpu(index, Err(NvmlError::NoDriver), Instant::now())
     }
 
     /// Indices of the GPUs in one input.
-    fn answers(input: Option<Input>) -> Vec<u32> {
+    fn gpu_indices(input: Option<Input>) -> Vec<u32> {
         let Some(Input::Many(batch)) = input else { return Vec::new() };
         let index = |input: &Input| match input {
             Input::Gpu(index, ..) => Some(*index),
@@ -202,24 +202,24 @@ mod tests {
         let (inputs, mut received) = mpsc::channel(64);
         tokio::spawn(async move { gather(gathered, &inputs).await });
         let begun = tokio::time::Instant::now();
-        for input in [driver_info(3), gpu(0), gpu(2)] {
+        for input in [driver_info_input(3), gpu_input(0), gpu_input(2)] {
             send.send(input).await.unwrap();
         }
         tokio::time::sleep(FIRST_ANSWERS_TIMEOUT / 2).await;
-        send.send(gpu(1)).await.unwrap();
-        assert_eq!(answers(received.recv().await), [0, 2, 1]);
+        send.send(gpu_input(1)).await.unwrap();
+        assert_eq!(gpu_indices(received.recv().await), [0, 2, 1]);
         assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "no wait once all have answered");
 
         // A fourth GPU appears, and hangs.
-        for input in [driver_info(4), gpu(0), gpu(1)] {
+        for input in [driver_info_input(4), gpu_input(0), gpu_input(1)] {
             send.send(input).await.unwrap();
         }
-        assert_eq!(answers(received.recv().await), [0, 1]);
+        assert_eq!(gpu_indices(received.recv().await), [0, 1]);
         let begun = tokio::time::Instant::now();
-        for input in [driver_info(4), gpu(0), gpu(1)] {
+        for input in [driver_info_input(4), gpu_input(0), gpu_input(1)] {
             send.send(input).await.unwrap();
         }
-        assert_eq!(answers(received.recv().await), [0, 1]);
+        assert_eq!(gpu_indices(received.recv().await), [0, 1]);
         assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "the wait for it is over");
         drop(send);
         assert!(received.recv().await.is_none());

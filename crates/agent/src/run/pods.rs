@@ -213,7 +213,7 @@ mod tests {
     use crate::allocator::tests::allocator;
     use crate::pods::tests::{container, object, placement};
 
-    const MPS: &str = "nvidia.com/gpu-mps";
+    const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     /// Seconds from the start of a pod's termination to its deadline. `None` if no termination of
     /// the pod is known.
@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     fn terminating_pods_are_followed() {
-        let spec = json!({"containers": [container("main", &json!({MPS: "1"}))]});
+        let spec = json!({"containers": [container("main", &json!({MPS_RESOURCE: "1"}))]});
         let guard = |object: Value| serde_json::from_value::<DeserializeGuard<PodObject>>(object).unwrap();
         let deleted = |name: &str| {
             let mut object = object(name, "", &spec);
@@ -273,7 +273,7 @@ mod tests {
         let mut watch_state =
             TerminationWatch { shutdown: Shutdown::new(Periods::new(periods)), ..TerminationWatch::default() };
         let mut terminating = TerminatingPods::default();
-        let shares = json!({MPS: "1"});
+        let shares = json!({MPS_RESOURCE: "1"});
         watch_state.handle(&mut terminating, &Event::Init, "n");
         for (name, priority, limits) in [("a", 0, &shares), ("b", 100, &shares), ("c", 0, &json!({"cpu": "1"}))] {
             watch_state.handle(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
@@ -311,9 +311,9 @@ mod tests {
             reply.send_response(http::Response::new(Body::from(body.to_string().into_bytes())));
             request.uri().to_string()
         };
-        let spec = |shares: u32| json!({"containers": [container("main", &json!({MPS: shares.to_string()}))]});
+        let spec = |shares: u32| json!({"containers": [container("main", &json!({MPS_RESOURCE: shares.to_string()}))]});
         let bad = json!({"metadata": {"name": "bad", "namespace": "ns", "uid": "bad"}, "spec": {"containers": 7}});
-        let items = json!([bad, object("a", &placement(&[(MPS, 3, "GPU-a")]), &spec(3))]);
+        let items = json!([bad, object("a", &placement(&[(MPS_RESOURCE, 3, "GPU-a")]), &spec(3))]);
         let request = answer(
             json!({"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}),
         )
@@ -328,19 +328,21 @@ mod tests {
             };
             timeout(std::time::Duration::from_secs(60), arrived).await.unwrap_or_else(|_| panic!("never: {what}"));
         };
-        until("the listed pod", &|pending| pending.reserved(MPS).iter().any(|reserved| reserved.device == "GPU-a"))
-            .await;
+        until("the listed pod", &|pending| {
+            pending.reserved(MPS_RESOURCE).iter().any(|reserved| reserved.device == "GPU-a")
+        })
+        .await;
         let mut completed = object("a", "", &spec(3));
         completed["status"] = json!({"phase": "Failed"});
         let changes = [
-            json!({"type": "ADDED", "object": object("b", &placement(&[(MPS, 4, "GPU-b")]), &spec(4))}),
+            json!({"type": "ADDED", "object": object("b", &placement(&[(MPS_RESOURCE, 4, "GPU-b")]), &spec(4))}),
             json!({"type": "MODIFIED", "object": completed}),
         ];
         let text = changes.map(|change| format!("{change}\n")).concat();
         let (_, reply) = timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
         reply.send_response(http::Response::new(Body::from(text.into_bytes())));
         until("the change", &|pending| {
-            pending.reserved(MPS).iter().map(|reserved| reserved.device).collect::<Vec<_>>() == ["GPU-b"]
+            pending.reserved(MPS_RESOURCE).iter().map(|reserved| reserved.device).collect::<Vec<_>>() == ["GPU-b"]
         })
         .await;
     }

@@ -250,7 +250,7 @@ mod tests {
         (trigger, ProcessObserver::new(library, "/proc".into()), snapshot, in_use)
     }
 
-    fn seen(round: &Round) -> Vec<&str> {
+    fn sampled_devices(round: &Round) -> Vec<&str> {
         round.sample.devices.keys().map(String::as_str).collect()
     }
 
@@ -259,16 +259,16 @@ mod tests {
         let (trigger, mut observer, snapshot, devices) =
             fake_nvml(&[("GPU-a", "GPU-a"), ("GPU-b", "GPU-b"), ("GPU-c", "GPU-c")]);
         let first = observer.round(&snapshot, &devices).await.unwrap();
-        assert_eq!((seen(&first), first.unreachable.len()), (vec!["GPU-a", "GPU-c"], 0));
+        assert_eq!((sampled_devices(&first), first.unreachable.len()), (vec!["GPU-a", "GPU-c"], 0));
         assert_eq!(first.waiting, BTreeSet::from(["GPU-b".to_owned()]));
         let begun = Instant::now();
         let second = observer.round(&snapshot, &devices).await.unwrap();
-        assert_eq!(seen(&second), ["GPU-a", "GPU-c"]);
+        assert_eq!(sampled_devices(&second), ["GPU-a", "GPU-c"]);
         assert!(begun.elapsed() < ROUND_TIMEOUT, "the second round does not wait for it");
         // After the deadline, the call fails. Only one thread queries the GPU even then.
         let unreachable = loop {
             let round = observer.round(&snapshot, &devices).await.unwrap();
-            assert_eq!(seen(&round), ["GPU-a", "GPU-c"]);
+            assert_eq!(sampled_devices(&round), ["GPU-a", "GPU-c"]);
             if !round.unreachable.is_empty() {
                 break round;
             }
@@ -279,7 +279,7 @@ mod tests {
         for _ in 0..1000 {
             trigger.send(()).unwrap();
         }
-        while seen(&observer.round(&snapshot, &devices).await.unwrap()) != ["GPU-a", "GPU-b", "GPU-c"] {
+        while sampled_devices(&observer.round(&snapshot, &devices).await.unwrap()) != ["GPU-a", "GPU-b", "GPU-c"] {
             tokio::task::yield_now().await;
         }
     }
@@ -289,9 +289,9 @@ mod tests {
         let (_trigger, mut observer, snapshot, devices) =
             fake_nvml(&[("MIG-a", "GPU-m"), ("MIG-lost", "GPU-m"), ("GPU-c", "GPU-c")]);
         let round = observer.round(&snapshot, &devices).await.unwrap();
-        assert_eq!((seen(&round), round.unreachable.len()), (vec!["GPU-c", "MIG-a"], 0));
+        assert_eq!((sampled_devices(&round), round.unreachable.len()), (vec!["GPU-c", "MIG-a"], 0));
         let (_trigger, mut observer, snapshot, devices) = fake_nvml(&[("MIG-lost", "GPU-m")]);
         let round = observer.round(&snapshot, &devices).await.unwrap();
-        assert_eq!((seen(&round).len(), round.unreachable.len()), (0, 1));
+        assert_eq!((sampled_devices(&round).len(), round.unreachable.len()), (0, 1));
     }
 }

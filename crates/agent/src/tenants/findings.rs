@@ -222,7 +222,7 @@ mod tests {
     use super::super::violations::tests::owner;
     use super::*;
 
-    struct Watch {
+    struct FindingsTest {
         findings: Findings,
         names: PodNames,
         start: Instant,
@@ -231,7 +231,7 @@ mod tests {
         clients: BTreeSet<ProcessId>,
     }
 
-    impl Watch {
+    impl FindingsTest {
         fn new() -> Self {
             let mut names = PodNames::default();
             names.begin_list();
@@ -270,7 +270,7 @@ mod tests {
 
     #[test]
     fn two_samples_make_a_finding_that_is_reported_once() {
-        let mut watch = Watch::new();
+        let mut watch = FindingsTest::new();
         let first = watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         assert!(first.confirm && first.new.is_empty() && first.report.is_empty() && watch.findings.all().is_empty());
         let second = watch.sample(400, vec![violation(MEMORY_EXCEEDED, 1, 6)]);
@@ -282,7 +282,7 @@ mod tests {
 
     #[test]
     fn violations_of_different_new_processes_do_not_confirm_each_other() {
-        let mut watch = Watch::new();
+        let mut watch = FindingsTest::new();
         for at in 0..20 {
             let changes = watch.sample(at * 400, vec![violation(OUTSIDE_MPS, u32::try_from(at).unwrap(), 0)]);
             assert!(changes.new.is_empty() && changes.confirm, "{at}");
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn a_former_client_is_not_outside_mps_for_ten_seconds() {
-        let mut watch = Watch::new();
+        let mut watch = FindingsTest::new();
         watch.clients = [ProcessId { pid: 1, start: 1 }].into();
         watch.sample(0, vec![]);
         for at in [1000, 5000, 9900] {
@@ -305,7 +305,7 @@ mod tests {
 
     #[test]
     fn a_sample_without_the_violation_resets_its_confirmation() {
-        let mut watch = Watch::new();
+        let mut watch = FindingsTest::new();
         watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         watch.sample(400, vec![]);
         assert!(watch.findings.is_empty());
@@ -315,7 +315,7 @@ mod tests {
     #[test]
     fn an_unconfirmed_violation_outlasts_a_pending_sample_but_not_an_unreachable_gpu() {
         for (state, new) in [(SampleState::Pending, 1), (SampleState::Unreachable, 0)] {
-            let mut watch = Watch::new();
+            let mut watch = FindingsTest::new();
             watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
             watch.state = state;
             watch.sample(400, vec![]);
@@ -326,7 +326,7 @@ mod tests {
 
     #[test]
     fn a_finding_is_retained_longer_while_the_gpu_is_unreachable() {
-        let mut watch = Watch::new();
+        let mut watch = FindingsTest::new();
         for at in [0, 400] {
             watch.sample(at, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         }
@@ -344,7 +344,7 @@ mod tests {
 
     #[test]
     fn under_evict_clients_are_terminated_and_the_finding_stays_until_the_pod_is_gone() {
-        let mut watch = Watch::new();
+        let mut watch = FindingsTest::new();
         watch.evict = true;
         assert!(watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]).terminate.is_empty());
         let found = watch.sample(400, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
@@ -363,7 +363,7 @@ mod tests {
 
     #[test]
     fn a_finding_is_reported_on_its_pod_once_the_name_is_known() {
-        let mut watch = Watch::new();
+        let mut watch = FindingsTest::new();
         let unnamed = || Violation { tenant: Tenant::default(), ..violation(MEMORY_EXCEEDED, 1, 5) };
         watch.sample(0, vec![unnamed()]);
         let found = watch.sample(400, vec![unnamed()]);
@@ -376,7 +376,7 @@ mod tests {
 
     #[test]
     fn a_gpunode_lists_at_most_32_findings() {
-        let mut watch = Watch::new();
+        let mut watch = FindingsTest::new();
         let many = || {
             let one = |n: u32| {
                 let mut violation = violation(MEMORY_EXCEEDED, n, 5);

@@ -73,12 +73,12 @@ mod tests {
 
     use super::*;
 
-    const STAT: &str = "42 (a b) c) S 7 42 42 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 1 1\n";
+    const PROC_STAT_LINE: &str = "42 (a b) c) S 7 42 42 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 1 1\n";
 
     #[test]
     fn spaces_and_parentheses_in_a_name_do_not_shift_the_fields() {
-        assert_eq!(parse_stat(STAT), Some((7, 987_654)));
-        assert_eq!(parse_stat(&STAT.replace("a b) c", ") R 1 1 1")), Some((7, 987_654)));
+        assert_eq!(parse_stat(PROC_STAT_LINE), Some((7, 987_654)));
+        assert_eq!(parse_stat(&PROC_STAT_LINE.replace("a b) c", ") R 1 1 1")), Some((7, 987_654)));
         for text in ["", ")", "42 (x) S", "42 (x) S 1 2 3", "42 (x) S x 42 42 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 9"]
         {
             assert_eq!(parse_stat(text), None, "{text}");
@@ -92,7 +92,7 @@ mod tests {
         let proc = tempfile::tempdir().unwrap();
         assert_eq!(read_process(proc.path(), 7).unwrap(), None);
         fs::create_dir(proc.path().join("7")).unwrap();
-        fs::write(proc.path().join("7/stat"), STAT).unwrap();
+        fs::write(proc.path().join("7/stat"), PROC_STAT_LINE).unwrap();
         assert_eq!(read_process(proc.path(), 7).unwrap(), None, "it ended between two reads");
         fs::write(proc.path().join("7/cgroup"), "\u{fffd}\n0::/\n").unwrap();
         assert_eq!(read_process(proc.path(), 7).unwrap(), Some(Process { start: 987_654, parent: 7, owner: None }));

@@ -331,8 +331,8 @@ pub(crate) mod tests {
     use super::super::names::PodName;
     use super::*;
 
-    const DEVICE: &str = "GPU-a";
-    const LIMIT: u64 = 1000;
+    const DEVICE_UUID: &str = "GPU-a";
+    const LIMIT_MIB: u64 = 1000;
 
     #[expect(clippy::unnecessary_wraps, reason = "the field of a process is an Option")]
     pub(crate) fn owner(pod: &str, container: &str) -> Option<Owner> {
@@ -355,7 +355,7 @@ pub(crate) mod tests {
             namespace: "ns".into(),
             pod: pod.into(),
             container: "c".into(),
-            device: DEVICE.into(),
+            device: DEVICE_UUID.into(),
             allocation: allocation.into(),
         }
     }
@@ -363,22 +363,22 @@ pub(crate) mod tests {
     /// Pods `ns/p` and `ns/q` have one share each. The daemon's pid is 10, its server's is 11.
     fn snapshot(clients: &[(u32, Option<&str>)]) -> TenantSnapshot {
         let device = SharedDevice {
-            gpu: DEVICE.into(),
+            gpu: DEVICE_UUID.into(),
             evict: false,
             in_use: true,
             daemon: [10, 11].into(),
             clients: clients.iter().map(|(pid, door)| (*pid, door.map(str::to_owned))).collect(),
         };
         TenantSnapshot {
-            devices: [(DEVICE.to_owned(), device)].into(),
+            devices: [(DEVICE_UUID.to_owned(), device)].into(),
             shares: Some(vec![share("p", "a"), share("q", "b")]),
-            limits: [("a", Some(LIMIT)), ("b", Some(LIMIT)), ("init", Some(LIMIT * 2)), ("free", None)]
+            limits: [("a", Some(LIMIT_MIB)), ("b", Some(LIMIT_MIB)), ("init", Some(LIMIT_MIB * 2)), ("free", None)]
                 .map(|(id, limit)| (id.to_owned(), limit))
                 .into(),
         }
     }
 
-    fn names() -> PodNames {
+    fn pod_names() -> PodNames {
         let mut names = PodNames::default();
         names.begin_list();
         for pod in ["p", "q", "none"] {
@@ -389,16 +389,16 @@ pub(crate) mod tests {
         names
     }
 
-    fn sample(processes: &[SampledProcess]) -> ProcessSample {
-        ProcessSample { devices: [(DEVICE.to_owned(), processes.to_vec())].into(), ..ProcessSample::default() }
+    fn process_sample(processes: &[SampledProcess]) -> ProcessSample {
+        ProcessSample { devices: [(DEVICE_UUID.to_owned(), processes.to_vec())].into(), ..ProcessSample::default() }
     }
 
     fn assess(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Assessment {
-        find_violations(snapshot, &sample(processes), &names())
+        find_violations(snapshot, &process_sample(processes), &pod_names())
     }
 
     /// Kind and pod of each violation.
-    fn kinds(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Vec<(&'static str, String)> {
+    fn violation_kinds(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Vec<(&'static str, String)> {
         let violations = assess(snapshot, processes).violations;
         violations.into_iter().map(|violation| (violation.key.kind, violation.tenant.pod)).collect()
     }
@@ -407,12 +407,14 @@ pub(crate) mod tests {
     fn memory_is_summed_per_container_and_the_tolerance_counts_once() {
         let snapshot = snapshot(&[(1, Some("a")), (2, Some("a")), (3, Some("b"))]);
         let neighbour = SampledProcess { owner: owner("uid-q", "c"), ..client(3, 900) };
-        for (mib, over) in [((500, 500), false), ((LIMIT, TOLERANCE_MIB), false), ((LIMIT, TOLERANCE_MIB + 1), true)] {
+        for (mib, over) in
+            [((500, 500), false), ((LIMIT_MIB, TOLERANCE_MIB), false), ((LIMIT_MIB, TOLERANCE_MIB + 1), true)]
+        {
             let assessment = assess(&snapshot, &[client(1, mib.0), client(2, mib.1), neighbour.clone()]);
             let pods: Vec<_> = assessment.violations.iter().map(|violation| violation.tenant.pod.as_str()).collect();
             assert_eq!(pods, if over { vec!["p"] } else { vec![] }, "{mib:?}");
             let usage: Vec<_> = assessment.usage.iter().map(|usage| (usage.bytes / MIB, usage.limit_mib)).collect();
-            assert_eq!(usage, [(mib.0 + mib.1, Some(LIMIT)), (900, Some(LIMIT))]);
+            assert_eq!(usage, [(mib.0 + mib.1, Some(LIMIT_MIB)), (900, Some(LIMIT_MIB))]);
         }
         let violations = assess(&snapshot, &[client(1, 3000)]).violations;
         let message = &violations[0].message;
@@ -426,7 +428,7 @@ pub(crate) mod tests {
         let snapshot = snapshot(&[(1, Some("a"))]);
         let outside = SampledProcess { mps: Some(false), ..client(2, 800) };
         assert_eq!(
-            kinds(&snapshot, &[client(1, 800), outside]),
+            violation_kinds(&snapshot, &[client(1, 800), outside]),
             [(MEMORY_EXCEEDED, "p".to_owned()), (OUTSIDE_MPS, "p".to_owned())]
         );
     }
@@ -435,27 +437,37 @@ pub(crate) mod tests {
     fn unlimited_or_unknown_memory_is_no_violation() {
         let mut unlimited = snapshot(&[(1, Some("free"))]);
         unlimited.shares = Some(vec![share("p", "free")]);
-        assert_eq!(kinds(&unlimited, &[client(1, 100_000)]), []);
+        assert_eq!(violation_kinds(&unlimited, &[client(1, 100_000)]), []);
         let unknown = SampledProcess { bytes: None, ..client(1, 0) };
-        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[unknown]), []);
+        assert_eq!(violation_kinds(&snapshot(&[(1, Some("a"))]), &[unknown]), []);
     }
 
     #[test]
     fn an_init_container_missing_from_the_kubelets_list_has_the_limit_of_its_door() {
         let mut init = snapshot(&[(1, Some("init"))]);
         init.shares = Some(vec![share("q", "b")]);
-        assert_eq!(kinds(&init, &[client(1, LIMIT * 2)]), []);
-        assert_eq!(kinds(&init, &[client(1, LIMIT * 2 + TOLERANCE_MIB + 1)]), [(MEMORY_EXCEEDED, "p".to_owned())]);
+        assert_eq!(violation_kinds(&init, &[client(1, LIMIT_MIB * 2)]), []);
+        assert_eq!(
+            violation_kinds(&init, &[client(1, LIMIT_MIB * 2 + TOLERANCE_MIB + 1)]),
+            [(MEMORY_EXCEEDED, "p".to_owned())]
+        );
         init.shares = None;
-        assert_eq!(kinds(&init, &[client(1, LIMIT * 3)]), [(MEMORY_EXCEEDED, "p".to_owned())], "no list at all");
+        assert_eq!(
+            violation_kinds(&init, &[client(1, LIMIT_MIB * 3)]),
+            [(MEMORY_EXCEEDED, "p".to_owned())],
+            "no list at all"
+        );
     }
 
     #[test]
     fn a_container_without_a_known_id_is_identified_by_its_door() {
         let snapshot = snapshot(&[(1, Some("a"))]);
         let assessment = assess(&snapshot, &[SampledProcess { owner: owner("uid-p", "new"), ..client(1, 500) }]);
-        assert_eq!((assessment.usage[0].tenant.container.as_str(), assessment.usage[0].limit_mib), ("c", Some(LIMIT)));
-        let unnamed = find_violations(&snapshot, &sample(&[client(1, 5000)]), &PodNames::default());
+        assert_eq!(
+            (assessment.usage[0].tenant.container.as_str(), assessment.usage[0].limit_mib),
+            ("c", Some(LIMIT_MIB))
+        );
+        let unnamed = find_violations(&snapshot, &process_sample(&[client(1, 5000)]), &PodNames::default());
         assert_eq!((unnamed.usage.len(), unnamed.violations.len()), (0, 1), "the limit applies without a name");
         assert!(unnamed.violations[0].message.contains("the pod with UID uid-p"));
     }
@@ -465,10 +477,10 @@ pub(crate) mod tests {
         let snapshot = snapshot(&[]);
         let with = |process: SampledProcess, daemon_pods: &[&str]| ProcessSample {
             daemon_pods: daemon_pods.iter().map(|&pod| pod.to_owned()).collect(),
-            ..sample(&[SampledProcess { mps: Some(false), ..process }])
+            ..process_sample(&[SampledProcess { mps: Some(false), ..process }])
         };
         let host = || SampledProcess { owner: owner("uid-host", "mps"), ..client(99, 66) };
-        let violations = |sample: &ProcessSample| find_violations(&snapshot, sample, &names()).violations.len();
+        let violations = |sample: &ProcessSample| find_violations(&snapshot, sample, &pod_names()).violations.len();
         assert_eq!(violations(&with(client(11, 66), &[])), 0, "the server");
         assert_eq!(violations(&with(SampledProcess { parent: 10, ..host() }, &[])), 0, "a server not yet reported");
         assert_eq!(violations(&with(host(), &["uid-host"])), 0, "left over from an earlier daemon");
@@ -489,7 +501,7 @@ pub(crate) mod tests {
         ] {
             let process = SampledProcess { mps, ..client(if listed { 1 } else { 2 }, 100) };
             let expected = if outside { vec![(OUTSIDE_MPS, "p".to_owned())] } else { vec![] };
-            assert_eq!(kinds(&snapshot, &[process]), expected, "{mps:?} {listed}");
+            assert_eq!(violation_kinds(&snapshot, &[process]), expected, "{mps:?} {listed}");
         }
     }
 
@@ -506,20 +518,24 @@ pub(crate) mod tests {
     fn a_client_that_did_not_use_a_door_of_its_own_pod_has_no_share() {
         let of = |pod: &str, pid| SampledProcess { owner: owner(&format!("uid-{pod}"), "c"), ..client(pid, 100) };
         let no_share = || vec![(NO_SHARE, "none".to_owned())];
-        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[of("none", 1)]), no_share(), "the door of p");
-        assert_eq!(kinds(&snapshot(&[(1, None)]), &[of("none", 1)]), no_share(), "the daemon's own socket");
-        assert_eq!(kinds(&snapshot(&[(1, Some("over"))]), &[of("none", 1)]), no_share(), "a removed allocation");
-        assert_eq!(kinds(&snapshot(&[(1, Some("init"))]), &[of("none", 1)]), [], "possibly its own door");
-        assert_eq!(kinds(&snapshot(&[]), &[of("none", 1)]), [], "not yet reported by the MPS host");
-        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[of("p", 1)]), []);
+        assert_eq!(violation_kinds(&snapshot(&[(1, Some("a"))]), &[of("none", 1)]), no_share(), "the door of p");
+        assert_eq!(violation_kinds(&snapshot(&[(1, None)]), &[of("none", 1)]), no_share(), "the daemon's own socket");
+        assert_eq!(
+            violation_kinds(&snapshot(&[(1, Some("over"))]), &[of("none", 1)]),
+            no_share(),
+            "a removed allocation"
+        );
+        assert_eq!(violation_kinds(&snapshot(&[(1, Some("init"))]), &[of("none", 1)]), [], "possibly its own door");
+        assert_eq!(violation_kinds(&snapshot(&[]), &[of("none", 1)]), [], "not yet reported by the MPS host");
+        assert_eq!(violation_kinds(&snapshot(&[(1, Some("a"))]), &[of("p", 1)]), []);
         let administrator = SampledProcess { owner: None, ..client(1, 1) };
-        assert_eq!(kinds(&snapshot(&[(1, None)]), &[administrator]), [], "an administrator's client");
+        assert_eq!(violation_kinds(&snapshot(&[(1, None)]), &[administrator]), [], "an administrator's client");
         let no_list = TenantSnapshot { shares: None, ..snapshot(&[(1, Some("a"))]) };
-        assert_eq!(kinds(&no_list, &[of("none", 1)]), [], "no list from the kubelet");
+        assert_eq!(violation_kinds(&no_list, &[of("none", 1)]), [], "no list from the kubelet");
     }
 
     #[test]
     fn devices_that_are_not_shared_are_ignored() {
-        assert_eq!(kinds(&TenantSnapshot::default(), &[client(1, 100_000)]), []);
+        assert_eq!(violation_kinds(&TenantSnapshot::default(), &[client(1, 100_000)]), []);
     }
 }

@@ -218,7 +218,7 @@ pub(super) mod tests {
     }
 
     /// Start and end of a pod's termination in milliseconds after `start`.
-    fn span(pods: &TerminatingPods, uid: &str, start: Instant) -> Option<(u128, u128)> {
+    fn termination_span_ms(pods: &TerminatingPods, uid: &str, start: Instant) -> Option<(u128, u128)> {
         let (_, Deadlines { since, end, .. }) = pods.find(&[uid.to_owned()], None)?;
         Some(((since - start).as_millis(), (end - start).as_millis()))
     }
@@ -232,13 +232,17 @@ pub(super) mod tests {
         // By the API server's clock, half of the grace period is over. However, this node observed
         // the start of the grace period.
         assert!(pods.observe(observation("a", Some((30, 15))), now + secs(1)));
-        assert_eq!(span(&pods, "a", now), Some((1000, 31_000)));
+        assert_eq!(termination_span_ms(&pods, "a", now), Some((1000, 31_000)));
         assert!(pods.has_terminating());
         assert!(!pods.observe(observation("a", Some((30, 3))), now + secs(9)), "only its status has changed");
         pods.observe(observation("b", Some((30, 15))), now);
-        assert_eq!(span(&pods, "b", now), Some((0, 15_000)));
+        assert_eq!(termination_span_ms(&pods, "b", now), Some((0, 15_000)));
         pods.observe(observation("c", Some((30, 300))), now);
-        assert_eq!(span(&pods, "c", now), Some((0, 30_000)), "a slow clock does not extend the grace period");
+        assert_eq!(
+            termination_span_ms(&pods, "c", now),
+            Some((0, 30_000)),
+            "a slow clock does not extend the grace period"
+        );
     }
 
     #[test]
@@ -253,10 +257,10 @@ pub(super) mod tests {
             }
             let deletion = Some(Deletion { grace: forever, left: forever });
             pods.observe(PodObservation { sleep: forever, deletion, ..observation(uid, None) }, now);
-            assert_eq!(span(&pods, uid, now), Some((0, longest)));
+            assert_eq!(termination_span_ms(&pods, uid, now), Some((0, longest)));
         }
         pods.observe(observation("a", Some((30, 30))), now);
-        assert_eq!(span(&pods, "a", now), Some((0, 30_000)), "it can be shortened");
+        assert_eq!(termination_span_ms(&pods, "a", now), Some((0, 30_000)), "it can be shortened");
     }
 
     #[test]
@@ -266,11 +270,11 @@ pub(super) mod tests {
         pods.observe(observation("a", None), now);
         pods.observe(observation("a", Some((30, 30))), now);
         pods.observe(observation("a", Some((60, 60))), now + secs(1));
-        assert_eq!(span(&pods, "a", now), Some((0, 30_000)));
+        assert_eq!(termination_span_ms(&pods, "a", now), Some((0, 30_000)));
         pods.observe(observation("a", Some((5, 5))), now + secs(10));
-        assert_eq!(span(&pods, "a", now), Some((0, 15_000)));
+        assert_eq!(termination_span_ms(&pods, "a", now), Some((0, 15_000)));
         pods.observe(observation("a", Some((4, 4))), now + secs(14));
-        assert_eq!(span(&pods, "a", now), Some((0, 15_000)));
+        assert_eq!(termination_span_ms(&pods, "a", now), Some((0, 15_000)));
     }
 
     #[test]
@@ -286,10 +290,10 @@ pub(super) mod tests {
                 && !pods.record_removal("b", now + secs(2))
                 && !pods.record_removal("z", now)
         );
-        assert_eq!(span(&pods, "b", now), Some((0, 1000)));
+        assert_eq!(termination_span_ms(&pods, "b", now), Some((0, 1000)));
         assert!(pods.retain_listed(&BTreeSet::from(["c".to_owned()]), now + secs(2)));
-        assert_eq!(span(&pods, "a", now), Some((2000, 2000)));
-        assert_eq!(span(&pods, "c", now), None);
+        assert_eq!(termination_span_ms(&pods, "a", now), Some((2000, 2000)));
+        assert_eq!(termination_span_ms(&pods, "c", now), None);
         assert!(!pods.observe(observation("a", None), now + secs(3)), "an outdated observation");
         assert!(pods.remove_finished("c") && !pods.remove_finished("c"));
         pods.observe(observation("d", None), now + RETENTION + secs(2));

@@ -104,7 +104,7 @@ mod tests {
 
     use super::*;
 
-    fn status(state: &str, blocked: u64, ignored: u64, caught: u64) -> String {
+    fn proc_status_text(state: &str, blocked: u64, ignored: u64, caught: u64) -> String {
         format!(
             "Name:\tpython3\nUmask:\t0022\nState:\t{state}\nTgid:\t7\nSigQ:\t0/1\nSigPnd:\t0000000000000000\n\
              SigBlk:\t{blocked:016x}\nSigIgn:\t{ignored:016x}\nSigCgt:\t{caught:016x}\n"
@@ -114,17 +114,22 @@ mod tests {
     #[test]
     fn handled_ignored_and_blocked_signals_are_parsed() {
         let parse = |text: &str| Status::parse(text).map(|status| (status.handles, status.blocks));
-        assert_eq!(parse(&status("S (sleeping)", 0, 0, 0)), Some((false, false)));
-        assert_eq!(parse(&status("R (running)", 0, 0, 0x4000)), Some((true, false)));
-        assert_eq!(parse(&status("R (running)", 0, 0x4000, 0)), Some((true, false)));
-        assert_eq!(parse(&status("R (running)", 0x4000, 0, 0)), Some((false, true)));
+        assert_eq!(parse(&proc_status_text("S (sleeping)", 0, 0, 0)), Some((false, false)));
+        assert_eq!(parse(&proc_status_text("R (running)", 0, 0, 0x4000)), Some((true, false)));
+        assert_eq!(parse(&proc_status_text("R (running)", 0, 0x4000, 0)), Some((true, false)));
+        assert_eq!(parse(&proc_status_text("R (running)", 0x4000, 0, 0)), Some((false, true)));
         // A Python program ignores SIGPIPE and SIGXFSZ, and handles SIGINT.
-        assert_eq!(parse(&status("R (running)", 0, 0x0100_1000, 0x2)), Some((false, false)));
-        assert_eq!(parse(&status("R (running)", u64::MAX, u64::MAX, u64::MAX)), Some((true, true)));
-        for text in ["", "State:\tR\n", &status("R", 0, 0, 0).replace("SigIgn", "Sig"), &status("", 0, 0, 0)] {
+        assert_eq!(parse(&proc_status_text("R (running)", 0, 0x0100_1000, 0x2)), Some((false, false)));
+        assert_eq!(parse(&proc_status_text("R (running)", u64::MAX, u64::MAX, u64::MAX)), Some((true, true)));
+        for text in [
+            "",
+            "State:\tR\n",
+            &proc_status_text("R", 0, 0, 0).replace("SigIgn", "Sig"),
+            &proc_status_text("", 0, 0, 0),
+        ] {
             assert_eq!(parse(text), None, "{text}");
         }
-        let state = |state: &str| Status::parse(&status(state, 0, 0, 0)).map(|status| status.state);
+        let state = |state: &str| Status::parse(&proc_status_text(state, 0, 0, 0)).map(|status| status.state);
         assert_eq!(state("T (stopped)"), Some(State::Stopped));
         assert_eq!(state("t (tracing stop)"), Some(State::Stopped));
         assert_eq!(state("Z (zombie)"), Some(State::Ended));

@@ -272,7 +272,7 @@ pub(crate) mod tests {
     }
 
     /// End of each pod's termination in seconds after `start`; `None` if it does not terminate.
-    fn ends(terminating: &TerminatingPods, uids: [&str; 3], start: Instant) -> [Option<u64>; 3] {
+    fn ends_in_seconds(terminating: &TerminatingPods, uids: [&str; 3], start: Instant) -> [Option<u64>; 3] {
         uids.map(|uid| Some((terminating.find(&[uid.to_owned()], None)?.1.end - start).as_secs()))
     }
 
@@ -328,7 +328,11 @@ pub(crate) mod tests {
         assert!(!terminating.has_terminating());
         shutdown.set_start(Some(start));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(60))));
-        assert_eq!(ends(&terminating, uids, start), [Some(30), None, None], "the pod's grace period is shorter");
+        assert_eq!(
+            ends_in_seconds(&terminating, uids, start),
+            [Some(30), None, None],
+            "the pod's grace period is shorter"
+        );
         assert_eq!(
             shutdown.update(&mut terminating, start + secs(1)),
             (false, Some(start + secs(60))),
@@ -340,14 +344,14 @@ pub(crate) mod tests {
         assert_eq!(shutdown.update(&mut terminating, start + secs(2)), (false, Some(start + secs(60))));
         shutdown.remove("other");
         assert_eq!(shutdown.update(&mut terminating, start + secs(5)), (true, Some(start + secs(25))));
-        assert_eq!(ends(&terminating, uids, start), [None, Some(25), None], "the group's period is shorter");
+        assert_eq!(ends_in_seconds(&terminating, uids, start), [None, Some(25), None], "the group's period is shorter");
         // A change of the pod's status does not restart its grace period.
         let observation = shutdown.observe("usual", pod("usual", 0, 30, true), start + secs(9)).unwrap();
         assert!(!terminating.observe(observation, start + secs(9)));
-        assert_eq!(ends(&terminating, uids, start), [None, Some(25), None]);
+        assert_eq!(ends_in_seconds(&terminating, uids, start), [None, Some(25), None]);
         // A pod that does not end in time does not delay the next group.
         assert_eq!(shutdown.update(&mut terminating, start + secs(25)), (true, None));
-        assert_eq!(ends(&terminating, uids, start), [None, Some(25), Some(28)]);
+        assert_eq!(ends_in_seconds(&terminating, uids, start), [None, Some(25), Some(28)]);
     }
 
     #[test]
@@ -362,7 +366,7 @@ pub(crate) mod tests {
         assert!(!terminating.has_terminating());
         shutdown.retain_listed(&BTreeSet::from(["usual".to_owned()]));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(20))));
-        assert_eq!(ends(&terminating, ["usual", "", ""], start), [Some(20), None, None]);
+        assert_eq!(ends_in_seconds(&terminating, ["usual", "", ""], start), [Some(20), None, None]);
         let deleted = Pod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
         let observation = shutdown.observe("usual", deleted, start + secs(1)).unwrap();
         assert_eq!(observation.deletion, Some(Deletion { grace: secs(5), left: secs(4) }), "the shorter one counts");
@@ -383,19 +387,19 @@ pub(crate) mod tests {
 
     #[test]
     fn a_record_counts_while_it_is_of_this_boot_and_not_ended() {
-        const NEVER: &str = "0001-01-01T00:00:00Z";
+        const ZERO_TIME: &str = "0001-01-01T00:00:00Z";
         let now: Timestamp = "2027-01-15T08:00:10Z".parse().unwrap();
         let record = |start: &str, end: &str| format!(r#"{{"startTime":"{start}","endTime":"{end}"}}"#);
         let elapsed =
             |record: &str, up| elapsed(record.as_bytes(), now, secs(up), &periods()).map(|time| time.as_secs());
-        let running = record("2027-01-15T09:00:00.000000001+01:00", NEVER);
+        let running = record("2027-01-15T09:00:00.000000001+01:00", ZERO_TIME);
         assert_eq!(elapsed(&running, 3600), Some(9));
         assert_eq!(elapsed(&running, 5), None, "of an earlier boot");
-        assert_eq!(elapsed(&record("2027-01-15T07:57:41Z", NEVER), 3600), Some(149));
-        assert_eq!(elapsed(&record("2027-01-15T07:57:39Z", NEVER), 3600), None, "given up");
+        assert_eq!(elapsed(&record("2027-01-15T07:57:41Z", ZERO_TIME), 3600), Some(149));
+        assert_eq!(elapsed(&record("2027-01-15T07:57:39Z", ZERO_TIME), 3600), None, "given up");
         assert_eq!(elapsed(&record("2027-01-15T08:00:00Z", "2027-01-15T08:00:05Z"), 3600), None, "ended");
-        assert_eq!(elapsed(&record("2027-01-15T08:00:11Z", NEVER), 3600), None, "in the future");
-        for bad in ["", "{}", "null", "[]", r#"{"startTime":"now","endTime":"x"}"#, &record(NEVER, NEVER)] {
+        assert_eq!(elapsed(&record("2027-01-15T08:00:11Z", ZERO_TIME), 3600), None, "in the future");
+        for bad in ["", "{}", "null", "[]", r#"{"startTime":"now","endTime":"x"}"#, &record(ZERO_TIME, ZERO_TIME)] {
             assert_eq!(elapsed(bad, 3600), None, "{bad}");
         }
     }

@@ -7,14 +7,14 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use crate::machine::{MPS, Machine, container_devices, ids, mps, pod};
+use crate::machine::{MPS_RESOURCE, Machine, container_devices, mps_spec, pod, share_ids};
 
 /// Starts a program in a container with these shares, and waits until it has a context.
 async fn start_program(machine: &Machine, ids: &[String], arguments: &[&str]) -> Child {
     let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-    let response = machine.kubelet.allocate(MPS, &ids).await.unwrap();
-    machine.kubelet.pre_start(MPS, &ids).await.unwrap();
-    let mut child = machine.program(&response).args(arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let response = machine.kubelet.allocate(MPS_RESOURCE, &ids).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &ids).await.unwrap();
+    let mut child = machine.container_command(&response).args(arguments).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert!(line.contains("\"viaMps\":true"), "{line}");
@@ -22,7 +22,7 @@ async fn start_program(machine: &Machine, ids: &[String], arguments: &[&str]) ->
 }
 
 /// Pod and reason of each Event, sorted.
-fn events(machine: &Machine) -> Vec<(Option<String>, String)> {
+fn pod_events(machine: &Machine) -> Vec<(Option<String>, String)> {
     let text = fs::read_to_string(machine.path("spec/events.jsonl")).unwrap_or_default();
     let text_of = |value: &Value| value.as_str().map(str::to_owned);
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -36,23 +36,25 @@ fn events(machine: &Machine) -> Vec<(Option<String>, String)> {
 async fn a_fault_is_reported_on_each_affected_pod_and_shares_recover_when_the_last_client_ends() {
     let mut machine = Machine::new(&["H200"]);
     let gpu = machine.uuids[0].clone();
-    machine.set_spec("first", vec![mps(&gpu, 10)]);
+    machine.set_spec("first", vec![mps_spec(&gpu, 10)]);
     machine.set_pods(&[pod("bad", 1, &gpu), pod("near", 2, &gpu)]);
     machine.start_host();
     machine.start_agent(&[]);
-    machine.wait_for_healthy(MPS, 10).await;
-    let (bad, near) = (ids(&gpu, [0]), ids(&gpu, [1, 2]));
-    machine.pods.set_devices(&[container_devices("bad", MPS, &bad), container_devices("near", MPS, &near)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
+    let (bad, near) = (share_ids(&gpu, [0]), share_ids(&gpu, [1, 2]));
+    machine
+        .pods
+        .set_devices(&[container_devices("bad", MPS_RESOURCE, &bad), container_devices("near", MPS_RESOURCE, &near)]);
     let mut neighbour = start_program(&machine, &near, &["--hold", "forever", "--linger", "forever"]).await;
     let mut culprit = start_program(&machine, &bad, &["--kernel-ms", "1", "--fault"]).await;
     culprit.wait().unwrap();
-    machine.wait_for_healthy(MPS, 0).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 0).await;
     let ended = tokio::task::spawn_blocking(move || {
         neighbour.wait().unwrap();
         Instant::now()
     });
     let ended = ended.await.unwrap();
-    machine.wait_for_healthy(MPS, 10).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     println!("healthy {:?} after the last client had ended", ended.elapsed());
     let pod = |name: &str, reason: &str| (Some(format!("ns/{name}")), reason.to_owned());
     let node = |reason: &str| (None, reason.to_owned());
@@ -64,6 +66,8 @@ async fn a_fault_is_reported_on_each_affected_pod_and_shares_recover_when_the_la
         pod("near", "BrokenByGpuFault"),
         pod("near", "TerminatedInGpuFault"),
     ];
-    machine.wait_until("all Events are published", || (events(&machine).len() >= expected.len()).then_some(())).await;
-    assert_eq!(events(&machine), expected);
+    machine
+        .wait_until("all Events are published", || (pod_events(&machine).len() >= expected.len()).then_some(()))
+        .await;
+    assert_eq!(pod_events(&machine), expected);
 }

@@ -2,16 +2,18 @@
 use cleave_api::GpuNodeStatus;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, Partition, Whole};
 
-use crate::machine::{MPS, Machine, SLICED, container_devices, ids, mps, pod, sliced, spec};
+use crate::machine::{
+    MPS_RESOURCE, Machine, TIMESLICE_RESOURCE, container_devices, mps_spec, pod, share_ids, spec, timeslice_spec,
+};
 
-const MIG_3G: &str = "nvidia.com/mig-3g.40gb";
+const MIG_3G_RESOURCE: &str = "nvidia.com/mig-3g.40gb";
 
 /// Whether all healthy slices of a resource belong to this device.
-fn only_of(seen: &cleave_kubelet::fake::FakeKubeletState, resource: &str, device: &str) -> bool {
+fn only_this_device_is_healthy(seen: &cleave_kubelet::fake::FakeKubeletState, resource: &str, device: &str) -> bool {
     seen.endpoints[resource].healthy().iter().all(|id| id.starts_with(device))
 }
 
-fn reason(status: &GpuNodeStatus, gpu: usize) -> &str {
+fn health_reason(status: &GpuNodeStatus, gpu: usize) -> &str {
     &status.gpus[gpu].health.reason
 }
 
@@ -21,18 +23,19 @@ fn condition<'a>(status: &'a GpuNodeStatus, type_: &str) -> (&'a str, &'a str) {
 }
 
 /// Triggers a read of the GPUs with an XID that the agent ignores.
-fn trigger_read(machine: &Machine) {
+fn trigger_gpu_read(machine: &Machine) {
     machine.simgpu(&["xid", "0", "63"]);
 }
 
 #[tokio::test]
 async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_with_the_reset() {
-    let mut machine = Machine::start(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
-    machine.wait_for_healthy(SLICED, 8).await;
+    let mut machine =
+        Machine::start(&["2xH200"], |gpus| vec![timeslice_spec(&gpus[0], 4), timeslice_spec(&gpus[1], 4)]);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     machine.simgpu(&["xid", "1", "119"]);
-    let seen = machine.wait_for_healthy(SLICED, 4).await;
-    assert!(only_of(&seen, SLICED, &machine.uuids[0]));
-    let status = machine.wait_for_status("the XID", |status| reason(status, 1) == "ResetRequired").await;
+    let seen = machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
+    assert!(only_this_device_is_healthy(&seen, TIMESLICE_RESOURCE, &machine.uuids[0]));
+    let status = machine.wait_for_status("the XID", |status| health_reason(status, 1) == "ResetRequired").await;
     let health = &status.gpus[1].health;
     assert_eq!((health.class.as_str(), health.healthy, health.since.is_some()), ("NeedsReset", false, true));
     assert!(health.message.contains("XID 119 (GSP RPC timeout)"), "{}", health.message);
@@ -44,21 +47,21 @@ async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_wit
         .await;
 
     machine.kill_agent();
-    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[SLICED].connected).await;
+    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[TIMESLICE_RESOURCE].connected).await;
     std::fs::remove_file(machine.path("spec/status.json")).unwrap();
     machine.start_agent(&[]);
     let status =
         machine.wait_for_status("NVML answered", |status| condition(status, "GpusHealthy").1 != "Starting").await;
-    assert_eq!(reason(&status, 1), "ResetRequired", "a restart of the agent does not clear the fault");
-    let seen = machine.wait_for_healthy(SLICED, 4).await;
-    assert!(only_of(&seen, SLICED, &machine.uuids[0]));
+    assert_eq!(health_reason(&status, 1), "ResetRequired", "a restart of the agent does not clear the fault");
+    let seen = machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
+    assert!(only_this_device_is_healthy(&seen, TIMESLICE_RESOURCE, &machine.uuids[0]));
 
     machine.simgpu(&["lose", "1"]);
-    trigger_read(&machine);
+    trigger_gpu_read(&machine);
     machine.wait_for_status("lost", |status| status.gpus[1].health.class == "Lost").await;
     machine.simgpu(&["reset", "1"]);
-    trigger_read(&machine);
-    machine.wait_for_healthy(SLICED, 8).await;
+    trigger_gpu_read(&machine);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     let status = machine.wait_for_status("healthy", |status| status.gpus[1].health.healthy).await;
     assert_eq!(condition(&status, "GpusHealthy"), ("True", "Healthy"));
     machine
@@ -68,62 +71,66 @@ async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_wit
 
 #[tokio::test]
 async fn clearing_faults_clears_earlier_ones_and_not_later_ones() {
-    let machine = Machine::start(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
-    machine.wait_for_healthy(SLICED, 4).await;
+    let machine = Machine::start(&["H200"], |gpus| vec![timeslice_spec(&gpus[0], 4)]);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["xid", "0", "48"]);
-    machine.wait_for_healthy(SLICED, 0).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 0).await;
     let status = machine.wait_for_status("the XID", |status| status.gpus[0].health.last.is_some()).await;
     let cleared = status.gpus[0].health.last.clone();
-    machine.set_spec("cleared", vec![GpuSpec { cleared: cleared.clone(), ..sliced(&machine.uuids[0], 4) }]);
-    machine.wait_for_healthy(SLICED, 4).await;
+    machine.set_spec("cleared", vec![GpuSpec { cleared: cleared.clone(), ..timeslice_spec(&machine.uuids[0], 4) }]);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["xid", "0", "48"]);
-    machine.wait_for_healthy(SLICED, 0).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 0).await;
 }
 
 #[tokio::test]
 async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
-    let machine = Machine::start(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
-    machine.wait_for_healthy(SLICED, 8).await;
+    let machine = Machine::start(&["2xH200"], |gpus| vec![timeslice_spec(&gpus[0], 4), timeslice_spec(&gpus[1], 4)]);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     for (fault, end, expected) in [
         ("remap-failed=on", "remap-failed=off", "RowRemapFailed"),
         ("recovery=reset", "recovery=none", "ResetRequired"),
         ("recovery=reboot", "recovery=none", "ResetRequired"),
     ] {
         machine.simgpu(&["set", "1", fault]);
-        trigger_read(&machine);
-        let seen = machine.wait_for_healthy(SLICED, 4).await;
-        assert!(only_of(&seen, SLICED, &machine.uuids[0]), "{fault}");
-        machine.wait_for_status(fault, |status| reason(status, 1) == expected && reason(status, 0).is_empty()).await;
+        trigger_gpu_read(&machine);
+        let seen = machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
+        assert!(only_this_device_is_healthy(&seen, TIMESLICE_RESOURCE, &machine.uuids[0]), "{fault}");
+        machine
+            .wait_for_status(fault, |status| {
+                health_reason(status, 1) == expected && health_reason(status, 0).is_empty()
+            })
+            .await;
         machine.simgpu(&["set", "1", end]);
-        trigger_read(&machine);
-        machine.wait_for_healthy(SLICED, 8).await;
+        trigger_gpu_read(&machine);
+        machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     }
     for pending in ["remap-pending=on", "recovery=drain-and-reset"] {
         machine.simgpu(&["set", "1", pending]);
-        trigger_read(&machine);
-        let status = machine.wait_for_status(pending, |status| reason(status, 1) == "ResetPending").await;
+        trigger_gpu_read(&machine);
+        let status = machine.wait_for_status(pending, |status| health_reason(status, 1) == "ResetPending").await;
         assert!(status.gpus[1].health.healthy, "the GPU serves slices");
         assert_eq!(condition(&status, "GpusHealthy"), ("True", "ResetPending"));
-        machine.wait_for_healthy(SLICED, 8).await;
+        machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
         machine.simgpu(&["reset", "1"]);
-        trigger_read(&machine);
-        machine.wait_for_status("reset", |status| reason(status, 1).is_empty()).await;
+        trigger_gpu_read(&machine);
+        machine.wait_for_status("reset", |status| health_reason(status, 1).is_empty()).await;
     }
     // Errors from before the agent's first read do not count. Add errors until the agent reports
     // one.
     machine
         .wait_until("memory errors", || {
             machine.simgpu(&["ecc", "1", "--uncorrected", "1"]);
-            trigger_read(&machine);
+            trigger_gpu_read(&machine);
             let text = std::fs::read(machine.path("spec/status.json")).ok()?;
             let status: GpuNodeStatus = serde_json::from_slice(&text).ok()?;
-            (reason(&status, 1) == "EccErrors").then_some(())
+            (health_reason(&status, 1) == "EccErrors").then_some(())
         })
         .await;
-    machine.wait_for_healthy(SLICED, 4).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["reset", "1"]);
-    trigger_read(&machine);
-    machine.wait_for_healthy(SLICED, 8).await;
+    trigger_gpu_read(&machine);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
 }
 
 #[tokio::test]
@@ -132,19 +139,22 @@ async fn an_xid_of_a_mig_instance_affects_only_that_instance() {
         let instance = |start| MigInstanceSpec {
             profile: "3g.40gb".into(),
             start,
-            partition: MigPartition { whole: Some(Whole { resource: MIG_3G.into() }), ..MigPartition::default() },
+            partition: MigPartition {
+                whole: Some(Whole { resource: MIG_3G_RESOURCE.into() }),
+                ..MigPartition::default()
+            },
         };
         let mig = Some(vec![instance(0), instance(4)]);
         vec![spec(&gpus[0], Partition { mig, ..Partition::default() })]
     });
-    machine.wait_for_healthy(MIG_3G, 2).await;
+    machine.wait_for_healthy(MIG_3G_RESOURCE, 2).await;
     let status = machine
         .wait_for_status("both", |status| status.gpus[0].mig.as_ref().is_some_and(|mig| mig.instances.len() == 2))
         .await;
     let [faulty, healthy] = [0, 1].map(|at| status.gpus[0].mig.as_ref().unwrap().instances[at].clone());
     machine.simgpu(&["xid", "0", "94", "--instance", &format!("{},0", faulty.gpu_instance)]);
-    let seen = machine.wait_for_healthy(MIG_3G, 1).await;
-    assert!(only_of(&seen, MIG_3G, &healthy.uuid));
+    let seen = machine.wait_for_healthy(MIG_3G_RESOURCE, 1).await;
+    assert!(only_this_device_is_healthy(&seen, MIG_3G_RESOURCE, &healthy.uuid));
     let status = machine
         .wait_for_status("the instance is reported", |status| {
             status.gpus[0].mig.iter().flat_map(|mig| &mig.instances).any(|instance| instance.health.is_some())
@@ -153,7 +163,7 @@ async fn an_xid_of_a_mig_instance_affects_only_that_instance() {
     assert!(status.gpus[0].health.healthy);
     assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
     machine.simgpu(&["xid", "0", "95", "--instance", &format!("{},0", faulty.gpu_instance)]);
-    machine.wait_for_healthy(MIG_3G, 0).await;
+    machine.wait_for_healthy(MIG_3G_RESOURCE, 0).await;
 }
 
 #[tokio::test]
@@ -161,86 +171,89 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     let mut machine = Machine::new(&["2xH200"]);
     let [first, second] = [0, 1].map(|gpu| machine.uuids[gpu].clone());
     let set_cordoned = |machine: &Machine, plan: &str, cordoned| {
-        machine.set_spec(plan, vec![GpuSpec { cordoned, ..mps(&first, 4) }, mps(&second, 4)]);
+        machine.set_spec(plan, vec![GpuSpec { cordoned, ..mps_spec(&first, 4) }, mps_spec(&second, 4)]);
     };
     set_cordoned(&machine, "open", false);
     machine.set_pods(&[]);
     machine.start_host();
     machine.start_agent(&[]);
-    machine.wait_for_healthy(MPS, 8).await;
-    let used = ids(&first, [2]);
-    machine.kubelet.allocate(MPS, &[&used[0]]).await.unwrap();
-    machine.pods.set_devices(&[container_devices("p", MPS, &used)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
+    let used = share_ids(&first, [2]);
+    machine.kubelet.allocate(MPS_RESOURCE, &[&used[0]]).await.unwrap();
+    machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
     let daemon = machine.host_status().unwrap().daemons[&first].pid;
 
     set_cordoned(&machine, "cordoned", true);
-    let seen = machine.wait_for_healthy(MPS, 5).await;
-    assert_eq!(seen.endpoints[MPS].devices.len(), 8, "all shares stay listed");
-    assert!(seen.endpoints[MPS].healthy().iter().any(|id| **id == *used[0]), "a share in use stays healthy");
+    let seen = machine.wait_for_healthy(MPS_RESOURCE, 5).await;
+    assert_eq!(seen.endpoints[MPS_RESOURCE].devices.len(), 8, "all shares stay listed");
+    assert!(seen.endpoints[MPS_RESOURCE].healthy().iter().any(|id| **id == *used[0]), "a share in use stays healthy");
     machine
         .wait_for_status("applied", |status| status.plan_id == "cordoned" && status.gpus[0].slices[0].unhealthy == 3)
         .await;
 
     machine.kill_agent();
-    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS].connected).await;
+    machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS_RESOURCE].connected).await;
     machine.start_agent(&[]);
-    machine.wait_for_view("the new stream", |seen| seen.endpoints[MPS].connected).await;
-    machine.wait_for_healthy(MPS, 5).await;
+    machine.wait_for_view("the new stream", |seen| seen.endpoints[MPS_RESOURCE].connected).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 5).await;
 
     // The operator released this pod before the cordon. The pod waits for two shares of the GPU.
     machine.set_pods(&[pod("late", 2, &first)]);
-    machine.wait_for_healthy(MPS, 7).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 7).await;
     machine.set_pods(&[]);
-    machine.wait_for_healthy(MPS, 5).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 5).await;
     machine.pods.set_devices(&[]);
-    machine.wait_for_healthy(MPS, 4).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
     assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "the MPS daemon was not restarted");
     set_cordoned(&machine, "the door is open again", false);
-    machine.wait_for_healthy(MPS, 8).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
 }
 
 /// Ten shares on each GPU.
 fn ten_shares_each(gpus: &[String]) -> Vec<GpuSpec> {
-    gpus.iter().map(|gpu| mps(gpu, 10)).collect()
+    gpus.iter().map(|gpu| mps_spec(gpu, 10)).collect()
 }
 
 #[tokio::test]
 async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
     let machine = Machine::start(&["4xH200"], ten_shares_each);
-    machine.wait_for_healthy(MPS, 40).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 40).await;
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
-    trigger_read(&machine);
+    trigger_gpu_read(&machine);
     // The answer for GPU 2 arrives before the deadline of GPU 3 has passed.
     machine.simgpu(&["set", "2", "remap-failed=on"]);
-    trigger_read(&machine);
-    let seen = |status: &GpuNodeStatus| reason(status, 2) == "RowRemapFailed";
+    trigger_gpu_read(&machine);
+    let seen = |status: &GpuNodeStatus| health_reason(status, 2) == "RowRemapFailed";
     let status = machine.wait_for_status("the second read of GPU 2", seen).await;
     assert!(status.gpus[3].health.healthy, "the answer for GPU 2 does not depend on GPU 3");
     machine.simgpu(&["set", "2", "remap-failed=off"]);
-    trigger_read(&machine);
+    trigger_gpu_read(&machine);
 
-    let unreachable = |status: &GpuNodeStatus| reason(status, 3) == "GpuUnreachable" && status.gpus[2].health.healthy;
+    let unreachable =
+        |status: &GpuNodeStatus| health_reason(status, 3) == "GpuUnreachable" && status.gpus[2].health.healthy;
     let status = machine.wait_for_status("GPU 3 is unreachable", unreachable).await;
     let health = &status.gpus[3].health;
     assert_eq!((health.class.as_str(), health.message.as_str()), ("Lost", "NVML did not answer for 20 s"));
     assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
-    let seen = machine.wait_for_healthy(MPS, 30).await;
-    assert!(!seen.endpoints[MPS].healthy().iter().any(|id| id.starts_with(machine.uuids[3].as_str())));
-    let share = ids(&machine.uuids[0], [0]);
-    machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
-    machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
+    let seen = machine.wait_for_healthy(MPS_RESOURCE, 30).await;
+    assert!(!seen.endpoints[MPS_RESOURCE].healthy().iter().any(|id| id.starts_with(machine.uuids[3].as_str())));
+    let share = share_ids(&machine.uuids[0], [0]);
+    machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &[&share[0]]).await.unwrap();
 
     // XIDs and memory errors of other GPUs are reported as before.
     machine.simgpu(&["xid", "1", "48"]);
     machine.simgpu(&["set", "2", "remap-failed=on"]);
-    let both = |status: &GpuNodeStatus| reason(status, 1) == "ResetRequired" && reason(status, 2) == "RowRemapFailed";
+    let both = |status: &GpuNodeStatus| {
+        health_reason(status, 1) == "ResetRequired" && health_reason(status, 2) == "RowRemapFailed"
+    };
     let status = machine.wait_for_status("the faults of other GPUs", both).await;
-    assert_eq!((reason(&status, 0), reason(&status, 3)), ("", "GpuUnreachable"));
+    assert_eq!((health_reason(&status, 0), health_reason(&status, 3)), ("", "GpuUnreachable"));
 
     machine.simgpu(&["clear"]);
     machine.wait_for_status("GPU 3 has recovered", |status| status.gpus[3].health.healthy).await;
-    let seen = machine.wait_for_healthy(MPS, 20).await;
-    assert_eq!(seen.endpoints[MPS].devices.len(), 40);
+    let seen = machine.wait_for_healthy(MPS_RESOURCE, 20).await;
+    assert_eq!(seen.endpoints[MPS_RESOURCE].devices.len(), 40);
 }
 
 #[tokio::test]
@@ -250,13 +263,13 @@ async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
     machine.set_spec("first", ten_shares_each(&machine.uuids));
     machine.start_host();
     machine.start_agent(&[]);
-    machine.wait_for_healthy(MPS, 30).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 30).await;
     let reported = |status: &GpuNodeStatus| condition(status, "GpusHealthy") == ("False", "GpuUnhealthy");
     let status = machine.wait_for_status("the GPU is reported", reported).await;
     let healthy = status.conditions.iter().find(|condition| condition.type_ == "GpusHealthy").unwrap();
     assert_eq!((healthy.message.as_str(), status.gpus.len()), ("GPU 3: NVML did not answer for 20 s", 3));
     machine.simgpu(&["clear"]);
-    machine.wait_for_healthy(MPS, 40).await;
+    machine.wait_for_healthy(MPS_RESOURCE, 40).await;
     machine
         .wait_for_status("all GPUs are healthy", |status| condition(status, "GpusHealthy") == ("True", "Healthy"))
         .await;
@@ -266,16 +279,16 @@ async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
 async fn a_gpu_that_hangs_while_its_events_are_registered_does_not_block_events_of_others() {
     let mut machine = Machine::new(&["2xH200"]);
     machine.simgpu(&["hang", "nvmlDeviceRegisterEvents", "--gpu", "0"]);
-    machine.set_spec("first", vec![sliced(&machine.uuids[0], 4), sliced(&machine.uuids[1], 4)]);
+    machine.set_spec("first", vec![timeslice_spec(&machine.uuids[0], 4), timeslice_spec(&machine.uuids[1], 4)]);
     machine.start_agent(&[]);
-    machine.wait_for_healthy(SLICED, 8).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     // The driver reports no events from before the registration. Send XIDs until one arrives.
     let reported = || {
         machine.simgpu(&["xid", "1", "48"]);
         let status: GpuNodeStatus =
             serde_json::from_slice(&std::fs::read(machine.path("spec/status.json")).ok()?).ok()?;
-        (reason(&status, 1) == "ResetRequired").then_some(())
+        (health_reason(&status, 1) == "ResetRequired").then_some(())
     };
     machine.wait_until("an XID of the other GPU", reported).await;
-    machine.wait_for_healthy(SLICED, 4).await;
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
 }

@@ -17,9 +17,9 @@ use serde_json::Value;
 
 /// Timeout of each wait, long enough for a busy machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
-pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
-pub(crate) const SLICED: &str = "nvidia.com/gpu-timeslice";
-pub(crate) const WHOLE: &str = "nvidia.com/gpu";
+pub(crate) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
+pub(crate) const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
+pub(crate) const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 
 /// Builds the programs of other packages that the tests start, so that they are never outdated.
 /// Returns their directory.
@@ -106,7 +106,7 @@ impl Machine {
         self.command("simgpu").args(["hold", device]).stdout(Stdio::null()).spawn().unwrap()
     }
 
-    fn log(&self, name: &str) -> File {
+    fn open_log(&self, name: &str) -> File {
         File::options().create(true).append(true).open(self.path(name)).unwrap()
     }
 
@@ -140,21 +140,21 @@ impl Machine {
     }
 
     fn start_agent_as(&mut self, mut command: Command, more: &[&str]) {
-        self.arguments(&mut command);
+        self.add_common_arguments(&mut command);
         command.arg("--offline").arg(self.path("spec")).args(more);
-        self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
+        self.agent = Some(command.stderr(self.open_log("agent.log")).spawn().unwrap());
     }
 
     /// Starts the agent as in a cluster where the API server does not answer.
     pub(crate) fn start_agent_without_api_server(&mut self) {
         let mut command = self.command("cleave");
-        self.arguments(&mut command);
+        self.add_common_arguments(&mut command);
         command.env("KUBERNETES_SERVICE_HOST", "127.0.0.1").env("KUBERNETES_SERVICE_PORT", "1");
-        self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
+        self.agent = Some(command.stderr(self.open_log("agent.log")).spawn().unwrap());
     }
 
     /// Adds the arguments that do not depend on the source of the spec.
-    fn arguments(&self, command: &mut Command) {
+    fn add_common_arguments(&self, command: &mut Command) {
         command.args([
             "--log",
             "info,cleave_agent=debug",
@@ -183,7 +183,7 @@ impl Machine {
         let mut command = self.command("cleave");
         command.args(["mps-host", "--mps-control"]).arg(build_programs().join("nvidia-cuda-mps-control"));
         command.arg("--nvml-library").arg(&self.library).arg("--run-dir").arg(self.path("run"));
-        self.host = Some(command.stdout(self.log("host.log")).stderr(self.log("host.log")).spawn().unwrap());
+        self.host = Some(command.stdout(self.open_log("host.log")).stderr(self.open_log("host.log")).spawn().unwrap());
     }
 
     /// Kills the agent (SIGKILL).
@@ -282,7 +282,7 @@ impl Machine {
     ) -> FakeKubeletState {
         match self.kubelet.wait_for(DEADLINE, condition).await {
             Some(seen) => seen,
-            None => self.fail(what),
+            None => self.panic_with_logs(what),
         }
     }
 
@@ -303,10 +303,10 @@ impl Machine {
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        self.fail(what)
+        self.panic_with_logs(what)
     }
 
-    fn fail(&self, what: &str) -> ! {
+    fn panic_with_logs(&self, what: &str) -> ! {
         let log = |name: &str| fs::read_to_string(self.path(name)).unwrap_or_default();
         let seen: Vec<_> = self
             .kubelet
@@ -325,7 +325,10 @@ impl Machine {
     }
 
     /// A program with the environment that its container would have.
-    pub(crate) fn program(&self, response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse) -> Command {
+    pub(crate) fn container_command(
+        &self,
+        response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
+    ) -> Command {
         let mut command = self.command("cleave-client");
         for (name, value) in &response.envs {
             let mount = response.mounts.iter().find(|mount| mount.container_path == *value);
@@ -341,17 +344,17 @@ impl Machine {
         envs: &[(&str, &str)],
         more: &[&str],
     ) -> Child {
-        let mut command = self.program(response);
+        let mut command = self.container_command(response);
         command.envs(envs.iter().copied()).args(more).stdout(Stdio::null()).spawn().unwrap()
     }
 
     /// Runs a program as in a container. Returns the first line of its output.
-    pub(crate) fn client(
+    pub(crate) fn run_client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
         more: &[&str],
     ) -> Value {
-        let output = self.program(response).args(more).output().unwrap();
+        let output = self.container_command(response).args(more).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         serde_json::from_str(text.lines().next().unwrap_or_default()).unwrap_or(Value::Null)
     }
@@ -396,23 +399,22 @@ pub(crate) fn container_devices(pod: &str, resource: &str, ids: &[String]) -> Co
 /// A pod that is bound to the node. Its only container requests shares, and a device has a
 /// reservation for them.
 pub(crate) fn pod(name: &str, shares: usize, device: &str) -> Value {
-    let placement =
-        serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS, "units": shares, "device": device}]}});
+    let placement = serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS_RESOURCE, "units": shares, "device": device}]}});
     let annotations = serde_json::json!({"cleave.dev/placement": placement.to_string()});
     serde_json::json!({
         "metadata": {"name": name, "namespace": "ns", "uid": name, "annotations": annotations},
-        "spec": {"containers": [{"name": "c", "resources": {"limits": {MPS: shares.to_string()}}}]},
+        "spec": {"containers": [{"name": "c", "resources": {"limits": {MPS_RESOURCE: shares.to_string()}}}]},
         "status": {"phase": "Pending"},
     })
 }
 
-pub(crate) fn ids(uuid: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
+pub(crate) fn share_ids(uuid: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
     numbers.into_iter().map(|number| format!("{uuid}::{number}")).collect()
 }
 
-pub(crate) fn mps(uuid: &str, units: u32) -> GpuSpec {
+pub(crate) fn mps_spec(uuid: &str, units: u32) -> GpuSpec {
     let slices = MpsSlices {
-        resource: MPS.into(),
+        resource: MPS_RESOURCE.into(),
         count: units,
         first: 0,
         memory_mib: (1..=units).map(|k| 10_000 * u64::from(k) / u64::from(units)).collect(),
@@ -427,9 +429,9 @@ pub(crate) fn mps(uuid: &str, units: u32) -> GpuSpec {
     spec(uuid, Partition { mps: Some(partition), ..Partition::default() })
 }
 
-pub(crate) fn sliced(uuid: &str, replicas: u32) -> GpuSpec {
+pub(crate) fn timeslice_spec(uuid: &str, replicas: u32) -> GpuSpec {
     let partition = TimeSlicedPartition {
-        resource: SLICED.into(),
+        resource: TIMESLICE_RESOURCE.into(),
         replicas,
         interval: cleave_api::sharingpolicy::Interval::Default,
     };

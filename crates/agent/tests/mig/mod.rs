@@ -8,11 +8,14 @@ use cleave_api::gpunode::{
 use cleave_kubelet::fake::FakeKubeletState;
 use serde_json::Value;
 
-use crate::machine::{MPS, Machine, SLICED, WHOLE, container_devices, kill_child, mps, sliced, spec};
+use crate::machine::{
+    MPS_RESOURCE, Machine, TIMESLICE_RESOURCE, WHOLE_GPU_RESOURCE, container_devices, kill_child, mps_spec, spec,
+    timeslice_spec,
+};
 
-const MIG_3G: &str = "nvidia.com/mig-3g.40gb";
-const MIG_2G: &str = "nvidia.com/mig-2g.20gb";
-const MIG_1G: &str = "nvidia.com/mig-1g.10gb";
+const MIG_3G_RESOURCE: &str = "nvidia.com/mig-3g.40gb";
+const MIG_2G_RESOURCE: &str = "nvidia.com/mig-2g.20gb";
+const MIG_1G_RESOURCE: &str = "nvidia.com/mig-1g.10gb";
 
 /// How the agent serves an instance.
 #[derive(Clone, Copy)]
@@ -23,7 +26,7 @@ enum ServedAs {
 }
 
 /// A GPU with these instances, each with its profile, its first slice and how it is served.
-fn partitioned(gpu: &str, instances: &[(&str, u32, ServedAs)]) -> GpuSpec {
+fn mig_spec(gpu: &str, instances: &[(&str, u32, ServedAs)]) -> GpuSpec {
     let none = MigPartition::default();
     let instance = |&(profile, start, served_as): &(&str, u32, ServedAs)| MigInstanceSpec {
         profile: profile.into(),
@@ -33,11 +36,11 @@ fn partitioned(gpu: &str, instances: &[(&str, u32, ServedAs)]) -> GpuSpec {
                 MigPartition { whole: Some(Whole { resource: format!("nvidia.com/mig-{profile}") }), ..none.clone() }
             }
             ServedAs::Shares(units) => {
-                let shares: MpsPartition = mps(gpu, units).partition.mps.unwrap();
+                let shares: MpsPartition = mps_spec(gpu, units).partition.mps.unwrap();
                 MigPartition { mps: Some(shares), ..none.clone() }
             }
             ServedAs::Replicas(replicas) => {
-                let replicas: TimeSlicedPartition = sliced(gpu, replicas).partition.time_slicing.unwrap();
+                let replicas: TimeSlicedPartition = timeslice_spec(gpu, replicas).partition.time_slicing.unwrap();
                 MigPartition { time_slicing: Some(replicas), ..none.clone() }
             }
         },
@@ -59,7 +62,7 @@ impl Machine {
         found
     }
 
-    async fn applied(&self, plan: &str) -> GpuNodeStatus {
+    async fn wait_until_applied(&self, plan: &str) -> GpuNodeStatus {
         self.wait_for_status(plan, |status| status.plan_id == plan).await
     }
 
@@ -86,34 +89,36 @@ impl Drop for ProgramOutsideKubernetes {
 #[tokio::test]
 async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_whole_again() {
     let machine = Machine::start(&["H100-80", "H100-80"], |_| vec![]);
-    machine.wait_for_healthy(WHOLE, 2).await;
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
     let gpu = machine.uuids[0].clone();
     let first =
         [("3g.40gb", 4, ServedAs::Whole), ("2g.20gb", 2, ServedAs::Shares(4)), ("1g.10gb", 0, ServedAs::Replicas(3))];
-    machine.set_spec("partitioned", vec![partitioned(&gpu, &first)]);
-    let status = machine.applied("partitioned").await;
+    machine.set_spec("partitioned", vec![mig_spec(&gpu, &first)]);
+    let status = machine.wait_until_applied("partitioned").await;
     assert_eq!(status.gpus[0].mode, "Mig");
     let starts: Vec<_> = status.gpus[0].slices.iter().map(|slice| (slice.resource.as_str(), slice.start)).collect();
     assert!(
-        starts.contains(&(MIG_3G, Some(4))) && starts.contains(&(MPS, Some(2))) && starts.contains(&(SLICED, Some(0)))
+        starts.contains(&(MIG_3G_RESOURCE, Some(4)))
+            && starts.contains(&(MPS_RESOURCE, Some(2)))
+            && starts.contains(&(TIMESLICE_RESOURCE, Some(0)))
     );
-    let three = healthy_ids(&machine.wait_for_healthy(MIG_3G, 1).await, MIG_3G);
-    let shares = healthy_ids(&machine.wait_for_healthy(MPS, 4).await, MPS);
-    machine.wait_for_healthy(SLICED, 3).await;
-    machine.wait_for_healthy(WHOLE, 1).await;
+    let three = healthy_ids(&machine.wait_for_healthy(MIG_3G_RESOURCE, 1).await, MIG_3G_RESOURCE);
+    let shares = healthy_ids(&machine.wait_for_healthy(MPS_RESOURCE, 4).await, MPS_RESOURCE);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 3).await;
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 1).await;
 
-    let given = machine.kubelet.allocate(MIG_3G, &[&three[0]]).await.unwrap();
+    let given = machine.kubelet.allocate(MIG_3G_RESOURCE, &[&three[0]]).await.unwrap();
     let device = three[0].split("::").next().unwrap();
     assert_eq!(given.envs["NVIDIA_VISIBLE_DEVICES"], device);
-    let seen = machine.client(&given, &[]);
+    let seen = machine.run_client(&given, &[]);
     assert_eq!(
         (seen["uuid"].as_str(), seen["sms"].as_u64(), seen["viaMps"].as_bool()),
         (Some(device), Some(60), Some(false))
     );
     let two = [shares[0].as_str(), shares[1].as_str()];
-    let given = machine.kubelet.allocate(MPS, &two).await.unwrap();
-    machine.kubelet.pre_start(MPS, &two).await.unwrap();
-    let seen = machine.client(&given, &[]);
+    let given = machine.kubelet.allocate(MPS_RESOURCE, &two).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &two).await.unwrap();
+    let seen = machine.run_client(&given, &[]);
     assert_eq!(
         (seen["viaMps"].as_bool(), seen["sms"].as_u64(), seen["limitMiB"].as_u64()),
         (Some(true), Some(16), Some(5000)),
@@ -121,18 +126,18 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     );
 
     // A pod uses the 3g instance. The agent replaces all other instances.
-    machine.pods.set_devices(&[container_devices("train", MIG_3G, &three)]);
-    let before = machine.wait_for_healthy(MIG_3G, 1).await;
+    machine.pods.set_devices(&[container_devices("train", MIG_3G_RESOURCE, &three)]);
+    let before = machine.wait_for_healthy(MIG_3G_RESOURCE, 1).await;
     let kept = machine.instances(0).into_iter().find(|(start, _)| *start == 4).unwrap();
     machine.set_spec(
         "again",
-        vec![partitioned(
+        vec![mig_spec(
             &gpu,
             &[("3g.40gb", 4, ServedAs::Whole), ("1g.10gb", 0, ServedAs::Whole), ("1g.10gb", 1, ServedAs::Whole)],
         )],
     );
-    let after = machine.wait_for_healthy(MIG_1G, 2).await;
-    machine.applied("again").await;
+    let after = machine.wait_for_healthy(MIG_1G_RESOURCE, 2).await;
+    machine.wait_until_applied("again").await;
     assert!(machine.instances(0).contains(&kept), "the instance was not replaced");
     let lists = |seen: &FakeKubeletState, resource: &str| {
         (
@@ -140,8 +145,12 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
             seen.registrations.iter().filter(|r| r.request.resource_name == resource).count(),
         )
     };
-    assert_eq!(lists(&after, MIG_3G), lists(&before, MIG_3G), "the GPU's stream sent no list");
-    assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "the other GPU's stream sent no list");
+    assert_eq!(lists(&after, MIG_3G_RESOURCE), lists(&before, MIG_3G_RESOURCE), "the GPU's stream sent no list");
+    assert_eq!(
+        lists(&after, WHOLE_GPU_RESOURCE),
+        lists(&before, WHOLE_GPU_RESOURCE),
+        "the other GPU's stream sent no list"
+    );
     machine.wait_until("the daemon exits", || machine.host_status()?.daemons.is_empty().then_some(())).await;
 
     // The change that would destroy the instance waits for the pod, and the step names the pod.
@@ -150,8 +159,8 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     machine.wait_until("the free instances are destroyed", || (machine.instances(0).len() == 1).then_some(())).await;
     assert!(machine.instances(0).contains(&kept));
     machine.pods.set_devices(&[]);
-    machine.applied("whole").await;
-    machine.wait_for_healthy(WHOLE, 2).await;
+    machine.wait_until_applied("whole").await;
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
     let show = machine.simgpu(&["show"]);
     assert!(!show.contains("Exclusive"), "{show}");
     assert!(machine.events().iter().all(|reason| reason == "MigChanged"), "{:?}", machine.events());
@@ -160,14 +169,14 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
 #[tokio::test]
 async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_other_gpu() {
     let machine = Machine::start(&["2xH100-80"], |_| vec![]);
-    machine.wait_for_healthy(WHOLE, 2).await;
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
     let call = "nvmlGpuInstanceCreateComputeInstance";
     machine.simgpu(&["fail", call, "--gpu", "0", "--code", "INSUFFICIENT_RESOURCES"]);
     let wanted = |start| {
-        machine.uuids.iter().map(|gpu| partitioned(gpu, &[("2g.20gb", start, ServedAs::Whole)])).collect::<Vec<_>>()
+        machine.uuids.iter().map(|gpu| mig_spec(gpu, &[("2g.20gb", start, ServedAs::Whole)])).collect::<Vec<_>>()
     };
     machine.set_spec("first", wanted(0));
-    machine.wait_for_healthy(MIG_2G, 1).await;
+    machine.wait_for_healthy(MIG_2G_RESOURCE, 1).await;
     let status =
         machine.wait_for_message("failed 5 times; the agent does not retry until the spec or the GPU changes").await;
     let failed = status.steps.iter().find(|step| step.result == "Failed").unwrap();
@@ -180,43 +189,43 @@ async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_
     assert!(machine.events().contains(&"MigFailed".to_owned()));
     machine.simgpu(&["clear"]);
     machine.set_spec("second", wanted(2));
-    machine.applied("second").await;
-    machine.wait_for_healthy(MIG_2G, 2).await;
+    machine.wait_until_applied("second").await;
+    machine.wait_for_healthy(MIG_2G_RESOURCE, 2).await;
     // NVML refuses a creation once. The agent repeats it.
     machine.simgpu(&["fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0", "--count", "1"]);
     machine.set_spec("third", wanted(4));
-    machine.applied("third").await;
+    machine.wait_until_applied("third").await;
 }
 
 #[tokio::test]
 async fn a_hanging_creation_blocks_only_its_own_gpu() {
-    let machine = Machine::start(&["3xH100-80"], |gpus| vec![sliced(&gpus[2], 4)]);
-    machine.wait_for_healthy(SLICED, 4).await;
+    let machine = Machine::start(&["3xH100-80"], |gpus| vec![timeslice_spec(&gpus[2], 4)]);
+    machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["hang", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0"]);
-    let with_instance = |gpu: usize| partitioned(&machine.uuids[gpu], &[("1g.10gb", 3, ServedAs::Whole)]);
-    machine.set_spec("partitioned", vec![with_instance(0), with_instance(1), sliced(&machine.uuids[2], 4)]);
-    let created = healthy_ids(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
-    machine.kubelet.allocate(MIG_1G, &[&created[0]]).await.unwrap();
-    machine.kubelet.allocate(SLICED, &[&format!("{}::1", machine.uuids[2])]).await.unwrap();
+    let with_instance = |gpu: usize| mig_spec(&machine.uuids[gpu], &[("1g.10gb", 3, ServedAs::Whole)]);
+    machine.set_spec("partitioned", vec![with_instance(0), with_instance(1), timeslice_spec(&machine.uuids[2], 4)]);
+    let created = healthy_ids(&machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await, MIG_1G_RESOURCE);
+    machine.kubelet.allocate(MIG_1G_RESOURCE, &[&created[0]]).await.unwrap();
+    machine.kubelet.allocate(TIMESLICE_RESOURCE, &[&format!("{}::1", machine.uuids[2])]).await.unwrap();
     machine.wait_for_message("the driver has not answered").await;
     machine.set_spec(
         "other",
         vec![
             with_instance(0),
-            partitioned(&machine.uuids[1], &[("1g.10gb", 3, ServedAs::Whole), ("1g.10gb", 4, ServedAs::Whole)]),
-            sliced(&machine.uuids[2], 4),
+            mig_spec(&machine.uuids[1], &[("1g.10gb", 3, ServedAs::Whole), ("1g.10gb", 4, ServedAs::Whole)]),
+            timeslice_spec(&machine.uuids[2], 4),
         ],
     );
-    machine.wait_for_healthy(MIG_1G, 2).await;
+    machine.wait_for_healthy(MIG_1G_RESOURCE, 2).await;
     machine.simgpu(&["clear"]);
-    machine.applied("other").await;
-    machine.wait_for_healthy(MIG_1G, 3).await;
+    machine.wait_until_applied("other").await;
+    machine.wait_for_healthy(MIG_1G_RESOURCE, 3).await;
 }
 
 #[tokio::test]
 async fn a_program_outside_kubernetes_keeps_its_instance() {
-    let machine = Machine::start(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
-    machine.applied("first").await;
+    let machine = Machine::start(&["H100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    machine.wait_until_applied("first").await;
     let uuid = machine.instances(0)[0].1.clone().unwrap();
     let program = ProgramOutsideKubernetes(machine.start_outside_pods(&uuid));
     machine
@@ -224,36 +233,35 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
             machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(())
         })
         .await;
-    machine.set_spec("second", vec![partitioned(&machine.uuids[0], &[("2g.20gb", 0, ServedAs::Whole)])]);
+    machine.set_spec("second", vec![mig_spec(&machine.uuids[0], &[("2g.20gb", 0, ServedAs::Whole)])]);
     machine.wait_for_message(&format!("in use by processes outside of Kubernetes (pid {})", program.0.id())).await;
     assert_eq!(machine.instances(0), [(0, Some(uuid))]);
     drop(program);
-    machine.applied("second").await;
+    machine.wait_until_applied("second").await;
 }
 
 #[tokio::test]
 async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     let mut machine = Machine::new(&["A100-80"]);
     machine.simgpu(&["set", "0", "mig-needs-reset=on"]);
-    machine.set_spec("first", vec![partitioned(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.start_host();
     machine.start_agent(&[]);
     let status = machine.wait_for_message("reset the GPU (nvidia-smi --gpu-reset), or reboot the node").await;
     assert_eq!(status.steps.iter().find(|step| step.action == "turn MIG mode on").unwrap().result, "Waiting");
     assert_eq!(status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
     machine.simgpu(&["reset", "0"]);
-    machine.applied("first").await;
-    machine.wait_for_healthy(MIG_1G, 1).await;
+    machine.wait_until_applied("first").await;
+    machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await;
 }
 
 #[tokio::test]
 async fn a_restarted_agent_completes_the_change_of_the_killed_agent() {
-    let mut machine =
-        Machine::start(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 6, ServedAs::Whole)])]);
-    let used = healthy_ids(&machine.wait_for_healthy(MIG_1G, 1).await, MIG_1G);
-    machine.applied("first").await;
-    let given = machine.kubelet.allocate(MIG_1G, &[&used[0]]).await.unwrap();
-    machine.pods.set_devices(&[container_devices("p", MIG_1G, &used)]);
+    let mut machine = Machine::start(&["H100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 6, ServedAs::Whole)])]);
+    let used = healthy_ids(&machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await, MIG_1G_RESOURCE);
+    machine.wait_until_applied("first").await;
+    let given = machine.kubelet.allocate(MIG_1G_RESOURCE, &[&used[0]]).await.unwrap();
+    machine.pods.set_devices(&[container_devices("p", MIG_1G_RESOURCE, &used)]);
     machine.wait_for_status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
     let kept = machine.instances(0)[0].clone();
     let gpu = machine.uuids[0].clone();
@@ -267,13 +275,13 @@ async fn a_restarted_agent_completes_the_change_of_the_killed_agent() {
         "nvmlComputeInstanceDestroy",
         "nvmlGpuInstanceDestroy",
     ];
-    machine.set_spec("0", vec![partitioned(&gpu, partitions[1])]);
-    machine.applied("0").await;
+    machine.set_spec("0", vec![mig_spec(&gpu, partitions[1])]);
+    machine.wait_until_applied("0").await;
     for (round, call) in calls.into_iter().enumerate() {
         let plan = format!("{}", round + 1);
         // The agent is killed while the first call of this kind hangs.
         machine.simgpu(&["hang", call, "--count", "1"]);
-        machine.set_spec(&plan, vec![partitioned(&gpu, partitions[round % 2])]);
+        machine.set_spec(&plan, vec![mig_spec(&gpu, partitions[round % 2])]);
         machine
             .wait_until(call, || {
                 let shown: Value = serde_json::from_str(&machine.simgpu(&["show", "--output", "json"])).unwrap();
@@ -287,10 +295,10 @@ async fn a_restarted_agent_completes_the_change_of_the_killed_agent() {
             assert!(machine.instances(0).iter().any(|(_, uuid)| uuid.is_none()), "{call}: one instance is incomplete");
         }
         machine.start_agent(&[]);
-        machine.applied(&plan).await;
+        machine.wait_until_applied(&plan).await;
         assert!(machine.instances(0).contains(&kept) && machine.instances(0).len() == 3, "{call}");
-        machine.wait_for_healthy(MPS, 2).await;
-        assert_eq!(machine.client(&given, &[])["uuid"].as_str(), kept.1.as_deref(), "{call}");
+        machine.wait_for_healthy(MPS_RESOURCE, 2).await;
+        assert_eq!(machine.run_client(&given, &[])["uuid"].as_str(), kept.1.as_deref(), "{call}");
     }
 }
 
@@ -309,7 +317,7 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
     // In NVML the 3g instance at slice 4 has the id 2.
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/access", "DeviceFileMinor: 21\nDeviceFileMode: 292\n");
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access", "DeviceFileMinor: 22\nDeviceFileMode: 292\n");
-    machine.set_spec("first", vec![partitioned(&machine.uuids[0], &[("3g.40gb", 4, ServedAs::Whole)])]);
+    machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("3g.40gb", 4, ServedAs::Whole)])]);
     machine.start_host();
     let expected = [
         "/dev/nvidia-caps/nvidia-cap21",
@@ -323,12 +331,14 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
         let (root, cdi_dir) = (root.to_str().unwrap(), cdi.to_str().unwrap());
         machine.start_agent(&["--device-list-strategy", strategy, "--host-root", root, "--cdi-dir", cdi_dir]);
         machine
-            .wait_for_view(strategy, |seen| seen.endpoints.get(MIG_3G).is_some_and(|endpoint| endpoint.connected))
+            .wait_for_view(strategy, |seen| {
+                seen.endpoints.get(MIG_3G_RESOURCE).is_some_and(|endpoint| endpoint.connected)
+            })
             .await;
-        let ids = healthy_ids(&machine.wait_for_healthy(MIG_3G, 1).await, MIG_3G);
+        let ids = healthy_ids(&machine.wait_for_healthy(MIG_3G_RESOURCE, 1).await, MIG_3G_RESOURCE);
         let uuid = ids[0].split("::").next().unwrap();
-        let given = machine.kubelet.allocate(MIG_3G, &[&ids[0]]).await.unwrap();
-        machine.kubelet.pre_start(MIG_3G, &[&ids[0]]).await.unwrap();
+        let given = machine.kubelet.allocate(MIG_3G_RESOURCE, &[&ids[0]]).await.unwrap();
+        machine.kubelet.pre_start(MIG_3G_RESOURCE, &[&ids[0]]).await.unwrap();
         assert_eq!(given.envs["NVIDIA_VISIBLE_DEVICES"], "void");
         if strategy == "cdi" {
             let names: Vec<&str> = given.cdi_devices.iter().map(|device| device.name.as_str()).collect();
@@ -349,6 +359,6 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
             assert_eq!(paths, expected);
         }
         machine.kill_agent();
-        machine.wait_for_view("the end", |seen| !seen.endpoints[MIG_3G].connected).await;
+        machine.wait_for_view("the end", |seen| !seen.endpoints[MIG_3G_RESOURCE].connected).await;
     }
 }

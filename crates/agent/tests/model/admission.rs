@@ -12,8 +12,8 @@ use cleave_agent::allocation::allocate::{Choice, ResourceView, grant, prefer};
 use cleave_agent::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
 use cleave_agent::gpu::layout::{Kind, Pool, device_id};
 
-const MPS: &str = "nvidia.com/gpu-mps";
-const UNITS: u32 = 10;
+const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
+const UNITS_PER_DEVICE: u32 = 10;
 
 /// A reservation for one request of a pod: units on one device.
 #[derive(Debug, Clone)]
@@ -54,9 +54,9 @@ impl Node {
         let kind = Kind::Mps { memory_mib: vec![], threads: vec![], max_clients: None };
         let pool = |device| Pool {
             device: format!("GPU-{device}"),
-            resource: MPS.into(),
+            resource: MPS_RESOURCE.into(),
             first: 0,
-            count: UNITS,
+            count: UNITS_PER_DEVICE,
             kind: kind.clone(),
         };
         Self {
@@ -75,19 +75,19 @@ impl Node {
     }
 
     /// Ids of a device that are not allocated.
-    fn free(&self, device: &str) -> Vec<String> {
+    fn free_ids(&self, device: &str) -> Vec<String> {
         let taken: BTreeSet<&String> = self.running.iter().chain(&self.waiting).flat_map(Pod::ids).collect();
-        (0..UNITS).map(|unit| device_id(device, unit)).filter(|id| !taken.contains(id)).collect()
+        (0..UNITS_PER_DEVICE).map(|unit| device_id(device, unit)).filter(|id| !taken.contains(id)).collect()
     }
 
-    fn unreserved(&self, device: &str) -> i64 {
-        let free = i64::try_from(self.free(device).len()).unwrap();
+    fn count_unreserved(&self, device: &str) -> i64 {
+        let free = i64::try_from(self.free_ids(device).len()).unwrap();
         let reservations = self.reservations.iter().filter(|reservation| reservation.device == device);
-        reservations.fold(free, |rest, reservation| rest - i64::from(self.outstanding(reservation)))
+        reservations.fold(free, |rest, reservation| rest - i64::from(self.count_outstanding(reservation)))
     }
 
     /// Units of a reservation that are not allocated yet.
-    fn outstanding(&self, reservation: &Reservation) -> u32 {
+    fn count_outstanding(&self, reservation: &Reservation) -> u32 {
         let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == reservation.pod) else { return 0 };
         let of_ask = parts(&pod.containers)
             .into_iter()
@@ -102,7 +102,10 @@ impl Node {
         let kind = |init: bool| if init { When::Init } else { When::Main };
         let mut containers: Vec<Container> = shape
             .iter()
-            .map(|&(init, units)| Container { kind: kind(init), limits: BTreeMap::from([(MPS.to_owned(), units)]) })
+            .map(|&(init, units)| Container {
+                kind: kind(init),
+                limits: BTreeMap::from([(MPS_RESOURCE.to_owned(), units)]),
+            })
             .collect();
         containers.sort_by_key(|container| container.kind == When::Main);
         self.created += 1;
@@ -110,7 +113,7 @@ impl Node {
         let before = self.reservations.len();
         for (request, wanted) in device_requests(&containers).iter().enumerate() {
             let units = wanted.units.get();
-            let fits = |device: &String| self.unreserved(device) >= i64::from(units);
+            let fits = |device: &String| self.count_unreserved(device) >= i64::from(units);
             let Some(device) = self.devices().into_iter().find(fits) else {
                 self.reservations.truncate(before);
                 self.waiting.retain(|pod| pod.bound.uid != uid);
@@ -143,7 +146,7 @@ impl Node {
     fn admit_next_container(&mut self, index: usize, seed: usize) -> Result<(), TestCaseError> {
         let pod = self.waiting[index].clone();
         let number = pod.allocated.len();
-        let size = pod.containers[number].limits[MPS] as usize;
+        let size = pod.containers[number].limits[MPS_RESOURCE] as usize;
         let inits = pod.allocated.iter().zip(&pod.containers).filter(|(_, container)| container.kind == When::Init);
         let mut reusable: BTreeSet<String> = inits.flat_map(|(ids, _)| ids).cloned().collect();
         for (ids, _) in pod.allocated.iter().zip(&pod.containers).filter(|(_, container)| container.kind == When::Main)
@@ -151,7 +154,7 @@ impl Node {
             reusable.retain(|id| !ids.contains(id));
         }
         let must: Vec<String> = reusable.into_iter().take(size).collect();
-        let mut free: Vec<String> = self.devices().iter().flat_map(|device| self.free(device)).collect();
+        let mut free: Vec<String> = self.devices().iter().flat_map(|device| self.free_ids(device)).collect();
         if !free.is_empty() {
             let offset = seed % free.len();
             free.rotate_left(offset);
@@ -163,18 +166,18 @@ impl Node {
             [must, free].concat()
         } else {
             prop_assert!(
-                self.pending.expects_request(MPS, u32::try_from(size).unwrap()),
+                self.pending.expects_request(MPS_RESOURCE, u32::try_from(size).unwrap()),
                 "the pod is known and has no allocation"
             );
             let available = [free, must.clone()].concat();
-            let reserved = self.pending.reserved(MPS);
-            let view = ResourceView { resource: MPS, pools: &self.pools, reserved: &reserved };
+            let reserved = self.pending.reserved(MPS_RESOURCE);
+            let view = ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &reserved };
             prefer(&view, &Choice { available: &available, must_include: &must, size })
         };
-        let granted = grant(&ResourceView { resource: MPS, pools: &self.pools, reserved: &[] }, &ids);
+        let granted = grant(&ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &[] }, &ids);
         prop_assert!(granted.is_ok(), "{granted:?} for {size} of {pod:?}; reservations: {:?}", self.reservations);
         let device = granted.unwrap().devices.remove(0);
-        self.pending.record_answer(MPS, u32::try_from(size).unwrap(), &device, self.now);
+        self.pending.record_answer(MPS_RESOURCE, u32::try_from(size).unwrap(), &device, self.now);
         self.swap_reservations(&pod, number, &device);
         self.waiting[index].allocated.push(ids);
         if self.waiting[index].allocated.len() == pod.containers.len() {
@@ -184,7 +187,7 @@ impl Node {
         }
         for device in self.devices() {
             prop_assert!(
-                self.unreserved(&device) >= 0,
+                self.count_unreserved(&device) >= 0,
                 "{device} has less than its reservations: {:?}",
                 self.reservations
             );
@@ -203,7 +206,7 @@ impl Node {
             return;
         }
         let is_other = |reservation: &Reservation| {
-            reservation.units == units && reservation.device == device && self.outstanding(reservation) == units
+            reservation.units == units && reservation.device == device && self.count_outstanding(reservation) == units
         };
         if let Some(other) = self.reservations.iter().position(is_other) {
             self.reservations[other].device = reserved;
@@ -222,7 +225,7 @@ impl Node {
             namespace: pod.bound.namespace.clone(),
             pod: pod.bound.name.clone(),
             container: format!("c{number}"),
-            resource: MPS.into(),
+            resource: MPS_RESOURCE.into(),
             ids: ids.to_vec(),
         };
         let mut rows = Vec::new();
@@ -272,7 +275,7 @@ fn steps(with_init_containers: bool) -> impl Strategy<Value = Vec<Step>> {
 }
 
 /// Runs the steps. If `in_order`, the kubelet admits pods in the order of their arrival.
-fn run(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), TestCaseError> {
+fn run_steps(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), TestCaseError> {
     let mut node = Node::new(devices);
     for step in steps {
         node.now += Duration::from_millis(100);
@@ -314,7 +317,9 @@ fn run_random_sequences(with_init_containers: bool) {
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
     let mut runner = TestRunner::new_with_rng(config, rng);
     runner
-        .run(&(1_usize..5, steps(with_init_containers)), |(devices, steps)| run(devices, steps, with_init_containers))
+        .run(&(1_usize..5, steps(with_init_containers)), |(devices, steps)| {
+            run_steps(devices, steps, with_init_containers)
+        })
         .unwrap();
 }
 

@@ -13,7 +13,7 @@ use cleave_kubelet::ContainerDevices;
 use cleave_plan::mps::{Threads, memory, threads};
 use cleave_plan::units::{Mebibytes, Percent, Sms};
 
-pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
+pub(crate) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
 pub(crate) fn gpu(uuid: &str, index: u32) -> Gpu {
     Gpu {
@@ -67,19 +67,19 @@ pub(crate) fn mps_partition(units: u32) -> MpsPartition {
     }
 }
 
-pub(crate) fn listed(pod: &str, ids: &[&str]) -> ContainerDevices {
+pub(crate) fn container_devices(pod: &str, ids: &[&str]) -> ContainerDevices {
     ContainerDevices {
         namespace: "ns".into(),
         pod: pod.into(),
         container: "c".into(),
-        resource: MPS.into(),
+        resource: MPS_RESOURCE.into(),
         ids: ids.iter().map(|&id| id.to_owned()).collect(),
     }
 }
 
 pub(crate) fn allocation(ids: &[&str]) -> Allocation {
     Allocation {
-        resource: MPS.into(),
+        resource: MPS_RESOURCE.into(),
         ids: ids.iter().map(|&id| id.to_owned()).collect(),
         devices: vec!["GPU-a".into()],
         mps: None,
@@ -106,7 +106,7 @@ impl Inventory {
 }
 
 /// Passes the answers to the agent. NVML was called at `requested_at`.
-pub(crate) fn answer(node: &mut Node, answer: Result<Inventory, NvmlError>, requested_at: Instant) {
+pub(crate) fn record_answer(node: &mut Node, answer: Result<Inventory, NvmlError>, requested_at: Instant) {
     match answer {
         Ok(inventory) => {
             let (driver_info, gpus) = inventory.answers();

@@ -13,7 +13,7 @@ use cleave_api::sharingpolicy::Enforcement;
 use cleave_gpu::mps::wire::{self, Client, DaemonState, DaemonStatus, Status};
 use cleave_gpu::nvml::Process;
 
-use crate::fixtures::{Inventory, allocation, answer, gpu, listed, mps_spec};
+use crate::fixtures::{Inventory, allocation, container_devices, gpu, mps_spec, record_answer};
 
 struct TestNode {
     /// The agent's model.
@@ -33,7 +33,11 @@ fn node(enforcement: Enforcement) -> TestNode {
     let start = Instant::now();
     let (mut agent, allocations) = Node::start("boot".into(), std::time::Duration::ZERO, None, None, start);
     let gpus = [gpu("GPU-a", 0), gpu("GPU-b", 1)].map(|gpu| (gpu.index, Ok(gpu)));
-    answer(&mut agent, Ok(Inventory { driver: "580".into(), gpus: gpus.into(), processes: BTreeMap::new() }), start);
+    record_answer(
+        &mut agent,
+        Ok(Inventory { driver: "580".into(), gpus: gpus.into(), processes: BTreeMap::new() }),
+        start,
+    );
     let spec = GpuNodeSpec {
         plan_id: "p".into(),
         gpus: vec![cleave_api::gpunode::GpuSpec { enforcement, ..mps_spec("GPU-a", 10) }],
@@ -63,7 +67,7 @@ fn a_device_with_a_process_is_watched_even_without_allocations() {
     let process = Process { pid: 7, memory: None, mps: false, gpu_instance: None };
     let gpus = [(0, Ok(gpu("GPU-a", 0)))].into();
     let processes = [("GPU-a".to_owned(), vec![process])].into();
-    answer(&mut node.agent, Ok(Inventory { driver: "580".into(), gpus, processes }), node.start);
+    record_answer(&mut node.agent, Ok(Inventory { driver: "580".into(), gpus, processes }), node.start);
     assert_eq!(node.snapshot().in_use(), ["GPU-a"]);
 }
 
@@ -72,7 +76,11 @@ fn allocations_come_from_the_kubelet_and_clients_from_the_mps_host() {
     let mut node = node(Enforcement::Evict);
     let id = share().id();
     node.table.allocations.insert(share(), node.start);
-    node.agent.record_pod_resources(Ok(vec![listed("p", &["GPU-a::0"])]), node.start, &mut node.table.allocations);
+    node.agent.record_pod_resources(
+        Ok(vec![container_devices("p", &["GPU-a::0"])]),
+        node.start,
+        &mut node.table.allocations,
+    );
     let daemon = DaemonStatus {
         state: DaemonState::Active,
         pid: Some(10),

@@ -10,7 +10,7 @@ use cleave_api::sharingpolicy::{ComputeMode, Enforcement};
 use cleave_kubelet::proto::v1beta1::ContainerAllocateResponse;
 use serde_json::{Value, json};
 
-use crate::machine::{MPS, Machine, container_devices, kill_child, mps};
+use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec};
 
 /// UIDs of the pods, and ids of their containers.
 const PODS: [(&str, &str, char); 2] =
@@ -37,8 +37,8 @@ fn container_id(letter: char) -> String {
     letter.to_string().repeat(64)
 }
 
-fn shares(uuid: &str, enforcement: Enforcement) -> GpuSpec {
-    let mut spec = mps(uuid, 10);
+fn shares_spec(uuid: &str, enforcement: Enforcement) -> GpuSpec {
+    let mut spec = mps_spec(uuid, 10);
     if let Some(mps) = &mut spec.partition.mps {
         // Permit programs outside MPS, which the agent has to report.
         mps.compute_mode = ComputeMode::Default;
@@ -55,14 +55,14 @@ impl Node {
     /// A node with the pods on this many GPUs.
     async fn with_gpus(gpus: usize, enforcement: Enforcement) -> Self {
         let mut machine = Machine::new(&[&format!("{gpus}xH200")]);
-        machine.set_spec("first", machine.uuids.iter().map(|gpu| shares(gpu, enforcement)).collect());
+        machine.set_spec("first", machine.uuids.iter().map(|gpu| shares_spec(gpu, enforcement)).collect());
         let pods: Vec<Value> = PODS.iter().map(|(name, uid, letter)| pod(name, uid, *letter)).collect();
         machine.set_pods(&pods);
         let proc = machine.path("proc");
         fs::create_dir(&proc).unwrap();
         machine.start_host();
         machine.start_agent(&["--proc", proc.to_str().unwrap()]);
-        machine.wait_for_healthy(MPS, 10 * gpus).await;
+        machine.wait_for_healthy(MPS_RESOURCE, 10 * gpus).await;
         for gpu in &machine.uuids {
             let daemon = machine.wait_until("the MPS server runs", || {
                 let daemon = machine.host_status()?.daemons.remove(gpu)?;
@@ -76,19 +76,19 @@ impl Node {
         let rows: Vec<_> = PODS
             .iter()
             .zip(&ids)
-            .map(|((pod, _, _), id)| container_devices(pod, MPS, std::slice::from_ref(id)))
+            .map(|((pod, _, _), id)| container_devices(pod, MPS_RESOURCE, std::slice::from_ref(id)))
             .collect();
         machine.pods.set_devices(&rows);
         let mut responses = Vec::new();
         for id in &ids {
-            responses.push(machine.kubelet.allocate(MPS, &[id]).await.unwrap());
-            machine.kubelet.pre_start(MPS, &[id]).await.unwrap();
+            responses.push(machine.kubelet.allocate(MPS_RESOURCE, &[id]).await.unwrap());
+            machine.kubelet.pre_start(MPS_RESOURCE, &[id]).await.unwrap();
         }
         Self { machine, responses, programs: Vec::new() }
     }
 
     /// Starts a program in a pod's container. Returns its pid.
-    fn start(&mut self, pod: usize, envs: &[(&str, &str)], arguments: &[&str]) -> u32 {
+    fn start_program(&mut self, pod: usize, envs: &[(&str, &str)], arguments: &[&str]) -> u32 {
         let program = self.machine.start_client(&self.responses[pod], envs, arguments);
         let pid = program.id();
         self.programs.push(program);
@@ -121,7 +121,7 @@ impl Node {
     /// Pod and reason of each Event on pods.
     fn pod_events(&self) -> Vec<(String, String)> {
         let text = |value: &Value| value.as_str().unwrap().to_owned();
-        let lines = fs::read_to_string(self.spec("pod-events.jsonl")).unwrap_or_default();
+        let lines = fs::read_to_string(self.container_spec_path("pod-events.jsonl")).unwrap_or_default();
         lines
             .lines()
             .map(|line| serde_json::from_str::<Value>(line).unwrap())
@@ -129,7 +129,7 @@ impl Node {
             .collect()
     }
 
-    fn spec(&self, name: &str) -> PathBuf {
+    fn container_spec_path(&self, name: &str) -> PathBuf {
         self.machine.path("spec").join(name)
     }
 
@@ -143,21 +143,21 @@ fn pod(name: &str, uid: &str, letter: char) -> Value {
     let container_id = format!("containerd://{}", container_id(letter));
     json!({
         "metadata": {"name": name, "namespace": "ns", "uid": uid},
-        "spec": {"containers": [{"name": "c", "resources": {"limits": {MPS: "1"}}}]},
+        "spec": {"containers": [{"name": "c", "resources": {"limits": {MPS_RESOURCE: "1"}}}]},
         "status": {"phase": "Running", "containerStatuses": [{"name": "c", "containerID": container_id}]},
     })
 }
 
 /// Disables the memory limit of a program: MPS ignores a value that it cannot parse.
-const UNLIMITED_MEMORY: (&str, &str) = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk");
+const UNLIMITED_MEMORY_ENV: (&str, &str) = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk");
 /// Makes a program use the GPU outside MPS.
-const OUTSIDE_MPS: (&str, &str) = ("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");
+const OUTSIDE_MPS_ENV: (&str, &str) = ("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");
 
 #[tokio::test]
 async fn a_container_over_its_memory_limit_is_reported_and_its_neighbour_is_not() {
     let mut node = Node::new(Enforcement::Report).await;
-    node.start(1, &[], &["--allocate", "700", "--hold", "forever"]);
-    let pid = node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
+    node.start_program(1, &[], &["--allocate", "700", "--hold", "forever"]);
+    let pid = node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     let finding = node.wait_for_finding("MemoryExceeded").await;
     assert_eq!(
         (finding.namespace.as_str(), finding.pod.as_str(), finding.uid.as_str(), finding.container.as_str()),
@@ -180,8 +180,8 @@ async fn a_container_over_its_memory_limit_is_reported_and_its_neighbour_is_not(
 #[tokio::test]
 async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
     let mut node = Node::new(Enforcement::Report).await;
-    node.start(1, &[], &["--hold", "forever"]);
-    let pid = node.start(0, &[OUTSIDE_MPS], &["--hold", "forever"]);
+    node.start_program(1, &[], &["--hold", "forever"]);
+    let pid = node.start_program(0, &[OUTSIDE_MPS_ENV], &["--hold", "forever"]);
     let finding = node.wait_for_finding("OutsideMps").await;
     assert_eq!((finding.pod.as_str(), finding.pid), ("p", Some(pid)));
     // The program may also exceed the memory limit of its share.
@@ -192,14 +192,14 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
 #[tokio::test]
 async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_share() {
     let mut node = Node::new(Enforcement::Report).await;
-    let row = container_devices("q", MPS, &[format!("{}::1", node.machine.uuids[0])]);
+    let row = container_devices("q", MPS_RESOURCE, &[format!("{}::1", node.machine.uuids[0])]);
     // Pod p no longer has a share, and its program uses the door of pod q.
     node.machine.pods.set_devices(&[row]);
     node.machine
         .wait_until("the pod's share is removed", || (node.machine.desired()?.allocations.len() == 1).then_some(()))
         .await;
     node.responses[0] = node.responses[1].clone();
-    let pid = node.start(0, &[], &["--hold", "forever"]);
+    let pid = node.start_program(0, &[], &["--hold", "forever"]);
     let finding = node.wait_for_finding("NoShare").await;
     assert_eq!((finding.pod.as_str(), finding.pid), ("p", Some(pid)));
 }
@@ -207,8 +207,8 @@ async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_sha
 #[tokio::test]
 async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_its_pod_is_gone() {
     let mut node = Node::new(Enforcement::Evict).await;
-    node.start(1, &[], &["--hold", "forever"]);
-    node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
+    node.start_program(1, &[], &["--hold", "forever"]);
+    node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     node.wait_for_finding("MemoryExceeded").await;
     // CUDA_ERROR_MPS_CLIENT_TERMINATED: 810 % 256.
     assert_eq!(node.exit_status(1).await, Some(42));
@@ -223,7 +223,7 @@ async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_it
 async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
     let mut node = Node::new(Enforcement::Evict).await;
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--seconds", "3600"]);
-    node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
+    node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
     let logged = || fs::read_to_string(&log).ok()?.contains("tenants of the GPU are not checked").then_some(());
     node.machine.wait_until("the watch gives up", logged).await;
@@ -238,11 +238,11 @@ async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
 async fn tenants_of_other_gpus_are_watched_while_one_gpu_hangs() {
     let mut node = Node::with_gpus(2, Enforcement::Report).await;
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--gpu", "1"]);
-    node.start(1, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
+    node.start_program(1, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
     let logged = || fs::read_to_string(&log).ok()?.contains("tenants of the GPU are not checked").then_some(());
     node.machine.wait_until("the watch gives up on that GPU", logged).await;
-    node.start(0, &[UNLIMITED_MEMORY], &["--allocate", "5000", "--hold", "forever"]);
+    node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     assert_eq!(node.wait_for_finding("MemoryExceeded").await.pod, "p");
     let all = node.machine.wait_for_status("findings", |status| !status.findings.is_empty()).await.findings;
     assert_eq!(all.len(), 1, "the other GPU gives no samples: {all:?}");

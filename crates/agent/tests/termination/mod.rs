@@ -9,11 +9,11 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::machine::{MPS, Machine, container_devices, ids, mps, pod};
+use crate::machine::{MPS_RESOURCE, Machine, container_devices, mps_spec, pod, share_ids};
 
 /// Arguments of a client that always has a long kernel in flight. Killing the client breaks its
 /// neighbours.
-const LONG_KERNELS: [&str; 3] = ["--kernel-ms", "1000", "--busy-forever"];
+const LONG_KERNELS_ARGUMENTS: [&str; 3] = ["--kernel-ms", "1000", "--busy-forever"];
 
 /// A node with pods that each have one share and one program.
 struct Node {
@@ -50,12 +50,12 @@ impl Node {
     /// A node with ten shares on each GPU.
     async fn new(gpus: &[&str]) -> Self {
         let mut machine = Machine::new(gpus);
-        let partitions: Vec<_> = machine.uuids.iter().map(|uuid| mps(uuid, 10)).collect();
+        let partitions: Vec<_> = machine.uuids.iter().map(|uuid| mps_spec(uuid, 10)).collect();
         machine.set_spec("first", partitions);
         machine.set_pods(&[]);
         machine.start_host();
         machine.start_agent(&[]);
-        machine.wait_for_healthy(MPS, 10 * machine.uuids.len()).await;
+        machine.wait_for_healthy(MPS_RESOURCE, 10 * machine.uuids.len()).await;
         Self { machine, pods: Vec::new(), rows: Vec::new() }
     }
 
@@ -63,15 +63,15 @@ impl Node {
     async fn start_pod(&mut self, name: &'static str, gpu: usize, arguments: &[&str]) -> Program {
         let share = u32::try_from(self.pods.len()).unwrap();
         let device = self.machine.uuids[gpu].clone();
-        let id = ids(&device, [share]);
+        let id = share_ids(&device, [share]);
         self.pods.push(pod(name, 1, &device));
         self.machine.set_pods(&self.pods);
-        let response = self.machine.kubelet.allocate(MPS, &[&id[0]]).await.unwrap();
-        self.machine.kubelet.pre_start(MPS, &[&id[0]]).await.unwrap();
-        self.rows.push(container_devices(name, MPS, &id));
+        let response = self.machine.kubelet.allocate(MPS_RESOURCE, &[&id[0]]).await.unwrap();
+        self.machine.kubelet.pre_start(MPS_RESOURCE, &[&id[0]]).await.unwrap();
+        self.rows.push(container_devices(name, MPS_RESOURCE, &id));
         self.machine.pods.set_devices(&self.rows);
         let out = File::create(self.machine.path(name)).unwrap();
-        let child = self.machine.program(&response).args(arguments).stdout(out).spawn().unwrap();
+        let child = self.machine.container_command(&response).args(arguments).stdout(out).spawn().unwrap();
         let program = Program { child, name };
         self.machine.wait_until("the first kernel runs", || self.last_output(name, "launched")).await;
         let listed = || {
@@ -101,7 +101,7 @@ impl Node {
     }
 
     /// Deletes pods in the API server, with a grace period in seconds.
-    fn delete(&mut self, names: &[&str], grace: i64) {
+    fn delete_pods(&mut self, names: &[&str], grace: i64) {
         for pod in self.pods.iter_mut().filter(|pod| names.iter().any(|name| pod["metadata"]["name"] == *name)) {
             let end = Timestamp::now() + SignedDuration::from_secs(grace);
             pod["metadata"]["deletionTimestamp"] = json!(end.to_string());
@@ -111,7 +111,7 @@ impl Node {
     }
 
     /// Removes a pod from the API server at once.
-    fn delete_by_force(&mut self, name: &str) {
+    fn delete_pod_by_force(&mut self, name: &str) {
         self.pods.retain(|pod| pod["metadata"]["name"] != name);
         self.machine.set_pods(&self.pods);
     }
@@ -144,7 +144,7 @@ impl Node {
 async fn killing_a_busy_program_of_a_pod_that_does_not_terminate_breaks_its_neighbour() {
     let mut pods = Node::new(&["H200"]).await;
     let _neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
-    let busy = pods.start_pod("busy", 0, &LONG_KERNELS).await;
+    let busy = pods.start_pod("busy", 0, &LONG_KERNELS_ARGUMENTS).await;
     busy.signal(Signal::KILL);
     assert_eq!(pods.wait_for_error("neighbour").await, 700);
 }
@@ -155,10 +155,10 @@ async fn a_busy_program_of_a_terminating_pod_is_terminated_before_it_is_killed()
     let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     for (name, signal) in [("deleted", Signal::KILL), ("deleted-too", Signal::TERM), ("by-force", Signal::KILL)] {
         // The program continues after its CUDA error until the test kills it.
-        let busy = pods.start_pod(name, 0, &[&LONG_KERNELS[..], &["--linger", "forever"]].concat()).await;
+        let busy = pods.start_pod(name, 0, &[&LONG_KERNELS_ARGUMENTS[..], &["--linger", "forever"]].concat()).await;
         match name {
-            "by-force" => pods.delete_by_force(name),
-            _ => pods.delete(&[name], 30),
+            "by-force" => pods.delete_pod_by_force(name),
+            _ => pods.delete_pods(&[name], 30),
         }
         assert_eq!(pods.wait_for_error(name).await, 810, "{name}");
         let pid = busy.pid();
@@ -173,17 +173,17 @@ async fn a_busy_program_of_a_terminating_pod_is_terminated_before_it_is_killed()
 async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_period_ends() {
     let mut pods = Node::new(&["H200"]).await;
     let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
-    let handles = [&LONG_KERNELS[..], &["--handle-sigterm"]].concat();
+    let handles = [&LONG_KERNELS_ARGUMENTS[..], &["--handle-sigterm"]].concat();
     let polite = pods.start_pod("polite", 0, &handles).await;
-    let dies = pods.start_pod("dies", 0, &LONG_KERNELS).await;
-    pods.delete(&["polite", "dies"], 30);
+    let dies = pods.start_pod("dies", 0, &LONG_KERNELS_ARGUMENTS).await;
+    pods.delete_pods(&["polite", "dies"], 30);
     // An agent that ignored the grace period would terminate `polite` before `dies` fails.
     assert_eq!(pods.wait_for_error("dies").await, 810);
     polite.signal(Signal::TERM);
     assert_eq!((pods.exit_status(polite).await.code(), pods.last_output("polite", "error")), (Some(0), None));
     // A program that receives no SIGTERM is terminated before its grace period ends.
     let deaf = pods.start_pod("deaf", 0, &handles).await;
-    pods.delete(&["deaf"], 1);
+    pods.delete_pods(&["deaf"], 1);
     assert_eq!(pods.wait_for_error("deaf").await, 810);
     let pid = deaf.pid();
     drop(deaf);
@@ -196,10 +196,10 @@ async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_peri
 async fn a_stopped_program_is_reported_and_delays_no_others() {
     let mut pods = Node::new(&["H200"]).await;
     let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
-    let stopped = pods.start_pod("stopped", 0, &LONG_KERNELS).await;
-    let _other = pods.start_pod("other", 0, &LONG_KERNELS).await;
+    let stopped = pods.start_pod("stopped", 0, &LONG_KERNELS_ARGUMENTS).await;
+    let _other = pods.start_pod("other", 0, &LONG_KERNELS_ARGUMENTS).await;
     stopped.signal(Signal::STOP);
-    pods.delete(&["stopped", "other"], 30);
+    pods.delete_pods(&["stopped", "other"], 30);
     assert_eq!(pods.wait_for_error("other").await, 810);
     pods.machine
         .wait_until("the Event is published", || (pods.machine.events() == ["ClientNotTerminated"]).then_some(()))
@@ -215,11 +215,11 @@ async fn a_stopped_program_is_reported_and_delays_no_others() {
 async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
     let mut pods = Node::new(&["2xH200"]).await;
     let mut neighbour = pods.start_pod("neighbour", 1, &["--kernel-ms", "1", "--busy-forever"]).await;
-    let _first = pods.start_pod("first", 0, &LONG_KERNELS).await;
-    let _second = pods.start_pod("second", 1, &LONG_KERNELS).await;
+    let _first = pods.start_pod("first", 0, &LONG_KERNELS_ARGUMENTS).await;
+    let _second = pods.start_pod("second", 1, &LONG_KERNELS_ARGUMENTS).await;
     pods.machine.simgpu(&["hang", "mps:command:terminate_client", "--gpu", "0", "--seconds", "3600"]);
     pods.machine.simgpu(&["fail", "mps:command:terminate_client", "--gpu", "1", "--code", "1", "--count", "2"]);
-    pods.delete(&["first", "second"], 30);
+    pods.delete_pods(&["first", "second"], 30);
     assert_eq!(pods.wait_for_error("second").await, 810);
     assert_eq!(pods.last_output("first", "error"), None);
     let reported = || {
@@ -240,13 +240,13 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
 #[tokio::test]
 async fn a_pod_with_a_long_prestop_sleep_is_terminated_after_it() {
     let mut pods = Node::new(&["H200"]).await;
-    let drains = pods.start_pod("drains", 0, &LONG_KERNELS).await;
-    let other = pods.start_pod("other", 0, &LONG_KERNELS).await;
+    let drains = pods.start_pod("drains", 0, &LONG_KERNELS_ARGUMENTS).await;
+    let other = pods.start_pod("other", 0, &LONG_KERNELS_ARGUMENTS).await;
     pods.pods[0]["spec"]["containers"][0]["lifecycle"] = json!({"preStop": {"sleep": {"seconds": 20}}});
-    pods.delete(&["drains", "other"], 60);
+    pods.delete_pods(&["drains", "other"], 60);
     assert_eq!(pods.wait_for_error("other").await, 810);
     assert_eq!(pods.last_output("drains", "error"), None, "the pod's hook still sleeps");
-    pods.delete(&["drains"], 0);
+    pods.delete_pods(&["drains"], 0);
     assert_eq!(pods.wait_for_error("drains").await, 810);
     drop((drains, other));
 }

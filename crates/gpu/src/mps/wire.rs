@@ -391,31 +391,31 @@ pub enum Reply {
 mod tests {
     use super::*;
 
-    const GPU: &str = "GPU-3da61522-b946-8b5e-d0da-5debfa49f742";
+    const GPU_UUID: &str = "GPU-3da61522-b946-8b5e-d0da-5debfa49f742";
 
     fn sample_daemon() -> Daemon {
         Daemon { multi_user: true, exclusive: true, default_threads: Some(50), default_memory_mib: None }
     }
 
     fn sample_allocation() -> Allocation {
-        Allocation { device: GPU.into(), threads: Some(20), memory_mib: Some(8192), max_clients: None }
+        Allocation { device: GPU_UUID.into(), threads: Some(20), memory_mib: Some(8192), max_clients: None }
     }
 
     fn sample_desired() -> Desired {
         Desired {
             version: VERSION,
-            daemons: BTreeMap::from([(GPU.into(), sample_daemon())]),
+            daemons: BTreeMap::from([(GPU_UUID.into(), sample_daemon())]),
             allocations: BTreeMap::from([("00ff".into(), sample_allocation())]),
         }
     }
 
-    fn parse(desired: &Desired) -> Result<Desired, InvalidDesired> {
+    fn round_trip(desired: &Desired) -> Result<Desired, InvalidDesired> {
         Desired::parse(&serde_json::to_vec(desired).unwrap())
     }
 
     #[test]
     fn a_written_desired_file_parses_to_the_same_content() {
-        assert_eq!(parse(&sample_desired()), Ok(sample_desired()));
+        assert_eq!(round_trip(&sample_desired()), Ok(sample_desired()));
     }
 
     #[test]
@@ -449,12 +449,12 @@ mod tests {
         for name in ["../x", "", ".", "a/b", "a b", &"a".repeat(81)] {
             let mut bad = sample_desired();
             bad.daemons.insert(name.into(), sample_daemon());
-            assert_eq!(parse(&bad), Err(InvalidDesired::Device(name.into())));
+            assert_eq!(round_trip(&bad), Err(InvalidDesired::Device(name.into())));
         }
         for id in ["../x", "", "00FF", "0g", &"0".repeat(33)] {
             let mut bad = sample_desired();
             bad.allocations.insert(id.into(), sample_allocation());
-            assert_eq!(parse(&bad), Err(InvalidDesired::AllocationId(id.into())));
+            assert_eq!(round_trip(&bad), Err(InvalidDesired::AllocationId(id.into())));
         }
     }
 
@@ -463,14 +463,14 @@ mod tests {
         for threads in [0, 101] {
             let mut bad = sample_desired();
             bad.allocations.insert("01".into(), Allocation { threads: Some(threads), ..sample_allocation() });
-            assert_eq!(parse(&bad), Err(InvalidDesired::Threads { owner: "01".into(), threads }));
+            assert_eq!(round_trip(&bad), Err(InvalidDesired::Threads { owner: "01".into(), threads }));
         }
         let mut bad = sample_desired();
         bad.allocations.insert("01".into(), Allocation { memory_mib: Some(0), ..sample_allocation() });
-        assert_eq!(parse(&bad), Err(InvalidDesired::Memory("01".into())));
+        assert_eq!(round_trip(&bad), Err(InvalidDesired::Memory("01".into())));
         let mut bad = sample_desired();
         bad.daemons.insert("MIG-1".into(), sample_daemon());
-        assert_eq!(parse(&bad), Err(InvalidDesired::Exclusive("MIG-1".into())));
+        assert_eq!(round_trip(&bad), Err(InvalidDesired::Exclusive("MIG-1".into())));
     }
 
     #[test]

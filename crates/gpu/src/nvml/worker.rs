@@ -142,7 +142,7 @@ mod tests {
         }
     }
 
-    const LONG: Duration = Duration::from_secs(60);
+    const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
     fn library() -> Library {
         Library::new(|| Ok(Arc::new(NoGpus)))
@@ -161,13 +161,17 @@ mod tests {
             })
             .await;
         assert!(matches!(hanging, Err(NvmlError::Hung(after)) if after == deadline));
-        assert!(matches!(worker.call(LONG, |_| Ok(())).await, Err(NvmlError::Hung(_))), "not queued behind it");
-        assert_eq!(other.call(LONG, |gpus| gpus.driver_info()).await.unwrap().driver, "1", "the session is shared");
+        assert!(matches!(worker.call(LONG_TIMEOUT, |_| Ok(())).await, Err(NvmlError::Hung(_))), "not queued behind it");
+        assert_eq!(
+            other.call(LONG_TIMEOUT, |gpus| gpus.driver_info()).await.unwrap().driver,
+            "1",
+            "the session is shared"
+        );
         release.send(()).unwrap();
-        while worker.call(LONG, |_| Ok(())).await.is_err() {
+        while worker.call(LONG_TIMEOUT, |_| Ok(())).await.is_err() {
             tokio::task::yield_now().await;
         }
-        assert_eq!(worker.call(LONG, |gpus| gpus.driver_info()).await.unwrap().driver, "1");
+        assert_eq!(worker.call(LONG_TIMEOUT, |gpus| gpus.driver_info()).await.unwrap().driver, "1");
     }
 
     #[tokio::test]
@@ -180,12 +184,15 @@ mod tests {
         });
         let workers = ["a", "b"].map(|name| Worker::start(&library, name).unwrap());
         assert_eq!(opened.load(Ordering::SeqCst), 0);
-        assert!(workers[0].call(LONG, |gpus| gpus.driver_info()).await.is_err());
+        assert!(workers[0].call(LONG_TIMEOUT, |gpus| gpus.driver_info()).await.is_err());
         for expected in [2, 3] {
             for worker in &workers {
-                assert!(worker.call(LONG, |gpus| gpus.driver_info()).await.is_ok());
+                assert!(worker.call(LONG_TIMEOUT, |gpus| gpus.driver_info()).await.is_ok());
             }
-            assert!(matches!(workers[1].call(LONG, |gpus| gpus.processes("x")).await, Err(NvmlError::NoDriver)));
+            assert!(matches!(
+                workers[1].call(LONG_TIMEOUT, |gpus| gpus.processes("x")).await,
+                Err(NvmlError::NoDriver)
+            ));
             assert_eq!(opened.load(Ordering::SeqCst), expected);
         }
     }

@@ -9,13 +9,13 @@ use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use sim_machine::Effect;
 
-use super::node::{Node, daemon, host_program, wait_until};
+use super::node::{Node, default_daemon, host_program, wait_until};
 
 /// Returns the command that runs a doctor on a node. Its temporary files are in the node's
 /// directory.
-fn command(node: &Node, arguments: &[&str]) -> Command {
-    fs::create_dir_all(temporary(node)).unwrap();
-    fs::set_permissions(temporary(node), fs::Permissions::from_mode(0o755)).unwrap();
+fn doctor_command(node: &Node, arguments: &[&str]) -> Command {
+    fs::create_dir_all(temporary_directory(node)).unwrap();
+    fs::set_permissions(temporary_directory(node), fs::Permissions::from_mode(0o755)).unwrap();
     let mut command = Command::new(host_program());
     command
         .args(["doctor", "--idle", "--run-dir"])
@@ -27,34 +27,34 @@ fn command(node: &Node, arguments: &[&str]) -> Command {
         .args(arguments)
         .env("SIMGPU_STATE", node.machine.dir())
         .env("SIM_MPS_SERVER_START_MS", "0")
-        .env("TMPDIR", temporary(node))
+        .env("TMPDIR", temporary_directory(node))
         .env_remove("NVIDIA_VISIBLE_DEVICES")
         .stdin(Stdio::null());
     command
 }
 
-fn temporary(node: &Node) -> PathBuf {
+fn temporary_directory(node: &Node) -> PathBuf {
     node.path("tmp")
 }
 
-fn client(node: &Node) -> String {
+fn client_path(node: &Node) -> String {
     node.path("cleave-client").display().to_string()
 }
 
 /// Exit status and report of a doctor.
-fn report(output: &Output) -> (Option<i32>, Value) {
+fn status_and_report(output: &Output) -> (Option<i32>, Value) {
     let text = String::from_utf8_lossy(&output.stdout);
     let error = String::from_utf8_lossy(&output.stderr);
     (output.status.code(), serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}\n{error}")))
 }
 
 /// Runs a doctor with JSON output.
-fn run(node: &Node, arguments: &[&str]) -> (Option<i32>, Value) {
-    report(&command(node, &[&["--json"], arguments].concat()).output().unwrap())
+fn run_doctor(node: &Node, arguments: &[&str]) -> (Option<i32>, Value) {
+    status_and_report(&doctor_command(node, &[&["--json"], arguments].concat()).output().unwrap())
 }
 
-fn run_with_client(node: &Node) -> (Option<i32>, Value) {
-    run(node, &["--client", &client(node)])
+fn run_doctor_with_client(node: &Node) -> (Option<i32>, Value) {
+    run_doctor(node, &["--client", &client_path(node)])
 }
 
 /// Verdicts by name of the check.
@@ -70,7 +70,7 @@ fn checks_with<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
 }
 
 /// The observation that the doctor reports for a check.
-fn observed<'a>(report: &'a Value, check: &str) -> &'a str {
+fn observation_of<'a>(report: &'a Value, check: &str) -> &'a str {
     let findings = report["findings"].as_array().unwrap().iter();
     findings
         .filter(|finding| finding["check"] == check)
@@ -81,7 +81,7 @@ fn observed<'a>(report: &'a Value, check: &str) -> &'a str {
 
 /// MPS processes and files that a doctor left on this node.
 fn leftovers(node: &Node) -> Vec<String> {
-    let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", temporary(node).as_os_str().as_encoded_bytes()].concat();
+    let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", temporary_directory(node).as_os_str().as_encoded_bytes()].concat();
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let is_ours = |path: &Path| {
         let environment = fs::read(path.join("environ")).unwrap_or_default();
@@ -89,18 +89,20 @@ fn leftovers(node: &Node) -> Vec<String> {
     };
     let found = entries.filter(|entry| is_ours(&entry.path())).map(|entry| entry.path().display().to_string());
     found
-        .chain(fs::read_dir(temporary(node)).unwrap().flatten().map(|entry| entry.path().display().to_string()))
+        .chain(
+            fs::read_dir(temporary_directory(node)).unwrap().flatten().map(|entry| entry.path().display().to_string()),
+        )
         .collect()
 }
 
-fn inject(node: &Node, call: &str, code: i32) {
-    node.inject(call, None, Effect::Code(code), None);
+fn inject_code(node: &Node, call: &str, code: i32) {
+    node.inject_fault(call, None, Effect::Code(code), None);
 }
 
 #[test]
 fn the_simulated_driver_behaves_as_expected_and_the_doctor_cleans_up() {
     let node = Node::without_host(1);
-    let (status, report) = run_with_client(&node);
+    let (status, report) = run_doctor_with_client(&node);
     assert_eq!(checks_with(&report, "differs"), [] as [&str; 0], "{report:#}");
     let not_tested: Vec<&str> = checks_with(&report, "notTested")
         .into_iter()
@@ -120,23 +122,23 @@ fn is_in_a_namespace() -> bool {
 #[test]
 fn without_a_cuda_program_the_checks_that_need_one_are_not_tested() {
     let node = Node::without_host(1);
-    let (status, report) = run(&node, &[]);
+    let (status, report) = run_doctor(&node, &[]);
     assert_eq!(status, Some(0));
     assert_eq!(checks_with(&report, "asExpected"), ["start", "door", "commands", "privileges", "log"]);
-    assert_eq!(observed(&report, "limits"), "needs a CUDA program (--client)");
-    let (status, report) = run(&node, &["--client", "/nonexistent/program"]);
+    assert_eq!(observation_of(&report, "limits"), "needs a CUDA program (--client)");
+    let (status, report) = run_doctor(&node, &["--client", "/nonexistent/program"]);
     assert_eq!((status, checks_with(&report, "differs")), (Some(0), Vec::new()));
-    assert!(observed(&report, "limits").contains("does not start"), "{report:#}");
+    assert!(observation_of(&report, "limits").contains("does not start"), "{report:#}");
 }
 
 #[test]
 fn an_unknown_handshake_differs_and_stops_the_tests() {
     let node = Node::without_host(1);
-    inject(&node, "mps:handshake", 1);
-    let (status, report) = run_with_client(&node);
+    inject_code(&node, "mps:handshake", 1);
+    let (status, report) = run_doctor_with_client(&node);
     assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["door"]));
-    assert!(observed(&report, "limits").contains("unknown"), "{report:#}");
-    let text = command(&node, &[]).output().unwrap();
+    assert!(observation_of(&report, "limits").contains("unknown"), "{report:#}");
+    let text = doctor_command(&node, &[]).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();
     assert!(text.contains("door        DIFFERS") && text.contains("- door: limits are advisory"), "{text}");
     assert_eq!(leftovers(&node), [] as [&str; 0]);
@@ -145,32 +147,32 @@ fn an_unknown_handshake_differs_and_stops_the_tests() {
 #[test]
 fn commands_that_fail_differ() {
     let node = Node::without_host(1);
-    inject(&node, "mps:command:terminate_client", 201);
-    let (status, report) = run_with_client(&node);
+    inject_code(&node, "mps:command:terminate_client", 201);
+    let (status, report) = run_doctor_with_client(&node);
     assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["terminate"]));
-    assert!(observed(&report, "terminate").contains("continues; its neighbour: continues"), "{report:#}");
+    assert!(observation_of(&report, "terminate").contains("continues; its neighbour: continues"), "{report:#}");
 
     let node = Node::without_host(1);
-    inject(&node, "mps:command:set_default_device_pinned_mem_limit", 1);
-    let (_, report) = run_with_client(&node);
+    inject_code(&node, "mps:command:set_default_device_pinned_mem_limit", 1);
+    let (_, report) = run_doctor_with_client(&node);
     assert_eq!(checks_with(&report, "differs"), ["commands", "defaults"]);
 }
 
 #[test]
 fn a_daemon_that_does_not_start_is_reported_with_its_last_line() {
     let node = Node::without_host(1);
-    inject(&node, "mps:start", 3);
-    let (status, report) = run_with_client(&node);
+    inject_code(&node, "mps:start", 3);
+    let (status, report) = run_doctor_with_client(&node);
     assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["start"]));
-    assert!(observed(&report, "start").starts_with("the daemon exited (exit status: 3)"), "{report:#}");
-    assert_eq!(observed(&report, "limits"), "the daemon does not answer");
+    assert!(observation_of(&report, "start").starts_with("the daemon exited (exit status: 3)"), "{report:#}");
+    assert_eq!(observation_of(&report, "limits"), "the daemon does not answer");
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
 /// A CUDA program started by a shell script that first runs `script`.
-fn scripted(node: &Node, script: &str) -> String {
+fn write_client_script(node: &Node, script: &str) -> String {
     let path = node.path("script");
-    fs::write(&path, format!("#!/bin/sh\n{script}\nexec {} \"$@\"\n", client(node))).unwrap();
+    fs::write(&path, format!("#!/bin/sh\n{script}\nexec {} \"$@\"\n", client_path(node))).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     path.display().to_string()
 }
@@ -178,35 +180,35 @@ fn scripted(node: &Node, script: &str) -> String {
 #[test]
 fn a_driver_that_ignores_the_environment_differs() {
     let node = Node::without_host(1);
-    let script = scripted(&node, "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
-    let (status, report) = run(&node, &["--client", &script]);
+    let script = write_client_script(&node, "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
+    let (status, report) = run_doctor(&node, &["--client", &script]);
     assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["lower", "escape"]));
-    assert!(observed(&report, "escape").starts_with("limit 8192 MiB, 7921 MiB"), "{report:#}");
+    assert!(observation_of(&report, "escape").starts_with("limit 8192 MiB, 7921 MiB"), "{report:#}");
 }
 
 #[test]
 fn nothing_is_started_on_a_gpu_in_use() {
     let mut node = Node::with_host(1);
-    let before = node.daemon(0);
-    let (status, report) = run_with_client(&node);
+    let before = node.daemon_status(0);
+    let (status, report) = run_doctor_with_client(&node);
     assert_eq!((status, checks_with(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
     assert!(report["skipReason"].as_str().unwrap().contains("Cleave shares the GPU with MPS"), "{report:#}");
     assert_eq!(report["gpu"]["model"], "NVIDIA H200");
     // The daemon is running, but the desired file is deleted.
     fs::remove_file(node.paths.desired()).unwrap();
-    let (_, report) = run_with_client(&node);
+    let (_, report) = run_doctor_with_client(&node);
     assert!(
         report["skipReason"].as_str().unwrap().contains("an MPS daemon that may serve the GPU is already running"),
         "{report:#}"
     );
-    assert_eq!(node.daemon(0), before);
+    assert_eq!(node.daemon_status(0), before);
 
     // A program uses the GPU without MPS.
     node = Node::without_host(1);
     node.desire_allocation("aa", 0, None, None);
-    let plain = node.client("aa", &["--hold", "forever"]);
+    let plain = node.start_client("aa", &["--hold", "forever"]);
     wait_until("it has a context", || !node.machine.processes().unwrap().is_empty());
-    let (status, report) = run_with_client(&node);
+    let (status, report) = run_doctor_with_client(&node);
     assert_eq!((status, report["skipReason"].as_str()), (Some(0), Some("the GPU is in use")));
     drop(plain);
 }
@@ -221,22 +223,26 @@ fn the_tests_stop_when_another_process_uses_the_gpu() {
     let flag = node.path("came").display().to_string();
     let other = format!(
         "[ -e {flag} ] || {{ CUDA_MPS_PIPE_DIRECTORY=/nonexistent {} --hold forever >/dev/null </dev/null & echo $! >{flag}; }}",
-        client(&node)
+        client_path(&node)
     );
-    let (status, report) = run(&node, &["--client", &scripted(&node, &other)]);
+    let (status, report) = run_doctor(&node, &["--client", &write_client_script(&node, &other)]);
     let pid: i32 = fs::read_to_string(&flag).unwrap().trim().parse().unwrap();
     rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     assert_eq!(status, Some(0), "{report:#}");
-    assert!(observed(&report, "limits").contains(&format!("process {pid} started to use the GPU")), "{report:#}");
-    assert!(observed(&report, "terminate").contains(&format!("process {pid} started to use the GPU")), "{report:#}");
+    assert!(observation_of(&report, "limits").contains(&format!("process {pid} started to use the GPU")), "{report:#}");
+    assert!(
+        observation_of(&report, "terminate").contains(&format!("process {pid} started to use the GPU")),
+        "{report:#}"
+    );
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
 #[test]
 fn a_doctor_that_receives_a_signal_stops_its_daemon() {
     let node = Node::without_host(1);
-    node.inject("mps:command:start_server", None, Effect::Hang(None), None);
-    let mut doctor: Child = command(&node, &["--client", &client(&node)]).stdout(Stdio::piped()).spawn().unwrap();
+    node.inject_fault("mps:command:start_server", None, Effect::Hang(None), None);
+    let mut doctor: Child =
+        doctor_command(&node, &["--client", &client_path(&node)]).stdout(Stdio::piped()).spawn().unwrap();
     wait_until("the daemon runs", || leftovers(&node).len() >= 2);
     rustix::process::kill_process(Pid::from_child(&doctor), Signal::TERM).unwrap();
     wait_until("the doctor exits", || doctor.try_wait().unwrap().is_some());
@@ -247,13 +253,13 @@ fn a_doctor_that_receives_a_signal_stops_its_daemon() {
 #[test]
 fn a_missing_gpu_or_driver_gives_no_result() {
     let node = Node::without_host(2);
-    let output = command(&node, &["--gpu", "7"]).output().unwrap();
+    let output = doctor_command(&node, &["--gpu", "7"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("no GPU 7 on this node; its GPUs: 0 (GPU-"));
-    let (status, report) = run(&node, &["--gpu", &node.uuid(1)]);
+    let (status, report) = run_doctor(&node, &["--gpu", &node.uuid(1)]);
     assert_eq!((status, &report["gpu"]["index"]), (Some(0), &1.into()));
     fs::remove_file(node.path("libnvidia_ml.so")).unwrap();
-    let output = command(&node, &[]).output().unwrap();
+    let output = doctor_command(&node, &[]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("found no NVML library"));
 }
@@ -261,8 +267,8 @@ fn a_missing_gpu_or_driver_gives_no_result() {
 #[test]
 fn a_daemon_of_another_gpu_is_ignored() {
     let mut node = Node::without_host(2);
-    node.desire_daemon(1, daemon());
-    node.write();
-    let (_, report) = run(&node, &[]);
+    node.desire_daemon(1, default_daemon());
+    node.write_desired();
+    let (_, report) = run_doctor(&node, &[]);
     assert_eq!(report["skipReason"], Value::Null, "{report:#}");
 }

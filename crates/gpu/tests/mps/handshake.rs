@@ -10,7 +10,7 @@ use sim_mps::handshake::{self, CREDENTIALS, Closed, Entrance, KIND_CLIENT, Subje
 use sim_mps::seqpacket::Connection;
 
 use crate::node::{Node, wait_until};
-use crate::{A, B, two_tenants};
+use crate::{ALLOCATION_A, ALLOCATION_B, two_tenants};
 
 /// A client that has received the server's socket.
 fn client_with_socket(node: &Node, allocation: &str) -> Entrance {
@@ -19,19 +19,19 @@ fn client_with_socket(node: &Node, allocation: &str) -> Entrance {
 
 /// Asserts that other clients run as before, on the same server.
 fn assert_unharmed(node: &Node, before: Option<u32>) {
-    assert_eq!(node.limits_seen(B), (66, Some(20480)));
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
-    let daemon = node.daemon(0);
-    assert_eq!((daemon.server_pid, daemon.restarts), (before, 0), "{}", node.log());
+    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    let daemon = node.daemon_status(0);
+    assert_eq!((daemon.server_pid, daemon.restarts), (before, 0), "{}", node.read_host_log());
     node.wait_for_state(0, DaemonState::Active);
 }
 
 #[test]
 fn a_client_that_dies_with_the_socket_affects_no_other_client() {
     let node = two_tenants();
-    let server = node.daemon(0).server_pid;
+    let server = node.daemon_status(0).server_pid;
     for _ in 0..3 {
-        drop(client_with_socket(&node, A));
+        drop(client_with_socket(&node, ALLOCATION_A));
         assert_unharmed(&node, server);
     }
 }
@@ -39,8 +39,8 @@ fn a_client_that_dies_with_the_socket_affects_no_other_client() {
 #[test]
 fn a_client_that_stalls_with_the_socket_is_disconnected() {
     let node = two_tenants();
-    let server = node.daemon(0).server_pid;
-    let stalled = client_with_socket(&node, A);
+    let server = node.daemon_status(0).server_pid;
+    let stalled = client_with_socket(&node, ALLOCATION_A);
     assert_unharmed(&node, server);
     // An open connection would let the stalled client run under limits that were set later for
     // other clients.
@@ -51,9 +51,9 @@ fn a_client_that_stalls_with_the_socket_is_disconnected() {
 #[test]
 fn a_client_that_introduces_itself_in_part_is_disconnected() {
     let node = two_tenants();
-    let server = node.daemon(0).server_pid;
+    let server = node.daemon_status(0).server_pid;
     for words in 1..3 {
-        let client = client_with_socket(&node, A);
+        let client = client_with_socket(&node, ALLOCATION_A);
         let channel = client.channel().unwrap();
         client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         for word in Subject::Process.words().iter().take(words - 1) {
@@ -65,7 +65,7 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
 }
 
 /// A shutdown of each of a client's sockets, at each possible step.
-fn shutdowns() -> Vec<String> {
+fn shutdown_violations() -> Vec<String> {
     let halves = ["shutdown", "shutdown-reading", "shutdown-writing", "shutdown-daemon", "shutdown-channel"];
     let lies = halves.iter().flat_map(|half| (0..=5).map(move |step| format!("{half}={step}")));
     lies.filter(|lie| lie != "shutdown-channel=0").collect()
@@ -74,19 +74,19 @@ fn shutdowns() -> Vec<String> {
 #[test]
 fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
     let node = two_tenants();
-    let mut neighbour = node.client(B, &["--busy-forever", "--kernel-ms", "1"]);
-    neighbour.line();
-    assert_eq!(neighbour.line()["launched"], true);
-    let before = node.daemon(0);
-    for lie in shutdowns() {
-        let mut liar = node.client(A, &["--lie", &lie, "--hold", "60"]);
-        let line = liar.line();
+    let mut neighbour = node.start_client(ALLOCATION_B, &["--busy-forever", "--kernel-ms", "1"]);
+    neighbour.read_line();
+    assert_eq!(neighbour.read_line()["launched"], true);
+    let before = node.daemon_status(0);
+    for lie in shutdown_violations() {
+        let mut liar = node.start_client(ALLOCATION_A, &["--lie", &lie, "--hold", "60"]);
+        let line = liar.read_line();
         liar.wait();
         let start = Instant::now();
-        assert_eq!(node.limits_seen(B), (66, Some(20480)), "{lie}");
-        assert_eq!(node.limits_seen(A), (26, Some(8192)), "{lie}");
+        assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)), "{lie}");
+        assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)), "{lie}");
         assert!(start.elapsed() < Duration::from_secs(5), "{lie}: {:?}", start.elapsed());
-        let now = node.daemon(0);
+        let now = node.daemon_status(0);
         assert_eq!((now.pid, now.server_pid, now.restarts), (before.pid, before.server_pid, 0), "{lie}: {line}");
         assert!(neighbour.has_no_output(), "{lie}: the neighbour still runs");
     }
@@ -96,8 +96,8 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
 #[test]
 fn a_client_that_claims_to_be_refused_is_disconnected() {
     let node = two_tenants();
-    let server = node.daemon(0).server_pid.unwrap();
-    let liar = client_with_socket(&node, A);
+    let server = node.daemon_status(0).server_pid.unwrap();
+    let liar = client_with_socket(&node, ALLOCATION_A);
     let channel = liar.channel().unwrap();
     liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
     for word in Subject::Process.words() {
@@ -106,7 +106,9 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     assert_eq!(liar.server.recv(64).unwrap().unwrap().data, [0; 4]);
     liar.daemon.send(&7_u32.to_le_bytes()).unwrap();
     wait_until("the server has disconnected the client", || {
-        node.admin(0, &format!("get_client_list {server}")).lines().all(|line| line != std::process::id().to_string())
+        node.send_admin_command(0, &format!("get_client_list {server}"))
+            .lines()
+            .all(|line| line != std::process::id().to_string())
     });
     assert_unharmed(&node, Some(server));
     drop((liar, channel));
@@ -115,9 +117,9 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
 #[test]
 fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() {
     let node = two_tenants();
-    let server = node.daemon(0).server_pid;
+    let server = node.daemon_status(0).server_pid;
     for words in 0..3 {
-        let liar = client_with_socket(&node, A);
+        let liar = client_with_socket(&node, ALLOCATION_A);
         let channel = liar.channel().unwrap();
         if words > 0 {
             liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
@@ -135,9 +137,9 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
 #[test]
 fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     let node = two_tenants();
-    let server = node.daemon(0).server_pid;
-    let before = node.descriptors();
-    let (channel, socket) = client_with_socket(&node, A).enter(Subject::Process).unwrap();
+    let server = node.daemon_status(0).server_pid;
+    let before = node.count_host_descriptors();
+    let (channel, socket) = client_with_socket(&node, ALLOCATION_A).enter(Subject::Process).unwrap();
     let full = |socket: &Connection| {
         (0..10).all(|_| {
             thread::sleep(Duration::from_millis(2));
@@ -146,7 +148,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     };
     wait_until("the connection is full", || full(&socket));
     drop(socket);
-    wait_until("the client's connection is closed", || node.descriptors() <= before);
+    wait_until("the client's connection is closed", || node.count_host_descriptors() <= before);
     assert!(channel.recv(64).unwrap().is_none());
     assert_unharmed(&node, server);
 }
@@ -154,50 +156,52 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
 #[test]
 fn connections_are_limited_per_allocation() {
     let node = two_tenants();
-    let server = node.daemon(0).server_pid;
-    let enter =
-        || handshake::connect_to_server(&node.paths.door(A)).and_then(|entrance| entrance.enter(Subject::Process));
+    let server = node.daemon_status(0).server_pid;
+    let enter = || {
+        handshake::connect_to_server(&node.paths.door(ALLOCATION_A))
+            .and_then(|entrance| entrance.enter(Subject::Process))
+    };
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
-    let descriptors = node.descriptors();
+    let descriptors = node.count_host_descriptors();
     assert!(matches!(enter(), Err(Closed::ByDaemon)));
-    assert_eq!(node.limits_seen(B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
     drop(held);
-    wait_until("the clients' descriptors are closed", || node.descriptors() + 512 <= descriptors);
+    wait_until("the clients' descriptors are closed", || node.count_host_descriptors() + 512 <= descriptors);
     assert_unharmed(&node, server);
 }
 
 #[test]
 fn a_client_that_claims_to_be_connected_is_detected() {
     let node = two_tenants();
-    let server = node.daemon(0).server_pid;
-    let liar = client_with_socket(&node, A);
+    let server = node.daemon_status(0).server_pid;
+    let liar = client_with_socket(&node, ALLOCATION_A);
     liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
     assert_unharmed(&node, server);
     assert!(matches!(liar.enter(Subject::Process), Err(Closed::ByServer)));
-    let status = node.wait_for_status("the refusal is counted", |status| status.allocations[A].refused == 1);
+    let status = node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }
 
 #[test]
 fn a_client_that_connects_late_but_in_time_is_admitted() {
     let node = two_tenants();
-    let client = client_with_socket(&node, A);
+    let client = client_with_socket(&node, ALLOCATION_A);
     let entered = client.enter(Subject::Process).unwrap();
-    node.wait_for_status("the client is counted", |status| status.allocations[A].admitted == 1);
+    node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
     drop(entered);
 }
 
 #[test]
 fn allocations_take_turns_even_if_one_sends_many_clients() {
     let node = two_tenants();
-    let door = node.paths.door(A);
-    let before = node.daemon(0).server_pid;
+    let door = node.paths.door(ALLOCATION_A);
+    let before = node.daemon_status(0).server_pid;
     // Each client receives its socket and does not use it.
     let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
     // Three connections: one to check for a daemon, one for the process, one for a context.
-    assert_eq!(node.limits_seen(B), (66, Some(20480)));
-    let dropped = node.status().unwrap().allocations[A].refused;
+    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    let dropped = node.status().unwrap().allocations[ALLOCATION_A].refused;
     assert!(dropped <= 4, "the door waited for {dropped} of 12");
-    assert_eq!(node.daemon(0).server_pid, before);
+    assert_eq!(node.daemon_status(0).server_pid, before);
     drop(stalling);
 }

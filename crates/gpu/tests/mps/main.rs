@@ -17,17 +17,17 @@ use sim_machine::{ComputeMode, Effect};
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
 
-use node::{Client, Node, as_user, daemon, kill, limits_in, wait_until};
+use node::{Client, Node, as_user, default_daemon, kill, limits_in, wait_until};
 
-const A: &str = "aa";
-const B: &str = "bb";
+const ALLOCATION_A: &str = "aa";
+const ALLOCATION_B: &str = "bb";
 
 /// One GPU with two allocations: one fifth and one half of the GPU.
 fn two_tenants() -> Node {
     let mut node = Node::with_host(1);
-    node.desire_allocation(A, 0, Some(20), Some(8192));
-    node.desire_allocation(B, 0, Some(50), Some(20480));
-    node.apply();
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
+    node.desire_allocation(ALLOCATION_B, 0, Some(50), Some(20480));
+    node.apply_desired();
     node
 }
 
@@ -35,18 +35,18 @@ fn two_tenants() -> Node {
 fn clients_run_under_the_limits_of_their_allocation() {
     let mut node = two_tenants();
     node.desire_allocation("cc", 0, None, None);
-    node.apply();
+    node.apply_desired();
     let expected = |id: &str| match id {
-        A => (26, Some(8192)),
-        B => (66, Some(20480)),
+        ALLOCATION_A => (26, Some(8192)),
+        ALLOCATION_B => (66, Some(20480)),
         _ => (132, None),
     };
     // Clients connect in bursts of six, interleaved.
     for _ in 0..8 {
-        let ids = [A, B, "cc", A, B, "cc"];
-        let mut clients: Vec<(&str, Client)> = ids.iter().map(|id| (*id, node.client(id, &[]))).collect();
+        let ids = [ALLOCATION_A, ALLOCATION_B, "cc", ALLOCATION_A, ALLOCATION_B, "cc"];
+        let mut clients: Vec<(&str, Client)> = ids.iter().map(|id| (*id, node.start_client(id, &[]))).collect();
         for (id, client) in &mut clients {
-            assert_eq!(limits_in(&client.line()), expected(id), "{id}");
+            assert_eq!(limits_in(&client.read_line()), expected(id), "{id}");
         }
     }
     // The CUDA library connects once for the process and once for each context.
@@ -60,9 +60,9 @@ fn clients_run_under_the_limits_of_their_allocation() {
 fn a_tenant_can_lower_its_limits_but_not_raise_them() {
     let node = two_tenants();
     let saw = |threads: &str, memory: &str| {
-        let mut command = node.program(A, &[]);
+        let mut command = node.client_command(ALLOCATION_A, &[]);
         command.env("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", threads).env("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory);
-        limits_in(&Client::spawn(command).line())
+        limits_in(&Client::spawn(command).read_line())
     };
     assert_eq!(saw("100", "0=100G"), (26, Some(8192)));
     assert_eq!(saw("10", "0=4G"), (12, Some(4096)));
@@ -71,23 +71,23 @@ fn a_tenant_can_lower_its_limits_but_not_raise_them() {
 #[test]
 fn a_user_other_than_root_is_admitted() {
     let node = two_tenants();
-    let mut command = node.program(A, &[]);
+    let mut command = node.client_command(ALLOCATION_A, &[]);
     as_user(&mut command, 1000);
-    assert_eq!(limits_in(&Client::spawn(command).line()), (26, Some(8192)));
+    assert_eq!(limits_in(&Client::spawn(command).read_line()), (26, Some(8192)));
 }
 
 #[test]
 fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
     let mut node = Node::without_host(1);
-    let defaults = Daemon { default_threads: Some(40), default_memory_mib: Some(1536), ..daemon() };
+    let defaults = Daemon { default_threads: Some(40), default_memory_mib: Some(1536), ..default_daemon() };
     node.desire_daemon(0, defaults);
-    node.write();
+    node.write_desired();
     node.start();
     let before = node.wait_for_state(0, DaemonState::Active);
     let check = |node: &Node, server: u32| {
-        assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "40.0");
-        assert_eq!(node.admin(0, "get_default_device_pinned_mem_limit 0"), "1G");
-        assert_eq!(node.admin(0, &format!("get_active_thread_percentage {server}")), "40.0");
+        assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
+        assert_eq!(node.send_admin_command(0, "get_default_device_pinned_mem_limit 0"), "1G");
+        assert_eq!(node.send_admin_command(0, &format!("get_active_thread_percentage {server}")), "40.0");
     };
     check(&node, before.server_pid.unwrap());
     kill(before.pid.unwrap(), Signal::KILL);
@@ -104,65 +104,65 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
 #[test]
 fn no_client_is_admitted_if_defaults_are_not_accepted() {
     let mut node = Node::without_host(1);
-    node.desire_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
-    node.desire_allocation(A, 0, None, None);
-    node.inject("mps:command:get_default_active_thread_percentage", None, Effect::Code(7), None);
-    node.write();
+    node.desire_daemon(0, Daemon { default_threads: Some(40), ..default_daemon() });
+    node.desire_allocation(ALLOCATION_A, 0, None, None);
+    node.inject_fault("mps:command:get_default_active_thread_percentage", None, Effect::Code(7), None);
+    node.write_desired();
     node.start();
     let backing_off = node.wait_for_state(0, DaemonState::BackOff);
     assert!(backing_off.message.contains("was not accepted"), "{backing_off:#?}");
-    let mut client = node.client(A, &[]);
-    let waits = node.wait_for_status("the client waits", |status| status.allocations[A].waiting == 1);
-    assert_eq!(waits.allocations[A].admitted, 0);
+    let mut client = node.start_client(ALLOCATION_A, &[]);
+    let waits = node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
+    assert_eq!(waits.allocations[ALLOCATION_A].admitted, 0);
     assert!(client.has_no_output());
     node.clear_faults();
-    assert_eq!(limits_in(&client.line()), (132, None));
+    assert_eq!(limits_in(&client.read_line()), (132, None));
 }
 
 #[test]
 fn administrators_are_refused_and_counted() {
     let node = two_tenants();
-    let control = node.paths.door(A);
+    let control = node.paths.door(ALLOCATION_A);
     for command in ["get_server_list", "quit", "set_default_active_thread_percentage 100"] {
         assert!(!matches!(mps::send_command(&control, command), Ok(Some(_))), "{command}");
     }
-    node.wait_for_status("all clients are counted", |status| status.allocations[A].refused == 3);
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    node.wait_for_status("all clients are counted", |status| status.allocations[ALLOCATION_A].refused == 3);
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
 fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     let mut node = Node::without_host(1);
     node.env("SIM_MPS_SERVER_START_MS", "1500");
-    node.desire_daemon(0, daemon());
-    node.desire_allocation(A, 0, Some(20), Some(8192));
-    node.write();
+    node.desire_daemon(0, default_daemon());
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
+    node.write_desired();
     node.start();
     // This client connects before the first daemon runs.
-    let mut first = node.client(A, &[]);
+    let mut first = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("the first client waits", |status| {
-        status.allocations.get(A).is_some_and(|door| door.waiting == 1)
+        status.allocations.get(ALLOCATION_A).is_some_and(|door| door.waiting == 1)
     });
     assert!(first.has_no_output());
-    assert_eq!(limits_in(&first.line()), (26, Some(8192)));
+    assert_eq!(limits_in(&first.read_line()), (26, Some(8192)));
     // This client connects after the daemon was killed.
     for _ in 0..2 {
         kill(node.wait_for_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
         node.wait_for_state(0, DaemonState::Restarting);
-        let mut clients: Vec<Client> = (0..5).map(|_| node.client(A, &[])).collect();
-        node.wait_for_status("the clients wait", |status| status.allocations[A].waiting == 5);
+        let mut clients: Vec<Client> = (0..5).map(|_| node.start_client(ALLOCATION_A, &[])).collect();
+        node.wait_for_status("the clients wait", |status| status.allocations[ALLOCATION_A].waiting == 5);
         for client in &mut clients {
-            assert_eq!(limits_in(&client.line()), (26, Some(8192)));
+            assert_eq!(limits_in(&client.read_line()), (26, Some(8192)));
         }
-        node.wait_for_status("no client waits", |status| status.allocations[A].waiting == 0);
+        node.wait_for_status("no client waits", |status| status.allocations[ALLOCATION_A].waiting == 0);
     }
 }
 
 #[test]
 fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     let node = two_tenants();
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
-    let before = node.daemon(0);
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    let before = node.daemon_status(0);
     kill(before.server_pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
     let is_new = |server: Option<u32>| server.is_some() && server != before.server_pid;
@@ -171,47 +171,47 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
     // The last limits of the old server are set on the new one.
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
 fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
     let mut node = Node::with_host(2);
-    node.desire_allocation(A, 0, Some(20), Some(8192));
-    node.desire_allocation(B, 1, Some(50), Some(20480));
-    node.apply();
-    let before = node.daemon(0);
-    let other = node.daemon(1);
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
+    node.desire_allocation(ALLOCATION_B, 1, Some(50), Some(20480));
+    node.apply_desired();
+    let before = node.daemon_status(0);
+    let other = node.daemon_status(1);
     kill(before.pid.unwrap(), Signal::STOP);
-    let mut waits = node.client(A, &[]);
+    let mut waits = node.start_client(ALLOCATION_A, &[]);
     let uuid = node.uuid(0);
     let mut seen_meanwhile = 0;
     node.wait_for_status("the daemon is replaced", |status| {
-        seen_meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
+        seen_meanwhile += usize::from(node.limits_seen(ALLOCATION_B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
     assert!(seen_meanwhile > 0);
-    assert_eq!(limits_in(&waits.line()), (26, Some(8192)));
-    assert_eq!(node.daemon(1).pid, other.pid);
-    assert_eq!(node.daemon(1).restarts, 0);
+    assert_eq!(limits_in(&waits.read_line()), (26, Some(8192)));
+    assert_eq!(node.daemon_status(1).pid, other.pid);
+    assert_eq!(node.daemon_status(1).restarts, 0);
 }
 
 #[test]
 fn a_hung_command_does_not_delay_the_other_gpu() {
     let mut node = Node::with_host(2);
-    node.desire_allocation(A, 0, Some(20), None);
-    node.desire_allocation(B, 1, Some(50), None);
-    node.apply();
-    node.inject("mps:command:set_active_thread_percentage", Some(0), Effect::Hang(None), None);
-    let mut waits = node.client(A, &[]);
-    node.wait_for_status("the client waits", |status| status.allocations[A].waiting == 1);
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
+    node.desire_allocation(ALLOCATION_B, 1, Some(50), None);
+    node.apply_desired();
+    node.inject_fault("mps:command:set_active_thread_percentage", Some(0), Effect::Hang(None), None);
+    let mut waits = node.start_client(ALLOCATION_A, &[]);
+    node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     for _ in 0..5 {
-        assert_eq!(node.limits_seen(B).0, 66);
+        assert_eq!(node.limits_seen(ALLOCATION_B).0, 66);
     }
     assert!(waits.has_no_output(), "no client is admitted without limits");
     node.clear_faults();
-    assert_eq!(limits_in(&waits.line()).0, 26);
+    assert_eq!(limits_in(&waits.read_line()).0, 26);
 }
 
 #[test]
@@ -234,31 +234,32 @@ fn clients_that_lie_or_stall_are_refused_and_delay_no_other_client() {
         "long-command",
         "flood=200",
     ];
-    let mut liars: Vec<Client> = lies.iter().map(|lie| node.client(A, &["--lie", lie, "--hold", "30"])).collect();
-    let before = node.daemon(0);
+    let mut liars: Vec<Client> =
+        lies.iter().map(|lie| node.start_client(ALLOCATION_A, &["--lie", lie, "--hold", "30"])).collect();
+    let before = node.daemon_status(0);
     for _ in 0..4 {
-        assert_eq!(node.limits_seen(B), (66, Some(20480)));
+        assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
     }
     for (liar, lie) in liars.iter_mut().zip(lies) {
-        assert_ne!(liar.line()["outcome"], "open", "{lie}");
+        assert_ne!(liar.read_line()["outcome"], "open", "{lie}");
     }
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
-    let after = node.daemon(0);
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    let after = node.daemon_status(0);
     assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
 }
 
 #[test]
 fn connections_leak_no_descriptors() {
     let node = two_tenants();
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
     let settled = |node: &Node| {
         node.wait_for_status("no client is connected", |status| {
             status.daemons.values().all(|daemon| daemon.clients.is_empty())
         });
-        node.descriptors()
+        node.count_host_descriptors()
     };
     let before = settled(&node);
-    let door = node.paths.door(A);
+    let door = node.paths.door(ALLOCATION_A);
     for round in 0..250 {
         // Four peers: one only connects; one disconnects during the handshake; one disconnects with
         // the server's socket; one is an administrator.
@@ -269,20 +270,20 @@ fn connections_leak_no_descriptors() {
         }
         drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
     wait_until("all descriptors are closed", || settled(&node) <= before);
 }
 
 #[test]
 fn clients_are_reported_with_their_allocation_until_they_exit() {
     let node = two_tenants();
-    let mut a = node.client(A, &["--hold", "forever"]);
-    let mut b = node.client(B, &["--hold", "forever"]);
-    a.line();
-    b.line();
+    let mut a = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
+    let mut b = node.start_client(ALLOCATION_B, &["--hold", "forever"]);
+    a.read_line();
+    b.read_line();
     let uuid = node.uuid(0);
     let of = |pid: u32, allocation: &str| (pid, Some(allocation.to_owned()));
-    let mut expected = vec![of(a.pid(), A), of(b.pid(), B)];
+    let mut expected = vec![of(a.pid(), ALLOCATION_A), of(b.pid(), ALLOCATION_B)];
     expected.sort();
     node.wait_for_status("both are reported", |status| {
         let reported = status.daemons[&uuid].clients.iter().map(|client| (client.pid, client.allocation.clone()));
@@ -299,39 +300,39 @@ fn clients_are_reported_with_their_allocation_until_they_exit() {
 fn clients_beyond_the_maximum_are_refused_until_one_exits() {
     let mut node = Node::with_host(1);
     let allocation = Allocation { device: node.uuid(0), threads: Some(20), memory_mib: None, max_clients: Some(2) };
-    node.desired.allocations.insert(A.into(), allocation);
-    node.apply();
-    let mut running: Vec<Client> = (0..2).map(|_| node.client(A, &["--hold", "forever"])).collect();
+    node.desired.allocations.insert(ALLOCATION_A.into(), allocation);
+    node.apply_desired();
+    let mut running: Vec<Client> = (0..2).map(|_| node.start_client(ALLOCATION_A, &["--hold", "forever"])).collect();
     for client in &mut running {
-        assert_eq!(limits_in(&client.line()).0, 26);
+        assert_eq!(limits_in(&client.read_line()).0, 26);
     }
-    let third = node.client(A, &[]).line();
+    let third = node.start_client(ALLOCATION_A, &[]).read_line();
     assert!(!third["viaMps"].as_bool().unwrap_or_default(), "{third}");
-    node.wait_for_status("the refusal is counted", |status| status.allocations[A].refused > 0);
+    node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused > 0);
     running.pop();
-    assert_eq!(node.limits_seen(A).0, 26);
+    assert_eq!(node.limits_seen(ALLOCATION_A).0, 26);
 }
 
 #[test]
 fn clients_wait_while_the_server_is_in_fault() {
     let node = two_tenants();
-    let mut culprit = node.client(A, &["--kernel-ms", "1", "--fault", "--linger", "forever"]);
-    culprit.line();
+    let mut culprit = node.start_client(ALLOCATION_A, &["--kernel-ms", "1", "--fault", "--linger", "forever"]);
+    culprit.read_line();
     let fault = node.wait_for_state(0, DaemonState::Fault);
-    assert_eq!(fault.pid, node.daemon(0).pid);
-    let mut waits = node.client(B, &[]);
-    node.wait_for_status("a client waits", |status| status.allocations[B].waiting == 1);
+    assert_eq!(fault.pid, node.daemon_status(0).pid);
+    let mut waits = node.start_client(ALLOCATION_B, &[]);
+    node.wait_for_status("a client waits", |status| status.allocations[ALLOCATION_B].waiting == 1);
     assert!(waits.has_no_output());
     culprit.signal(Signal::KILL);
     node.wait_for_state(0, DaemonState::Active);
-    assert_eq!(limits_in(&waits.line()), (66, Some(20480)));
-    assert_eq!(node.daemon(0).restarts, 0);
+    assert_eq!(limits_in(&waits.read_line()), (66, Some(20480)));
+    assert_eq!(node.daemon_status(0).restarts, 0);
 }
 
 #[test]
 fn a_host_cleans_up_after_one_that_was_killed() {
     let mut node = two_tenants();
-    let before = node.daemon(0);
+    let before = node.daemon_status(0);
     node.stop_host(Signal::KILL);
     node.start();
     let uuid = node.uuid(0);
@@ -339,10 +340,10 @@ fn a_host_cleans_up_after_one_that_was_killed() {
         let daemon = status.daemons.get(&uuid);
         daemon.is_some_and(|daemon| daemon.state == DaemonState::Active && daemon.pid != before.pid)
     });
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
     let mut processes = node.mps_processes();
     processes.sort_unstable();
-    let now = node.daemon(0);
+    let now = node.daemon_status(0);
     let mut expected = vec![now.pid.unwrap(), now.server_pid.unwrap()];
     expected.sort_unstable();
     assert_eq!(processes, expected, "no process of the earlier host is left");
@@ -351,11 +352,11 @@ fn a_host_cleans_up_after_one_that_was_killed() {
 #[test]
 fn a_host_that_stops_leaves_nothing_behind() {
     let mut node = two_tenants();
-    let mut running = node.client(A, &["--hold", "forever"]);
-    running.line();
+    let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
+    running.read_line();
     assert!(node.stop_host(Signal::TERM).success());
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
-    for gone in [node.paths.door(A), node.paths.door(B), node.paths.socket()] {
+    for gone in [node.paths.door(ALLOCATION_A), node.paths.door(ALLOCATION_B), node.paths.socket()] {
         assert!(!gone.exists(), "{}", gone.display());
     }
     let status = node.status().unwrap();
@@ -366,15 +367,15 @@ fn a_host_that_stops_leaves_nothing_behind() {
 #[test]
 fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops() {
     let mut node = Node::without_host(1);
-    node.desire_daemon(0, Daemon { exclusive: true, ..daemon() });
-    node.desire_allocation(A, 0, Some(20), None);
+    node.desire_daemon(0, Daemon { exclusive: true, ..default_daemon() });
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
     let mode = |node: &Node| node.machine.snapshot().unwrap().gpus[0].compute_mode;
     assert_eq!(mode(&node), ComputeMode::Default);
-    node.write();
+    node.write_desired();
     node.start();
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
-    assert_eq!(node.limits_seen(A).0, 26);
+    assert_eq!(node.limits_seen(ALLOCATION_A).0, 26);
     // A killed MPS host cannot restore the compute mode. The next MPS host does.
     node.stop_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
@@ -388,7 +389,7 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     node.stop_host(Signal::KILL);
     node.desired.daemons.clear();
     node.desired.allocations.clear();
-    node.write();
+    node.write_desired();
     node.start();
     wait_until("the compute mode is restored", || mode(&node) == ComputeMode::Default);
 }
@@ -396,52 +397,52 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
 #[test]
 fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     let mut node = two_tenants();
-    let mut running = node.client(A, &["--hold", "forever"]);
-    running.line();
-    let before = node.daemon(0);
+    let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
+    running.read_line();
+    let before = node.daemon_status(0);
     let uuid = node.uuid(0);
     node.desired.daemons.clear();
     node.desired.allocations.clear();
-    node.write();
+    node.write_desired();
     let stopping = node.wait_for_state(0, DaemonState::Stopping);
     assert_eq!(stopping.pid, before.pid);
     assert!(stopping.message.contains("clients to exit: 1"), "{}", stopping.message);
-    assert!(!node.paths.door(A).exists());
+    assert!(!node.paths.door(ALLOCATION_A).exists());
     assert!(running.has_no_output());
     running.signal(Signal::KILL);
     running.wait();
     node.wait_for_status("the daemon has exited", |status| !status.daemons.contains_key(&uuid));
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
     // A removed daemon can be desired again.
-    node.desire_daemon(0, daemon());
-    node.desire_allocation(A, 0, Some(20), Some(8192));
-    node.apply();
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    node.desire_daemon(0, default_daemon());
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
+    node.apply_desired();
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
 fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
     let mut node = two_tenants();
-    let mut running = node.client(A, &["--hold", "forever"]);
-    running.line();
-    let before = node.daemon(0);
+    let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
+    running.read_line();
+    let before = node.daemon_status(0);
     let uuid = node.uuid(0);
-    node.desire_daemon(0, Daemon { default_threads: Some(30), ..daemon() });
-    node.desire_allocation(A, 0, Some(10), Some(1024));
-    node.write();
+    node.desire_daemon(0, Daemon { default_threads: Some(30), ..default_daemon() });
+    node.desire_allocation(ALLOCATION_A, 0, Some(10), Some(1024));
+    node.write_desired();
     node.wait_for_status("the restart waits for clients", |status| {
         status.daemons[&uuid].message.contains("clients to exit: 1")
     });
-    assert_eq!(node.limits_seen(A), (12, Some(1024)));
-    assert_eq!(node.daemon(0).pid, before.pid);
+    assert_eq!(node.limits_seen(ALLOCATION_A), (12, Some(1024)));
+    assert_eq!(node.daemon_status(0).pid, before.pid);
     running.signal(Signal::KILL);
     running.wait();
     node.wait_for_status("the daemon was restarted", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
-    assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "30.0");
-    assert_eq!(node.daemon(0).restarts, 0, "no client failed");
+    assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "30.0");
+    assert_eq!(node.daemon_status(0).restarts, 0, "no client failed");
 }
 
 #[test]
@@ -454,13 +455,13 @@ fn an_invalid_desired_file_changes_nothing() {
         (br#"{"version":7}"#, "version 7"),
         (br#"{"version":1,"daemons":{"../x":{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}},"allocations":{}}"#, "../x"),
     ] {
-        node.write_raw(bytes);
+        node.write_desired_bytes(bytes);
         let after = node.wait_for_status(says, |status| status.error.as_ref().is_some_and(|error| error.contains(says)));
         assert_eq!(after.desired, before.desired);
         assert_eq!(after.daemons, before.daemons);
     }
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
-    node.write();
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    node.write_desired();
     node.wait_for_status("the error is cleared", |status| status.error.is_none());
 }
 
@@ -486,24 +487,24 @@ fn a_second_host_in_the_same_directory_does_not_start() {
 #[test]
 fn a_removed_door_socket_is_restored() {
     let node = two_tenants();
-    fs::remove_dir_all(node.paths.allocation(A)).unwrap();
-    wait_until("the door exists again", || node.paths.door(A).exists());
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    fs::remove_dir_all(node.paths.allocation(ALLOCATION_A)).unwrap();
+    wait_until("the door exists again", || node.paths.door(ALLOCATION_A).exists());
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
 fn an_unknown_handshake_is_relayed_unchanged() {
     let mut node = Node::without_host(1);
-    node.desire_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
-    node.desire_allocation(A, 0, Some(20), None);
-    node.inject("mps:handshake", None, Effect::Code(1), None);
-    node.write();
+    node.desire_daemon(0, Daemon { default_threads: Some(40), ..default_daemon() });
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
+    node.inject_fault("mps:handshake", None, Effect::Code(1), None);
+    node.write_desired();
     node.start();
     let active = node.wait_for_state(0, DaemonState::Active);
     assert_eq!(active.enforcement, Enforcement::Advisory);
     // Defaults are set with that driver's own tool. Doors set no limits.
-    assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "40.0");
-    let through = Connection::connect(&node.paths.door(A)).unwrap();
+    assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
+    let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
     assert_eq!(through.recv(64).unwrap().unwrap().data, mps::OTHER_HELLO);
     // Credentials and descriptors are relayed too.
     through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
@@ -512,7 +513,7 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     assert_eq!(packet.data, mps::DESCRIPTOR);
     let entrance = mps::Entrance { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
     let _client = entrance.enter(mps::Subject::Process).unwrap();
-    node.wait_for_status("the client is counted", |status| status.allocations[A].admitted == 1);
+    node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
 }
 
 #[test]
@@ -549,19 +550,19 @@ fn valid_and_invalid_requests_are_answered() {
     for stream in &mut silent {
         std::io::Write::write_all(stream, b"{\"op\":").unwrap();
     }
-    assert_eq!(node.await_ready(A), Reply::Done);
+    assert_eq!(node.await_ready(ALLOCATION_A), Reply::Done);
     // A client is terminated through MPS.
-    let mut running = node.client(A, &["--hold", "forever"]);
-    running.line();
+    let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
+    running.read_line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: running.pid() };
     assert_eq!(node.request(&terminate), Reply::Done);
     // This client has no context.
-    let mut ended = node.client(A, &["--hold", "forever", "--linger", "forever"]);
-    ended.line();
+    let mut ended = node.start_client(ALLOCATION_A, &["--hold", "forever", "--linger", "forever"]);
+    ended.read_line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: ended.pid() };
     assert_eq!([node.request(&terminate), node.request(&terminate)], [Reply::Done, Reply::NoContext]);
     // A stopped client would block the daemon until it continues.
-    let stopped = node.client(A, &["--hold", "forever", "--read-line"]);
+    let stopped = node.start_client(ALLOCATION_A, &["--hold", "forever", "--read-line"]);
     stopped.signal(Signal::STOP);
     let stat = format!("/proc/{}/stat", stopped.pid());
     wait_until("the client is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
@@ -574,30 +575,30 @@ fn valid_and_invalid_requests_are_answered() {
 #[test]
 fn without_multi_user_users_take_turns() {
     let mut node = Node::without_host(1);
-    node.desire_daemon(0, Daemon { multi_user: false, ..daemon() });
-    node.desire_allocation(A, 0, Some(20), Some(8192));
-    node.write();
+    node.desire_daemon(0, Daemon { multi_user: false, ..default_daemon() });
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
+    node.write_desired();
     node.start();
     node.wait_for_state(0, DaemonState::Active);
     let as_1000 = |arguments: &[&str]| {
-        let mut command = node.program(A, arguments);
+        let mut command = node.client_command(ALLOCATION_A, arguments);
         as_user(&mut command, 1000);
         Client::spawn(command)
     };
-    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
     let mut holds = as_1000(&["--hold", "forever"]);
-    assert_eq!(limits_in(&holds.line()), (26, Some(8192)));
-    let mut waits = node.client(A, &[]);
-    node.wait_for_status("root's client waits", |status| status.allocations[A].waiting == 1);
+    assert_eq!(limits_in(&holds.read_line()), (26, Some(8192)));
+    let mut waits = node.start_client(ALLOCATION_A, &[]);
+    node.wait_for_status("root's client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     assert!(waits.has_no_output());
     holds.signal(Signal::KILL);
-    assert_eq!(limits_in(&waits.line()), (26, Some(8192)));
+    assert_eq!(limits_in(&waits.read_line()), (26, Some(8192)));
 }
 
 #[test]
 fn orphans_are_reaped() {
     let node = two_tenants();
-    let before = node.daemon(0);
+    let before = node.daemon_status(0);
     kill(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
     node.wait_for_status("the daemon serves again", |status| {
@@ -622,7 +623,7 @@ fn the_host_uses_less_than_4_mib_of_anonymous_memory() {
     let node = two_tenants();
     let start = Instant::now();
     for _ in 0..20 {
-        assert_eq!(node.limits_seen(A), (26, Some(8192)));
+        assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
     }
     let status = fs::read_to_string(format!("/proc/{}/status", node.host_pid())).unwrap();
     let line = |name: &str| status.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();

@@ -60,9 +60,9 @@ impl Node {
     pub(crate) fn with_host(gpus: usize) -> Self {
         let mut node = Self::without_host(gpus);
         for gpu in 0..gpus {
-            node.desire_daemon(gpu, daemon());
+            node.desire_daemon(gpu, default_daemon());
         }
-        node.write();
+        node.write_desired();
         node.start();
         for gpu in 0..gpus {
             node.wait_for_state(gpu, DaemonState::Active);
@@ -129,11 +129,11 @@ impl Node {
     }
 
     /// Writes the desired file as the agent does.
-    pub(crate) fn write(&self) {
-        self.write_raw(&serde_json::to_vec(&self.desired).unwrap());
+    pub(crate) fn write_desired(&self) {
+        self.write_desired_bytes(&serde_json::to_vec(&self.desired).unwrap());
     }
 
-    pub(crate) fn write_raw(&self, bytes: &[u8]) {
+    pub(crate) fn write_desired_bytes(&self, bytes: &[u8]) {
         fs::create_dir_all(self.paths.mps()).unwrap();
         let building = self.paths.mps().join("desired.tmp");
         fs::write(&building, bytes).unwrap();
@@ -141,8 +141,8 @@ impl Node {
     }
 
     /// Writes the desired file and waits until every door is ready.
-    pub(crate) fn apply(&self) {
-        self.write();
+    pub(crate) fn apply_desired(&self) {
+        self.write_desired();
         let hash = self.desired.hash();
         self.wait_for_status("the MPS host applies the desired file", |status| status.desired == hash);
         for allocation in self.desired.allocations.keys() {
@@ -181,7 +181,7 @@ impl Node {
             if let Some(status) = status.as_ref().filter(|status| condition(status)) {
                 return status.clone();
             }
-            assert!(Instant::now() < deadline, "timed out waiting until {what}: {status:#?}\n{}", self.log());
+            assert!(Instant::now() < deadline, "timed out waiting until {what}: {status:#?}\n{}", self.read_host_log());
             thread::sleep(Duration::from_millis(5));
         }
     }
@@ -192,23 +192,23 @@ impl Node {
         self.wait_for_status(&format!("GPU {gpu} is {state:?}"), is).daemons.remove(&uuid).unwrap()
     }
 
-    pub(crate) fn daemon(&self, gpu: usize) -> DaemonStatus {
+    pub(crate) fn daemon_status(&self, gpu: usize) -> DaemonStatus {
         self.status().unwrap().daemons.remove(&self.uuid(gpu)).unwrap()
     }
 
     /// The log of the MPS host.
-    pub(crate) fn log(&self) -> String {
+    pub(crate) fn read_host_log(&self) -> String {
         fs::read_to_string(self.path("log.txt")).unwrap_or_default()
     }
 
     /// Sends an administrator's command as root.
-    pub(crate) fn admin(&self, gpu: usize, command: &str) -> String {
+    pub(crate) fn send_admin_command(&self, gpu: usize, command: &str) -> String {
         let socket = self.paths.pipe(&self.uuid(gpu)).join("control_privileged");
         handshake::send_command(&socket, command).unwrap().unwrap().trim().to_owned()
     }
 
     /// A program that uses an allocation.
-    pub(crate) fn program(&self, allocation: &str, arguments: &[&str]) -> Command {
+    pub(crate) fn client_command(&self, allocation: &str, arguments: &[&str]) -> Command {
         let device = &self.desired.allocations[allocation].device;
         let mut command = Command::new(self.path("cleave-client"));
         command
@@ -222,13 +222,13 @@ impl Node {
         command
     }
 
-    pub(crate) fn client(&self, allocation: &str, arguments: &[&str]) -> Client {
-        Client::spawn(self.program(allocation, arguments))
+    pub(crate) fn start_client(&self, allocation: &str, arguments: &[&str]) -> Client {
+        Client::spawn(self.client_command(allocation, arguments))
     }
 
     /// A client that ignores SIGTERM.
-    pub(crate) fn client_ignoring_sigterm(&self, allocation: &str, arguments: &[&str]) -> Client {
-        let program = self.program(allocation, arguments);
+    pub(crate) fn start_client_ignoring_sigterm(&self, allocation: &str, arguments: &[&str]) -> Client {
+        let program = self.client_command(allocation, arguments);
         let mut shell = Command::new("sh");
         shell.args(["-c", "trap '' TERM; exec \"$0\" \"$@\""]).arg(program.get_program()).args(program.get_args());
         for (name, value) in program.get_envs() {
@@ -242,14 +242,14 @@ impl Node {
 
     /// The SMs and the memory limit in MiB that a program of the allocation sees.
     pub(crate) fn limits_seen(&self, allocation: &str) -> (u64, Option<u64>) {
-        let mut client = self.client(allocation, &[]);
-        let line = client.line();
+        let mut client = self.start_client(allocation, &[]);
+        let line = client.read_line();
         // Wait for the exit: after a kill, the MPS host would replace the server.
         client.wait();
         limits_in(&line)
     }
 
-    pub(crate) fn inject(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
+    pub(crate) fn inject_fault(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
         let gpu = gpu.map(|gpu| self.uuid(gpu));
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();
@@ -268,7 +268,7 @@ impl Node {
     }
 
     /// Number of descriptors that the MPS host has open.
-    pub(crate) fn descriptors(&self) -> usize {
+    pub(crate) fn count_host_descriptors(&self) -> usize {
         fs::read_dir(format!("/proc/{}/fd", self.host_pid())).unwrap().count()
     }
 
@@ -302,13 +302,13 @@ impl Drop for Node {
             let _ = rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL);
         }
         if thread::panicking() {
-            eprintln!("{}", self.log());
+            eprintln!("{}", self.read_host_log());
         }
     }
 }
 
 /// Settings of a daemon that serves all users and does not change the compute mode.
-pub(crate) fn daemon() -> Daemon {
+pub(crate) fn default_daemon() -> Daemon {
     Daemon { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
 }
 
@@ -344,7 +344,7 @@ impl Client {
     }
 
     /// Waits for the next line that the program prints.
-    pub(crate) fn line(&mut self) -> Value {
+    pub(crate) fn read_line(&mut self) -> Value {
         serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
     }
 

@@ -10,16 +10,16 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tonic::Code;
 
-use crate::{Bench, DEADLINE, MPS, Shares, dial, registrations, wait_until_served};
+use crate::{Bench, DEADLINE, MPS_RESOURCE, Shares, connect_to_plugin, count_registrations, wait_until_served};
 
 #[tokio::test]
 async fn calls_return_the_resources_answers() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS, &Shares::new(&["a::0", "a::1"]))]);
-    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::new(&["a::0", "a::1"]))]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
 
-    let response = kubelet.allocate(MPS, &["a::1", "a::0"]).await.expect("allocated");
+    let response = kubelet.allocate(MPS_RESOURCE, &["a::1", "a::0"]).await.expect("allocated");
     assert_eq!(response.envs["IDS"], "a::1,a::0");
     assert_eq!((response.mounts[0].host_path.as_str(), response.mounts[0].read_only), ("/h", true));
     assert_eq!(
@@ -27,18 +27,22 @@ async fn calls_return_the_resources_answers() {
         ("/dev/c", "rw")
     );
     assert_eq!((response.cdi_devices[0].name.as_str(), response.annotations["a"].as_str()), ("nvidia.com/gpu=0", "b"));
-    let refused = kubelet.allocate(MPS, &["x"]).await.expect_err("unknown");
+    let refused = kubelet.allocate(MPS_RESOURCE, &["x"]).await.expect_err("unknown");
     assert_eq!((refused.code(), refused.message()), (Code::InvalidArgument, "no device x"));
 
-    let preferred = kubelet.preferred(MPS, &["a::0", "a::1"], &["a::1"], 2).await.expect("preferred");
+    let preferred =
+        kubelet.preferred_allocation(MPS_RESOURCE, &["a::0", "a::1"], &["a::1"], 2).await.expect("preferred");
     assert_eq!(preferred, ["a::1", "a::0"]);
     for (must_include, size) in [(&[][..], -1), (&[], 3), (&["a::0", "a::1"], 1)] {
-        let refused = kubelet.preferred(MPS, &["a::0", "a::1"], must_include, size).await.expect_err("bad numbers");
+        let refused = kubelet
+            .preferred_allocation(MPS_RESOURCE, &["a::0", "a::1"], must_include, size)
+            .await
+            .expect_err("bad numbers");
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
     }
 
-    kubelet.pre_start(MPS, &["a::0"]).await.expect("started");
-    let refused = kubelet.pre_start(MPS, &[]).await.expect_err("not ready");
+    kubelet.pre_start(MPS_RESOURCE, &["a::0"]).await.expect("started");
+    let refused = kubelet.pre_start(MPS_RESOURCE, &[]).await.expect_err("not ready");
     assert_eq!((refused.code(), refused.message()), (Code::Unavailable, "the daemon starts"));
 }
 
@@ -46,9 +50,9 @@ async fn calls_return_the_resources_answers() {
 async fn several_containers_in_one_request_are_answered_in_order() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS, &Shares::new(&["a::0", "a::1"]))]);
-    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
-    let mut client = kubelet.client(MPS).expect("a client");
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::new(&["a::0", "a::1"]))]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
+    let mut client = kubelet.client(MPS_RESOURCE).expect("a client");
     let container = |id: &str| wire::ContainerAllocateRequest { devices_ids: vec![id.to_owned()] };
     let request =
         |ids: &[&str]| wire::AllocateRequest { container_requests: ids.iter().map(|id| container(id)).collect() };
@@ -70,7 +74,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 /// Uncompressed headers of a call of `GetDevicePluginOptions` with this `:authority`.
-fn headers(authority: &str) -> Vec<u8> {
+fn header_block(authority: &str) -> Vec<u8> {
     let text = |text: &str| {
         let mut literal = vec![u8::try_from(text.len()).expect("short")];
         literal.extend(text.as_bytes());
@@ -90,22 +94,22 @@ fn headers(authority: &str) -> Vec<u8> {
     .concat()
 }
 
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-const DATA: u8 = 0;
-const HEADERS: u8 = 1;
-const RESET: u8 = 3;
-const SETTINGS: u8 = 4;
-const GOAWAY: u8 = 7;
+const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+const DATA_FRAME: u8 = 0;
+const HEADERS_FRAME: u8 = 1;
+const RESET_FRAME: u8 = 3;
+const SETTINGS_FRAME: u8 = 4;
+const GOAWAY_FRAME: u8 = 7;
 
 /// Reads frames until one belongs to this stream and is not a window update.
-async fn next_of(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
+async fn next_frame_of_stream(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
     loop {
         let mut head = [0; 9];
         connection.read_exact(&mut head).await.expect("a frame");
         let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
         connection.read_exact(&mut payload).await.expect("the response's payload");
         let of = u32::from_be_bytes([head[5], head[6], head[7], head[8]]);
-        assert_ne!(head[3], GOAWAY, "the connection is closed: {payload:?}");
+        assert_ne!(head[3], GOAWAY_FRAME, "the connection is closed: {payload:?}");
         if of == stream && head[3] != 8 {
             return (head[3], payload);
         }
@@ -118,11 +122,11 @@ async fn next_of(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
 async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS, &Shares::new(&["a::0"]))]);
-    let socket = bench.path().join(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket);
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::new(&["a::0"]))]);
+    let socket = bench.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     let exchange = async {
         let mut connection = UnixStream::connect(&socket).await.expect("a connection");
-        let start = [PREFACE.to_vec(), frame(SETTINGS, 0, 0, &[])].concat();
+        let start = [HTTP2_PREFACE.to_vec(), frame(SETTINGS_FRAME, 0, 0, &[])].concat();
         connection.write_all(&start).await.expect("sent");
         let calls = [
             (1, "localhost"),
@@ -132,16 +136,21 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
             (9, "localhost"),
         ];
         for (stream, authority) in calls {
-            let call = [frame(HEADERS, 4, stream, &headers(authority)), frame(DATA, 1, stream, &[0; 5])].concat();
+            let call =
+                [frame(HEADERS_FRAME, 4, stream, &header_block(authority)), frame(DATA_FRAME, 1, stream, &[0; 5])]
+                    .concat();
             connection.write_all(&call).await.expect("sent");
-            let (kind, payload) = next_of(&mut connection, stream).await;
+            let (kind, payload) = next_frame_of_stream(&mut connection, stream).await;
             if authority.contains(['/', '%']) {
-                assert_eq!((kind, payload.as_slice()), (RESET, &[0, 0, 0, 1][..]), "{authority}");
+                assert_eq!((kind, payload.as_slice()), (RESET_FRAME, &[0, 0, 0, 1][..]), "{authority}");
             } else {
-                assert_eq!(kind, HEADERS, "{authority}");
+                assert_eq!(kind, HEADERS_FRAME, "{authority}");
                 // Expect the message, with both options set, and the trailers.
-                assert_eq!(next_of(&mut connection, stream).await, (DATA, vec![0, 0, 0, 0, 4, 8, 1, 16, 1]));
-                assert_eq!(next_of(&mut connection, stream).await.0, HEADERS);
+                assert_eq!(
+                    next_frame_of_stream(&mut connection, stream).await,
+                    (DATA_FRAME, vec![0, 0, 0, 0, 4, 8, 1, 16, 1])
+                );
+                assert_eq!(next_frame_of_stream(&mut connection, stream).await.0, HEADERS_FRAME);
             }
         }
     };
@@ -152,25 +161,25 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
 async fn hostile_connections_do_not_affect_the_kubelet() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS, &Shares::new(&["a::0"]))]);
-    let socket = bench.path().join(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket);
-    let settings = frame(SETTINGS, 0, 0, &[]);
-    let call = frame(HEADERS, 4, 1, &headers("localhost"));
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::new(&["a::0"]))]);
+    let socket = bench.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
+    let settings = frame(SETTINGS_FRAME, 0, 0, &[]);
+    let call = frame(HEADERS_FRAME, 4, 1, &header_block("localhost"));
     let inputs: Vec<Vec<u8>> = vec![
         Vec::new(),
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
         vec![0xff; 4096],
-        PREFACE[..10].to_vec(),
-        [PREFACE, &settings[..5]].concat(),
+        HTTP2_PREFACE[..10].to_vec(),
+        [HTTP2_PREFACE, &settings[..5]].concat(),
         // A frame that claims 16 MiB.
-        [PREFACE, &settings, &[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1][..]].concat(),
+        [HTTP2_PREFACE, &settings, &[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1][..]].concat(),
         // Truncated headers, and invalid ones.
-        [PREFACE, &settings, &call[..20]].concat(),
-        [PREFACE, &settings, &frame(HEADERS, 4, 1, &[0xff; 64])].concat(),
+        [HTTP2_PREFACE, &settings, &call[..20]].concat(),
+        [HTTP2_PREFACE, &settings, &frame(HEADERS_FRAME, 4, 1, &[0xff; 64])].concat(),
         // A message shorter than its length, one that claims 4 GiB, and an invalid one.
-        [PREFACE, &settings, &call, &frame(DATA, 1, 1, &[0, 0, 0, 0, 9, 1])].concat(),
-        [PREFACE, &settings, &call, &frame(DATA, 0, 1, &[0, 0xff, 0xff, 0xff, 0xff])].concat(),
-        [PREFACE, &settings, &call, &frame(DATA, 1, 1, &[0, 0, 0, 0, 2, 0xff, 0xff])].concat(),
+        [HTTP2_PREFACE, &settings, &call, &frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 9, 1])].concat(),
+        [HTTP2_PREFACE, &settings, &call, &frame(DATA_FRAME, 0, 1, &[0, 0xff, 0xff, 0xff, 0xff])].concat(),
+        [HTTP2_PREFACE, &settings, &call, &frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 2, 0xff, 0xff])].concat(),
     ];
     let mut open = Vec::new();
     for input in &inputs {
@@ -184,7 +193,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
             }
         }
     }
-    kubelet.allocate(MPS, &["a::0"]).await.expect("allocated");
+    kubelet.allocate(MPS_RESOURCE, &["a::0"]).await.expect("allocated");
     // Open more connections than the limit. The kubelet's own connection is not affected.
     for _ in 0..200 {
         open.push(UnixStream::connect(&socket).await.expect("a connection"));
@@ -192,20 +201,20 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
     let mut closed = open.pop().expect("a connection is open");
     let read = tokio::time::timeout(DEADLINE, closed.read(&mut [0; 1])).await.expect("closed");
     assert!(matches!(&read, Ok(0)) || read.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset));
-    kubelet.allocate(MPS, &["a::0"]).await.expect("allocated");
+    kubelet.allocate(MPS_RESOURCE, &["a::0"]).await.expect("allocated");
     drop(open);
-    let mut client = dial_until_served(&socket).await;
+    let mut client = connect_until_served(&socket).await;
     let too_long = wire::ContainerAllocateRequest { devices_ids: vec!["x".repeat(2 << 20)] };
     let refused =
         client.allocate(wire::AllocateRequest { container_requests: vec![too_long] }).await.expect_err("2 MiB");
     assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
-    assert_eq!(registrations(&kubelet, MPS), 1);
+    assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
 }
 
-async fn dial_until_served(socket: &Path) -> DevicePluginClient<tonic::transport::Channel> {
+async fn connect_until_served(socket: &Path) -> DevicePluginClient<tonic::transport::Channel> {
     let attempt = async {
         loop {
-            if let Ok(mut client) = dial(socket).await
+            if let Ok(mut client) = connect_to_plugin(socket).await
                 && client.get_device_plugin_options(wire::Empty {}).await.is_ok()
             {
                 return client;

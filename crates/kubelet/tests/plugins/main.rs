@@ -24,10 +24,10 @@ use tonic::transport::Endpoint as Address;
 /// Deadline for each condition, much longer than any condition takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(20);
 /// Longer than any test, for timers that must not fire.
-const NEVER: Duration = Duration::from_secs(3600);
+const NEVER_ELAPSES: Duration = Duration::from_secs(3600);
 
-const MPS: &str = "nvidia.com/gpu-mps";
-const SLICE: &str = "nvidia.com/gpu-timeslice";
+const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
+const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 
 /// A resource with devices that the test changes.
 struct Shares {
@@ -111,9 +111,9 @@ impl Bench {
     fn new() -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let mut config = Config::new(directory.path());
-        config.timings.stream = Backoff { first: NEVER, cap: NEVER };
-        config.timings.register_deadline = NEVER;
-        config.timings.poll_watched = NEVER;
+        config.timings.stream = Backoff { first: NEVER_ELAPSES, cap: NEVER_ELAPSES };
+        config.timings.register_deadline = NEVER_ELAPSES;
+        config.timings.poll_watched = NEVER_ELAPSES;
         Self { directory, config }
     }
 
@@ -132,7 +132,7 @@ impl Bench {
     }
 
     /// Sockets in the directory, except the kubelet's.
-    fn sockets(&self) -> Vec<String> {
+    fn socket_names(&self) -> Vec<String> {
         let names = std::fs::read_dir(self.path()).expect("a directory").map(|e| e.expect("an entry").file_name());
         let mut names: Vec<_> =
             names.map(|n| n.into_string().expect("UTF-8")).filter(|n| n != "kubelet.sock").collect();
@@ -180,12 +180,14 @@ async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     assert!(tokio::time::timeout(DEADLINE, poll).await.is_ok(), "never {what}");
 }
 
-fn registrations(kubelet: &FakeKubelet, resource: &str) -> usize {
+fn count_registrations(kubelet: &FakeKubelet, resource: &str) -> usize {
     kubelet.state().borrow().registrations.iter().filter(|r| r.request.resource_name == resource).count()
 }
 
 /// Connects to a plugin's socket, as the kubelet does.
-async fn dial(socket: &Path) -> Result<DevicePluginClient<tonic::transport::Channel>, tonic::transport::Error> {
+async fn connect_to_plugin(
+    socket: &Path,
+) -> Result<DevicePluginClient<tonic::transport::Channel>, tonic::transport::Error> {
     let address = Address::from_shared(format!("unix://{}", socket.display())).expect("an address");
     Ok(DevicePluginClient::new(address.connect().await?))
 }

@@ -12,8 +12,8 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::UnixStream;
 
 use crate::{
-    Bench, DEADLINE, MPS, NEVER, SLICE, Shares, devices, dial, registrations, resources, wait_for_kubelet,
-    wait_for_state, wait_until, wait_until_ready, wait_until_served,
+    Bench, DEADLINE, MPS_RESOURCE, NEVER_ELAPSES, Shares, TIMESLICE_RESOURCE, connect_to_plugin, count_registrations,
+    devices, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready, wait_until_served,
 };
 
 #[tokio::test]
@@ -21,15 +21,15 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0", "a::1"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let endpoint = wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert!(endpoint.options.pre_start_required && endpoint.options.get_preferred_allocation_available);
     let state = wait_until_ready(&plugins).await;
     let request = kubelet.state().borrow().registrations[0].request.clone();
-    assert_eq!((request.version.as_str(), request.resource_name.as_str()), ("v1beta1", MPS));
-    assert_eq!(state.resources[MPS].socket.as_ref(), Some(&request.endpoint));
-    assert_eq!(bench.sockets(), [request.endpoint]);
-    assert_eq!((state.resources[MPS].registrations, state.resources[MPS].streams), (1, 1));
+    assert_eq!((request.version.as_str(), request.resource_name.as_str()), ("v1beta1", MPS_RESOURCE));
+    assert_eq!(state.resources[MPS_RESOURCE].socket.as_ref(), Some(&request.endpoint));
+    assert_eq!(bench.socket_names(), [request.endpoint]);
+    assert_eq!((state.resources[MPS_RESOURCE].registrations, state.resources[MPS_RESOURCE].streams), (1, 1));
 }
 
 #[tokio::test]
@@ -37,22 +37,22 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS, &shares)]);
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..100 {
         shares.devices.send_modify(|_| {});
         tokio::task::yield_now().await;
     }
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
-    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     shares.devices.send_modify(|list| Arc::make_mut(list)[0].healthy = false);
-    let endpoint = wait_until_served(&kubelet, MPS, &["a::1"]).await;
+    let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::1"]).await;
     assert_eq!(endpoint.devices.len(), 2, "an unhealthy device stays in the list");
     assert_eq!(endpoint.lists, 3);
     // An equal list must be sent again, so that the kubelet writes its checkpoint.
     shares.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
-    wait_for_kubelet(&kubelet, "an equal list", |seen| seen.endpoints[MPS].lists == 4).await;
-    assert_eq!(registrations(&kubelet, MPS), 1);
+    wait_for_kubelet(&kubelet, "an equal list", |seen| seen.endpoints[MPS_RESOURCE].lists == 4).await;
+    assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
 }
 
 #[tokio::test]
@@ -60,15 +60,15 @@ async fn two_streams_both_see_every_change() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
-    let mut other = dial(&bench.path().join(endpoint.socket)).await.expect("a connection");
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
+    let mut other = connect_to_plugin(&bench.path().join(endpoint.socket)).await.expect("a connection");
     let mut stream = other.list_and_watch(wire::Empty {}).await.expect("a stream").into_inner();
     let mut next = async || stream.message().await.expect("no error").expect("a list").devices.len();
     assert_eq!(next().await, 1);
-    wait_for_state(&plugins, "two streams", |state| state.resources[MPS].streams == 2).await;
+    wait_for_state(&plugins, "two streams", |state| state.resources[MPS_RESOURCE].streams == 2).await;
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
-    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert_eq!(next().await, 2);
 }
 
@@ -77,31 +77,35 @@ async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let mut sockets = vec![wait_until_served(&kubelet, MPS, &["a::0"]).await.socket];
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let mut sockets = vec![wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket];
     for _ in 0..5 {
         kubelet.stop();
         kubelet.run_slowly(Duration::from_millis(20)).await.expect("a kubelet");
-        sockets.push(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket);
+        sockets.push(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     }
-    assert_eq!(bench.sockets(), [sockets[5].clone()]);
+    assert_eq!(bench.socket_names(), [sockets[5].clone()]);
     sockets.sort();
     sockets.dedup();
     assert_eq!(sockets.len(), 6);
-    assert_eq!(registrations(&kubelet, MPS), 6);
+    assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 6);
     let state = wait_until_ready(&plugins).await;
-    assert_eq!(state.resources[MPS].streamless, 0, "the new socket causes the registration, not the missing stream");
+    assert_eq!(
+        state.resources[MPS_RESOURCE].streamless, 0,
+        "the new socket causes the registration, not the missing stream"
+    );
 }
 
 #[tokio::test]
 async fn a_kubelet_that_starts_later_is_registered_with() {
     let bench = Bench::new();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let waiting = |state: &PluginsState| state.resources.get(MPS).is_some_and(|r| r.phase == Phase::WaitingForKubelet);
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let waiting =
+        |state: &PluginsState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == Phase::WaitingForKubelet);
     assert!(!wait_for_state(&plugins, "waiting", waiting).await.is_ready());
     let kubelet = bench.kubelet();
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -109,12 +113,12 @@ async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_ready(&plugins).await;
     kubelet.stop();
     wait_for_state(&plugins, "without a stream", |state| !state.is_ready()).await;
     kubelet.run().expect("a kubelet");
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     wait_until_ready(&plugins).await;
 }
 
@@ -123,16 +127,16 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS, &shares)]);
-    let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let (socket, aside) = (bench.path().join("kubelet.sock"), bench.path().join("aside"));
     std::fs::rename(&socket, &aside).expect("rename");
     std::fs::rename(&aside, &socket).expect("rename");
     // Trigger a decision after both renames.
     std::fs::remove_file(bench.path().join(&endpoint.socket)).expect("our socket");
     wait_until("bound again", || bench.path().join(&endpoint.socket).exists()).await;
-    assert_eq!(registrations(&kubelet, MPS), 1);
-    assert!(kubelet.state().borrow().endpoints[MPS].connected);
+    assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
+    assert!(kubelet.state().borrow().endpoints[MPS_RESOURCE].connected);
 }
 
 #[tokio::test]
@@ -140,18 +144,19 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let before = wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let before = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..3 {
         std::fs::remove_file(bench.path().join(&before.socket)).expect("our socket");
         wait_until("bound again", || bench.path().join(&before.socket).exists()).await;
-        let mut client = dial(&bench.path().join(&before.socket)).await.expect("the plugin answers at the new socket");
+        let mut client =
+            connect_to_plugin(&bench.path().join(&before.socket)).await.expect("the plugin answers at the new socket");
         client.get_device_plugin_options(wire::Empty {}).await.expect("options");
     }
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
-    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
-    assert_eq!(registrations(&kubelet, MPS), 1);
-    assert_eq!(wait_until_ready(&plugins).await.resources[MPS].streams, 1);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
+    assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
+    assert_eq!(wait_until_ready(&plugins).await.resources[MPS_RESOURCE].streams, 1);
 }
 
 #[tokio::test]
@@ -160,29 +165,30 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
     let kubelet = bench.kubelet();
     kubelet.open_no_stream(1);
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let state =
-        wait_for_state(&plugins, "registered", |s| s.resources.get(MPS).is_some_and(|r| r.phase == Phase::Registered));
-    let socket = state.await.resources[MPS].socket.clone().expect("a socket");
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let state = wait_for_state(&plugins, "registered", |s| {
+        s.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == Phase::Registered)
+    });
+    let socket = state.await.resources[MPS_RESOURCE].socket.clone().expect("a socket");
     std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
-    assert_ne!(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket, socket);
+    assert_ne!(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket, socket);
 }
 
 #[tokio::test]
 async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with_at_once() {
     let mut bench = Bench::new();
     // The plugin must register without this delay: the kubelet admits pods before the delay ends.
-    bench.config.timings.settle = NEVER;
+    bench.config.timings.settle = NEVER_ELAPSES;
     let mut kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let socket = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let socket = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     kubelet.stop();
-    wait_for_state(&plugins, "without a stream", |s| s.resources[MPS].streams == 0).await;
+    wait_for_state(&plugins, "without a stream", |s| s.resources[MPS_RESOURCE].streams == 0).await;
     std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
-    wait_for_state(&plugins, "waiting", |s| s.resources[MPS].phase == Phase::WaitingForKubelet).await;
+    wait_for_state(&plugins, "waiting", |s| s.resources[MPS_RESOURCE].phase == Phase::WaitingForKubelet).await;
     kubelet.run().expect("a kubelet");
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -192,10 +198,10 @@ async fn a_kubelet_that_opens_no_stream_is_registered_with_again() {
     let kubelet = bench.kubelet();
     kubelet.open_no_stream(3);
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let state = wait_until_ready(&plugins).await;
-    assert_eq!((state.resources[MPS].streamless, registrations(&kubelet, MPS)), (3, 4));
+    assert_eq!((state.resources[MPS_RESOURCE].streamless, count_registrations(&kubelet, MPS_RESOURCE)), (3, 4));
 }
 
 #[tokio::test]
@@ -204,10 +210,10 @@ async fn a_stream_that_the_kubelet_drops_is_restored() {
     bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_secs(1) };
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS, &shares)]);
-    let first = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
-    kubelet.drop_stream(MPS);
-    assert_ne!(wait_until_served(&kubelet, MPS, &["a::0"]).await.socket, first);
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
+    kubelet.drop_stream(MPS_RESOURCE);
+    assert_ne!(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket, first);
 }
 
 #[tokio::test]
@@ -215,18 +221,22 @@ async fn a_refused_registration_is_retried_and_reported() {
     let mut bench = Bench::new();
     bench.config.timings.register = Backoff { first: Duration::from_millis(10), cap: Duration::from_millis(20) };
     let kubelet = bench.kubelet();
-    kubelet.refuse(5);
+    kubelet.refuse_registrations(5);
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let reported = |state: &PluginsState| {
-        state.resources.get(MPS).and_then(|r| r.error.as_ref()).is_some_and(|e| e.contains("refused by the test"))
+        state
+            .resources
+            .get(MPS_RESOURCE)
+            .and_then(|r| r.error.as_ref())
+            .is_some_and(|e| e.contains("refused by the test"))
     };
     wait_for_state(&plugins, "reporting the error", reported).await;
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let state = wait_until_ready(&plugins).await;
-    assert_eq!((state.resources[MPS].failures, state.resources[MPS].registrations), (5, 1));
-    assert_eq!(state.resources[MPS].error, None);
-    assert_eq!(bench.sockets().len(), 1, "one session serves all attempts");
+    assert_eq!((state.resources[MPS_RESOURCE].failures, state.resources[MPS_RESOURCE].registrations), (5, 1));
+    assert_eq!(state.resources[MPS_RESOURCE].error, None);
+    assert_eq!(bench.socket_names().len(), 1, "one session serves all attempts");
 }
 
 #[tokio::test]
@@ -234,40 +244,40 @@ async fn a_kubelet_that_hangs_times_out() {
     let mut bench = Bench::new();
     bench.config.timings.register_deadline = Duration::from_millis(50);
     let kubelet = bench.kubelet();
-    kubelet.hang(true);
+    kubelet.set_hanging(true);
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let failed = |state: &PluginsState| state.resources.get(MPS).is_some_and(|r| r.failures >= 2);
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let failed = |state: &PluginsState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.failures >= 2);
     let state = wait_for_state(&plugins, "failed", failed).await;
-    assert!(state.resources[MPS].error.as_ref().is_some_and(|e| e.contains("did not answer within 0.05 s")));
-    kubelet.hang(false);
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    assert!(state.resources[MPS_RESOURCE].error.as_ref().is_some_and(|e| e.contains("did not answer within 0.05 s")));
+    kubelet.set_hanging(false);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
 async fn after_a_hanging_kubelet_dies_the_next_is_registered_with_at_once() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
-    kubelet.hang(true);
+    kubelet.set_hanging(true);
     let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS, &shares)]);
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
     kubelet.stop();
-    kubelet.hang(false);
+    kubelet.set_hanging(false);
     kubelet.run().expect("a kubelet");
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
 async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered_with() {
     let bench = Bench::new();
     let hanging = bench.kubelet();
-    hanging.hang(true);
+    hanging.set_hanging(true);
     let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS, &shares)]);
+    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
     let next = bench.kubelet();
-    wait_until_served(&next, MPS, &["a::0"]).await;
+    wait_until_served(&next, MPS_RESOURCE, &["a::0"]).await;
 }
 
 /// Up to Kubernetes 1.36, the end of an old stream disconnects the resource's current client, even
@@ -275,16 +285,19 @@ async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered
 #[tokio::test]
 async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
     let mut bench = Bench::new();
-    bench.config.timings.hang_up = NEVER;
+    bench.config.timings.hang_up = NEVER_ELAPSES;
     let kubelet = bench.kubelet();
     kubelet.disconnect_slowly(Duration::from_millis(200));
-    let plugins = bench.plugins(&[(MPS, &Shares::with_options(&["a::0"], Options::default()))]);
-    let first = wait_until_served(&kubelet, MPS, &["a::0"]).await.socket;
-    plugins.set(resources(&[(MPS, &Shares::with_options(&["a::0"], Options { pre_start: true, preferred: false }))]));
-    wait_for_kubelet(&kubelet, "the agent registers again", |seen| seen.endpoints[MPS].socket != first).await;
-    let disconnected = |seen: &FakeKubeletState| seen.endpoints[MPS].disconnected == 1;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::with_options(&["a::0"], Options::default()))]);
+    let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
+    plugins.set(resources(&[(
+        MPS_RESOURCE,
+        &Shares::with_options(&["a::0"], Options { pre_start: true, preferred: false }),
+    )]));
+    wait_for_kubelet(&kubelet, "the agent registers again", |seen| seen.endpoints[MPS_RESOURCE].socket != first).await;
+    let disconnected = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].disconnected == 1;
     let seen = wait_for_kubelet(&kubelet, "the old stream ends", disconnected).await;
-    assert!(seen.endpoints[MPS].connected, "the old stream must not end the new client");
+    assert!(seen.endpoints[MPS_RESOURCE].connected, "the old stream must not end the new client");
     wait_until_ready(&plugins).await;
 }
 
@@ -292,15 +305,15 @@ async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
 async fn only_changed_options_cause_a_registration() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let plugins = bench.plugins(&[(MPS, &Shares::with_options(&["a::0"], Options::default()))]);
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
-    plugins.set(resources(&[(MPS, &Shares::with_options(&["b::0", "b::1"], Options::default()))]));
-    wait_until_served(&kubelet, MPS, &["b::0", "b::1"]).await;
-    assert_eq!(registrations(&kubelet, MPS), 1, "replaced in the open stream");
-    plugins.set(resources(&[(MPS, &Shares::new(&["c::0"]))]));
-    wait_until_served(&kubelet, MPS, &["c::0"]).await;
-    wait_for_kubelet(&kubelet, "the new options", |seen| seen.endpoints[MPS].options.pre_start_required).await;
-    assert_eq!(registrations(&kubelet, MPS), 2);
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::with_options(&["a::0"], Options::default()))]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
+    plugins.set(resources(&[(MPS_RESOURCE, &Shares::with_options(&["b::0", "b::1"], Options::default()))]));
+    wait_until_served(&kubelet, MPS_RESOURCE, &["b::0", "b::1"]).await;
+    assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1, "replaced in the open stream");
+    plugins.set(resources(&[(MPS_RESOURCE, &Shares::new(&["c::0"]))]));
+    wait_until_served(&kubelet, MPS_RESOURCE, &["c::0"]).await;
+    wait_for_kubelet(&kubelet, "the new options", |seen| seen.endpoints[MPS_RESOURCE].options.pre_start_required).await;
+    assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 2);
 }
 
 #[tokio::test]
@@ -308,22 +321,22 @@ async fn adding_or_removing_a_resource_does_not_disturb_others() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let (mps, slices) = (Shares::new(&["a::0"]), Shares::new(&["b::0", "b::1"]));
-    let plugins = bench.plugins(&[(MPS, &mps)]);
-    let first = wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &mps)]);
+    let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for round in 1..=3 {
-        plugins.set(resources(&[(MPS, &mps), (SLICE, &slices)]));
-        wait_until_served(&kubelet, SLICE, &["b::0", "b::1"]).await;
-        plugins.set(resources(&[(MPS, &mps)]));
-        let gone = |seen: &FakeKubeletState| !seen.endpoints[SLICE].connected;
+        plugins.set(resources(&[(MPS_RESOURCE, &mps), (TIMESLICE_RESOURCE, &slices)]));
+        wait_until_served(&kubelet, TIMESLICE_RESOURCE, &["b::0", "b::1"]).await;
+        plugins.set(resources(&[(MPS_RESOURCE, &mps)]));
+        let gone = |seen: &FakeKubeletState| !seen.endpoints[TIMESLICE_RESOURCE].connected;
         let seen = wait_for_kubelet(&kubelet, "the stream ends", gone).await;
-        assert!(seen.endpoints[SLICE].devices.is_empty(), "the capacity is 0 at once");
-        assert_eq!(registrations(&kubelet, SLICE), round);
+        assert!(seen.endpoints[TIMESLICE_RESOURCE].devices.is_empty(), "the capacity is 0 at once");
+        assert_eq!(count_registrations(&kubelet, TIMESLICE_RESOURCE), round);
     }
     wait_for_state(&plugins, "one resource", |state| state.resources.len() == 1).await;
-    let last = kubelet.state().borrow().endpoints[MPS].clone();
+    let last = kubelet.state().borrow().endpoints[MPS_RESOURCE].clone();
     assert!(last.connected);
-    assert_eq!((last.socket, last.lists, registrations(&kubelet, MPS)), (first.socket.clone(), 1, 1));
-    assert_eq!(bench.sockets(), [first.socket]);
+    assert_eq!((last.socket, last.lists, count_registrations(&kubelet, MPS_RESOURCE)), (first.socket.clone(), 1, 1));
+    assert_eq!(bench.socket_names(), [first.socket]);
 }
 
 #[tokio::test]
@@ -331,13 +344,16 @@ async fn a_resource_that_is_removed_and_added_at_once_is_served() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     kubelet.disconnect_slowly(Duration::from_millis(50));
     plugins.set(resources(&[]));
-    wait_for_state(&plugins, "ending", |state| state.resources.get(MPS).is_none_or(|r| r.phase == Phase::Ending)).await;
-    plugins.set(resources(&[(MPS, &shares)]));
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    wait_for_state(&plugins, "ending", |state| {
+        state.resources.get(MPS_RESOURCE).is_none_or(|r| r.phase == Phase::Ending)
+    })
+    .await;
+    plugins.set(resources(&[(MPS_RESOURCE, &shares)]));
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -345,14 +361,14 @@ async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let (first, second) = (Shares::new(&["a::0"]), Shares::new(&["a::0", "a::1"]));
-    let one = bench.plugins(&[(MPS, &first)]);
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
-    let two = bench.plugins(&[(MPS, &second)]);
+    let one = bench.plugins(&[(MPS_RESOURCE, &first)]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
+    let two = bench.plugins(&[(MPS_RESOURCE, &second)]);
     let state = wait_for_state(&two, "waiting", |state| state.directory == DirectoryState::HeldByAnother).await;
     assert!(!state.is_ready());
     wait_until_ready(&one).await;
     drop(one);
-    wait_until_served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     wait_until_ready(&two).await;
 }
 
@@ -361,19 +377,19 @@ async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares), (SLICE, &shares)]);
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
-    wait_until_served(&kubelet, SLICE, &["a::0"]).await;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares), (TIMESLICE_RESOURCE, &shares)]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
+    wait_until_served(&kubelet, TIMESLICE_RESOURCE, &["a::0"]).await;
     plugins.shutdown().await;
     let seen = wait_for_kubelet(&kubelet, "the end", |seen| seen.endpoints.values().all(|e| !e.connected)).await;
     assert_eq!(
-        seen.endpoints[MPS].devices.len(),
+        seen.endpoints[MPS_RESOURCE].devices.len(),
         1,
         "the list is not emptied, because another start will serve the devices"
     );
-    assert!(bench.sockets().is_empty());
-    let _next = bench.plugins(&[(MPS, &shares)]);
-    wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    assert!(bench.socket_names().is_empty());
+    let _next = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
@@ -382,8 +398,8 @@ async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
     bench.config.timings.hang_up = Duration::from_millis(50);
     let kubelet = bench.kubelet();
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
-    let endpoint = wait_until_served(&kubelet, MPS, &["a::0"]).await;
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let mut silent = UnixStream::connect(bench.path().join(endpoint.socket)).await.expect("a connection");
     tokio::time::timeout(DEADLINE, plugins.shutdown()).await.expect("an end");
     let mut rest = Vec::new();
@@ -405,7 +421,7 @@ async fn only_our_own_stale_sockets_are_removed() {
     drop(UnixListener::bind(at(kept[3])).expect("bind"));
     let _plugins = bench.plugins(&[]);
     wait_until("removed", || stale.iter().all(|name| !at(name).exists())).await;
-    assert!(kept.iter().all(|name| at(name).exists()), "{:?}", bench.sockets());
+    assert!(kept.iter().all(|name| at(name).exists()), "{:?}", bench.socket_names());
 }
 
 #[tokio::test]
@@ -415,14 +431,14 @@ async fn a_directory_that_is_created_later_is_served_from() {
     bench.config.directory.clone_from(&directory);
     bench.config.timings.lock = Duration::from_millis(10);
     let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let failed =
         |state: &PluginsState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
     for _ in 0..2 {
         wait_for_state(&plugins, "failed", failed).await;
         std::fs::create_dir(&directory).expect("a directory");
         let kubelet = FakeKubelet::start(&directory).expect("a kubelet");
-        wait_until_served(&kubelet, MPS, &["a::0"]).await;
+        wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
         drop(kubelet);
         std::fs::remove_dir_all(&directory).expect("no directory");
     }

@@ -375,7 +375,7 @@ async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, 
 mod tests {
     use super::*;
 
-    const HOST: &str = "cleave-webhook.cleave-system.svc";
+    const SERVICE_HOST: &str = "cleave-webhook.cleave-system.svc";
 
     /// The time of day in whole seconds, which is the precision of certificates.
     fn now() -> SystemTime {
@@ -383,7 +383,7 @@ mod tests {
     }
 
     fn new_certificate() -> Certificate {
-        Certificate::create(HOST, now(), None).unwrap()
+        Certificate::create(SERVICE_HOST, now(), None).unwrap()
     }
 
     #[test]
@@ -391,11 +391,11 @@ mod tests {
         let made = new_certificate();
         let minute = Duration::from_secs(60);
         for at in [now(), now() - MAX_CLOCK_SKEW + minute, now() + VALIDITY - minute] {
-            assert!(made.is_trusted(HOST, at));
+            assert!(made.is_trusted(SERVICE_HOST, at));
             assert!(!made.is_trusted("cleave-webhook.other.svc", at));
         }
         for at in [now() - MAX_CLOCK_SKEW - minute, now() + VALIDITY + minute, SystemTime::UNIX_EPOCH - minute] {
-            assert!(!made.is_trusted(HOST, at));
+            assert!(!made.is_trusted(SERVICE_HOST, at));
         }
     }
 
@@ -404,7 +404,7 @@ mod tests {
         let (made, other) = (new_certificate(), new_certificate());
         let read = Certificate::read(&made.data()).unwrap().unwrap();
         assert_eq!(read.data(), made.data());
-        assert!(read.is_trusted(HOST, now()));
+        assert!(read.is_trusted(SERVICE_HOST, now()));
         assert!(Certificate::read(&BTreeMap::new()).unwrap().is_none());
         let emptied = made.data().into_keys().map(|key| (key, ByteString(Vec::new()))).collect();
         assert!(Certificate::read(&emptied).unwrap().is_none());
@@ -426,21 +426,21 @@ mod tests {
         assert!(Certificate::read(&data).is_err());
         let mut data = made.data();
         data.insert(AUTHORITIES.to_owned(), other.data()[AUTHORITIES].clone());
-        assert!(!Certificate::read(&data).unwrap().unwrap().is_trusted(HOST, now()));
+        assert!(!Certificate::read(&data).unwrap().unwrap().is_trusted(SERVICE_HOST, now()));
     }
 
     #[test]
     fn the_previous_certificate_is_trusted_while_it_may_be_served() {
         let first = new_certificate();
-        let second = Certificate::create(HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
-        let third = Certificate::create(HOST, now() + VALIDITY, Some(&second)).unwrap();
+        let second = Certificate::create(SERVICE_HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
+        let third = Certificate::create(SERVICE_HOST, now() + VALIDITY, Some(&second)).unwrap();
         let bundle = |current: &Certificate| current.data()[AUTHORITIES].clone();
         // The server presents the first certificate to a client that trusts the second
         // certificate's CAs.
         let mut served = second.data();
         served.insert(CERTIFICATE.to_owned(), first.data()[CERTIFICATE].clone());
         served.insert(KEY.to_owned(), first.data()[KEY].clone());
-        assert!(Certificate::read(&served).unwrap().unwrap().is_trusted(HOST, now() + RENEW_BEFORE));
+        assert!(Certificate::read(&served).unwrap().unwrap().is_trusted(SERVICE_HOST, now() + RENEW_BEFORE));
         assert!(first.is_trusted_by(Some(&bundle(&second))));
         assert!(!second.is_trusted_by(Some(&bundle(&first))), "the second CA is not published yet");
         assert!(!first.is_trusted_by(Some(&bundle(&third))), "old CAs are dropped");
@@ -465,10 +465,10 @@ mod tests {
             (now() - 2 * MAX_CLOCK_SKEW, false, Step::Create),
         ] {
             // `at` is the current time of the case.
-            let step = step(Some(&made), HOST, at, leads);
+            let step = step(Some(&made), SERVICE_HOST, at, leads);
             assert_eq!(step, expected, "{:?} after its creation", at.duration_since(now()));
         }
-        assert_eq!(step(None, HOST, now(), false), Step::Create);
+        assert_eq!(step(None, SERVICE_HOST, now(), false), Step::Create);
         assert_eq!(step(Some(&made), "another.svc", now(), false), Step::Create);
     }
 
@@ -483,8 +483,8 @@ mod tests {
 
         type Server = Handle<Request<Body>, Response<Body>>;
 
-        const SECRET: &str = "/api/v1/namespaces/cleave-system/secrets/cleave-webhook";
-        const WEBHOOK: &str = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/cleave-webhook";
+        const SECRET_PATH: &str = "/api/v1/namespaces/cleave-system/secrets/cleave-webhook";
+        const WEBHOOK_PATH: &str = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/cleave-webhook";
 
         fn manager() -> (CertificateManager, Served, Server) {
             let (service, server) = mock::pair();
@@ -494,11 +494,11 @@ mod tests {
             (manager, served, server)
         }
 
-        fn secret(data: &BTreeMap<String, ByteString>) -> Value {
+        fn secret_object(data: &BTreeMap<String, ByteString>) -> Value {
             json!({"metadata": {"name": "cleave-webhook", "resourceVersion": "7"}, "data": data})
         }
 
-        fn webhook(bundle: Option<&ByteString>) -> Value {
+        fn webhook_object(bundle: Option<&ByteString>) -> Value {
             let mut webhook = json!({"name": "gate.cleave.dev", "admissionReviewVersions": ["v1"], "sideEffects": "None",
                 "clientConfig": {"service": {"namespace": "cleave-system", "name": "cleave-webhook"}}});
             if let Some(bundle) = bundle {
@@ -508,7 +508,7 @@ mod tests {
         }
 
         /// Answers the expected requests and no others. Returns the bodies of the requests.
-        async fn wire(server: &mut Server, expected: Vec<(&str, &str, StatusCode, Value)>) -> Vec<Value> {
+        async fn answer_requests(server: &mut Server, expected: Vec<(&str, &str, StatusCode, Value)>) -> Vec<Value> {
             let mut bodies = Vec::new();
             for (method, path, status, answer) in expected {
                 let (request, reply) = server.next_request().await.unwrap();
@@ -522,35 +522,35 @@ mod tests {
             bodies
         }
 
-        fn stored(body: &Value) -> Certificate {
+        fn stored_certificate(body: &Value) -> Certificate {
             let data: BTreeMap<String, ByteString> = serde_json::from_value(body["data"].clone()).unwrap();
             Certificate::read(&data).unwrap().unwrap()
         }
 
-        fn conflict() -> Value {
+        fn conflict_status() -> Value {
             json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "changed", "reason": "Conflict", "code": 409})
         }
 
         #[tokio::test(start_paused = true)]
         async fn the_first_replica_creates_and_publishes_a_certificate() {
             let (mut manager, served, mut server) = manager();
-            let empty = secret(&BTreeMap::new());
+            let empty = secret_object(&BTreeMap::new());
             let (updated, bodies) = tokio::join!(
                 manager.update(now(), false),
-                wire(
+                answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET, StatusCode::OK, empty.clone()),
-                        ("PUT", SECRET, StatusCode::OK, empty),
-                        ("GET", WEBHOOK, StatusCode::OK, webhook(None)),
-                        ("PATCH", WEBHOOK, StatusCode::OK, webhook(None)),
+                        ("GET", SECRET_PATH, StatusCode::OK, empty.clone()),
+                        ("PUT", SECRET_PATH, StatusCode::OK, empty),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, webhook_object(None)),
+                        ("PATCH", WEBHOOK_PATH, StatusCode::OK, webhook_object(None)),
                     ]
                 )
             );
             updated.unwrap();
             assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "of two concurrent writes, one wins");
-            let made = stored(&bodies[1]);
-            assert!(made.is_trusted(HOST, now() + RENEW_BEFORE));
+            let made = stored_certificate(&bodies[1]);
+            assert!(made.is_trusted(SERVICE_HOST, now() + RENEW_BEFORE));
             let change = &bodies[3]["webhooks"][0];
             assert_eq!(change["name"], "gate.cleave.dev");
             assert_eq!(change["clientConfig"]["caBundle"], bodies[1]["data"][AUTHORITIES]);
@@ -562,11 +562,11 @@ mod tests {
             let (mut manager, served, mut server) = manager();
             let (updated, _) = tokio::join!(
                 manager.update(now(), true),
-                wire(
+                answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET, StatusCode::OK, secret(&BTreeMap::new())),
-                        ("PUT", SECRET, StatusCode::CONFLICT, conflict()),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&BTreeMap::new())),
+                        ("PUT", SECRET_PATH, StatusCode::CONFLICT, conflict_status()),
                     ]
                 )
             );
@@ -575,11 +575,11 @@ mod tests {
             let made = new_certificate();
             let (updated, _) = tokio::join!(
                 manager.update(now(), true),
-                wire(
+                answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET, StatusCode::OK, secret(&made.data())),
-                        ("GET", WEBHOOK, StatusCode::OK, webhook(Some(&made.data()[AUTHORITIES]))),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&made.data())),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, webhook_object(Some(&made.data()[AUTHORITIES]))),
                     ]
                 )
             );
@@ -592,15 +592,15 @@ mod tests {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
             let due = now() + VALIDITY - RENEW_BEFORE + MAX_CLOCK_SKEW;
-            let known = webhook(Some(&old.data()[AUTHORITIES]));
+            let known = webhook_object(Some(&old.data()[AUTHORITIES]));
             // A process that does not lead keeps the stored certificate.
             let (updated, _) = tokio::join!(
                 manager.update(due, false),
-                wire(
+                answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET, StatusCode::OK, secret(&old.data())),
-                        ("GET", WEBHOOK, StatusCode::OK, known.clone()),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                     ]
                 )
             );
@@ -608,20 +608,20 @@ mod tests {
             assert_eq!(served.borrow().as_ref().unwrap().cert, old.served.cert);
             let (updated, bodies) = tokio::join!(
                 manager.update(due, true),
-                wire(
+                answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET, StatusCode::OK, secret(&old.data())),
-                        ("GET", WEBHOOK, StatusCode::OK, known.clone()),
-                        ("PATCH", WEBHOOK, StatusCode::OK, known.clone()),
-                        ("PUT", SECRET, StatusCode::OK, secret(&old.data())),
-                        ("GET", WEBHOOK, StatusCode::OK, known.clone()),
-                        ("PATCH", WEBHOOK, StatusCode::OK, known),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
+                        ("PATCH", WEBHOOK_PATH, StatusCode::OK, known.clone()),
+                        ("PUT", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
+                        ("PATCH", WEBHOOK_PATH, StatusCode::OK, known),
                     ]
                 )
             );
             updated.unwrap();
-            let new = stored(&bodies[3]);
+            let new = stored_certificate(&bodies[3]);
             let bundle: ByteString =
                 serde_json::from_value(bodies[2]["webhooks"][0]["clientConfig"]["caBundle"].clone()).unwrap();
             assert!(new.is_trusted_by(Some(&bundle)) && old.is_trusted_by(Some(&bundle)));
@@ -632,14 +632,14 @@ mod tests {
         async fn the_served_certificate_stays_when_the_secret_is_invalid_or_gone() {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
-            let known = webhook(Some(&old.data()[AUTHORITIES]));
+            let known = webhook_object(Some(&old.data()[AUTHORITIES]));
             let (updated, _) = tokio::join!(
                 manager.update(now(), false),
-                wire(
+                answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET, StatusCode::OK, secret(&old.data())),
-                        ("GET", WEBHOOK, StatusCode::OK, known.clone()),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                     ]
                 )
             );
@@ -648,13 +648,13 @@ mod tests {
             spoiled.insert(CERTIFICATE.to_owned(), ByteString(b"none".to_vec()));
             let (updated, bodies) = tokio::join!(
                 manager.update(now(), false),
-                wire(
+                answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET, StatusCode::OK, secret(&spoiled)),
-                        ("GET", WEBHOOK, StatusCode::OK, known.clone()),
-                        ("PATCH", WEBHOOK, StatusCode::OK, known),
-                        ("PUT", SECRET, StatusCode::CONFLICT, conflict()),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&spoiled)),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
+                        ("PATCH", WEBHOOK_PATH, StatusCode::OK, known),
+                        ("PUT", SECRET_PATH, StatusCode::CONFLICT, conflict_status()),
                     ]
                 )
             );
@@ -667,7 +667,7 @@ mod tests {
                 json!({"kind": "Status", "status": "Failure", "message": "gone", "reason": "NotFound", "code": 404});
             let (updated, _) = tokio::join!(
                 manager.update(now(), true),
-                wire(&mut server, vec![("GET", SECRET, StatusCode::NOT_FOUND, gone)])
+                answer_requests(&mut server, vec![("GET", SECRET_PATH, StatusCode::NOT_FOUND, gone)])
             );
             assert!(updated.unwrap_err().to_string().contains("helm upgrade"));
             assert!(served.borrow().is_some());

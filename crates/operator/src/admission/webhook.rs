@@ -366,10 +366,10 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    const SHARES: &str = "nvidia.com/gpu-mps";
+    const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     /// A review as an API server sends it.
-    fn of(spec: &Value) -> Value {
+    fn review_of(spec: &Value) -> Value {
         json!({
             "kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1",
             "request": {
@@ -388,7 +388,7 @@ mod tests {
         })
     }
 
-    fn requesting(limits: &Value) -> Value {
+    fn pod_spec_with_limits(limits: &Value) -> Value {
         json!({"containers": [{"name": "main", "resources": {"limits": limits}}]})
     }
 
@@ -415,8 +415,8 @@ mod tests {
     const GATE_ONLY: Change = Change::Gate { tolerate: false };
 
     /// The gates of the pod after the change.
-    fn gates(spec: &Value, exempt: bool) -> Vec<String> {
-        let pod = changed_pod(GATE_ONLY, &of(spec), exempt);
+    fn gate_names(spec: &Value, exempt: bool) -> Vec<String> {
+        let pod = changed_pod(GATE_ONLY, &review_of(spec), exempt);
         let gates = pod["spec"]["schedulingGates"].as_array().into_iter().flatten();
         gates.map(|gate| gate["name"].as_str().unwrap().to_owned()).collect()
     }
@@ -424,45 +424,45 @@ mod tests {
     #[test]
     fn pods_that_request_gpus_are_gated() {
         for limits in [
-            json!({SHARES: "2"}),
-            json!({SHARES: 2}),
+            json!({MPS_RESOURCE: "2"}),
+            json!({MPS_RESOURCE: 2}),
             json!({"nvidia.com/gpu-10gb": "1"}),
             json!({"nvidia.com/gpu.shared": "1"}),
             json!({"nvidia.com/mig-1g.10gb": "1", "nvidia.com/gpu": "1"}),
             json!({"nvidia.com/gpu": "8"}),
         ] {
-            assert_eq!(gates(&requesting(&limits), false), [GATE]);
+            assert_eq!(gate_names(&pod_spec_with_limits(&limits), false), [GATE]);
         }
         let plain = json!({"name": "main", "resources": {}});
-        let first = json!({"name": "first", "restartPolicy": "Always", "resources": {"limits": {SHARES: "1"}}});
-        assert_eq!(gates(&json!({"containers": [plain], "initContainers": [first]}), false), [GATE]);
-        assert_eq!(gates(&json!({"containers": [plain, first]}), false), [GATE]);
+        let first = json!({"name": "first", "restartPolicy": "Always", "resources": {"limits": {MPS_RESOURCE: "1"}}});
+        assert_eq!(gate_names(&json!({"containers": [plain], "initContainers": [first]}), false), [GATE]);
+        assert_eq!(gate_names(&json!({"containers": [plain, first]}), false), [GATE]);
     }
 
     #[test]
     fn other_pods_are_not_gated() {
-        for limits in [json!({}), json!({"cpu": "1"}), json!({"nvidia.com/gpu": "0"}), json!({SHARES: "0"})] {
-            assert!(gates(&requesting(&limits), false).is_empty());
+        for limits in [json!({}), json!({"cpu": "1"}), json!({"nvidia.com/gpu": "0"}), json!({MPS_RESOURCE: "0"})] {
+            assert!(gate_names(&pod_spec_with_limits(&limits), false).is_empty());
         }
-        assert!(gates(&json!({"containers": [{"name": "main"}]}), false).is_empty());
-        assert!(gates(&requesting(&json!({SHARES: "1"})), true).is_empty());
-        let mut pinned = requesting(&json!({SHARES: "1"}));
+        assert!(gate_names(&json!({"containers": [{"name": "main"}]}), false).is_empty());
+        assert!(gate_names(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"})), true).is_empty());
+        let mut pinned = pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}));
         pinned["nodeName"] = json!("n1");
-        assert!(gates(&pinned, false).is_empty());
+        assert!(gate_names(&pinned, false).is_empty());
     }
 
     #[test]
     fn the_gate_is_added_once_and_other_gates_stay() {
         let gated = |gates: Value| {
-            let mut spec = requesting(&json!({SHARES: "1"}));
+            let mut spec = pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}));
             spec["schedulingGates"] = gates;
             spec
         };
         let (ours, other) = (json!({"name": GATE}), json!({"name": "example.com/hold"}));
-        assert_eq!(gates(&gated(json!([other])), false), ["example.com/hold", GATE]);
-        assert_eq!(gates(&gated(json!([ours, other])), false), [GATE, "example.com/hold"]);
-        assert_eq!(gates(&gated(json!([ours])), false), [GATE]);
-        assert_eq!(gates(&gated(json!([])), false), [GATE]);
+        assert_eq!(gate_names(&gated(json!([other])), false), ["example.com/hold", GATE]);
+        assert_eq!(gate_names(&gated(json!([ours, other])), false), [GATE, "example.com/hold"]);
+        assert_eq!(gate_names(&gated(json!([ours])), false), [GATE]);
+        assert_eq!(gate_names(&gated(json!([])), false), [GATE]);
     }
 
     #[test]
@@ -484,13 +484,13 @@ mod tests {
     #[test]
     fn pods_with_shares_tolerate_the_gpu_taint_unless_their_owner_decides() {
         let tolerations = |limits: &Value, own: &Value, tolerate: bool| {
-            let mut spec = requesting(limits);
+            let mut spec = pod_spec_with_limits(limits);
             if !own.is_null() {
                 spec["tolerations"] = own.clone();
             }
-            changed_pod(Change::Gate { tolerate }, &of(&spec), false)["spec"]["tolerations"].clone()
+            changed_pod(Change::Gate { tolerate }, &review_of(&spec), false)["spec"]["tolerations"].clone()
         };
-        let shares = json!({SHARES: "1"});
+        let shares = json!({MPS_RESOURCE: "1"});
         let added = json!({"key": "nvidia.com/gpu", "operator": "Exists"});
         let other = json!({"key": "team", "operator": "Equal", "value": "a", "effect": "NoSchedule"});
         assert_eq!(tolerations(&shares, &Value::Null, true), json!([added]));
@@ -507,13 +507,13 @@ mod tests {
         assert_eq!(tolerations(&json!({"nvidia.com/gpu": 1}), &Value::Null, true), Value::Null, "whole GPUs");
         assert_eq!(tolerations(&shares, &Value::Null, false), Value::Null, "switched off");
         // A second review of the changed pod changes nothing.
-        let mut again = of(&requesting(&shares));
+        let mut again = review_of(&pod_spec_with_limits(&shares));
         again["request"]["object"] = changed_pod(Change::Gate { tolerate: true }, &again, false);
         assert_eq!(changed_pod(Change::Gate { tolerate: true }, &again, false), again["request"]["object"]);
     }
 
     /// The preStop sleep of each container and init container of the pod after the change.
-    fn sleeps(review: &Value, seconds: u16, exempt: bool) -> Vec<Option<i64>> {
+    fn pre_stop_seconds(review: &Value, seconds: u16, exempt: bool) -> Vec<Option<i64>> {
         let pod = changed_pod(Change::PreStop(seconds), review, exempt);
         let all =
             ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
@@ -523,27 +523,32 @@ mod tests {
     #[test]
     fn containers_with_mps_shares_sleep_before_they_terminate() {
         let with = |name: &str, limits: Value| json!({"name": name, "resources": {"limits": limits}});
-        for limits in [json!({SHARES: "2"}), json!({SHARES: 1}), json!({"nvidia.com/mig-1g.10gb.shared": "1"})] {
-            assert_eq!(sleeps(&of(&requesting(&limits)), 1, false), [Some(1)]);
-            assert_eq!(sleeps(&of(&requesting(&limits)), 1, true), [None], "exempt");
-        }
         for limits in
-            [json!({}), json!({SHARES: "0"}), json!({"nvidia.com/gpu": 1}), json!({"nvidia.com/gpu-timeslice": 1})]
+            [json!({MPS_RESOURCE: "2"}), json!({MPS_RESOURCE: 1}), json!({"nvidia.com/mig-1g.10gb.shared": "1"})]
         {
-            assert_eq!(sleeps(&of(&requesting(&limits)), 1, false), [None], "{limits}");
+            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, false), [Some(1)]);
+            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, true), [None], "exempt");
         }
-        let mut sidecar = with("sidecar", json!({SHARES: "1"}));
+        for limits in [
+            json!({}),
+            json!({MPS_RESOURCE: "0"}),
+            json!({"nvidia.com/gpu": 1}),
+            json!({"nvidia.com/gpu-timeslice": 1}),
+        ] {
+            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, false), [None], "{limits}");
+        }
+        let mut sidecar = with("sidecar", json!({MPS_RESOURCE: "1"}));
         sidecar["restartPolicy"] = json!("Always");
-        let mut own = with("own", json!({SHARES: "1"}));
+        let mut own = with("own", json!({MPS_RESOURCE: "1"}));
         own["lifecycle"] = json!({"preStop": {"exec": {"command": ["true"]}}});
-        let mut started = with("started", json!({SHARES: "1"}));
+        let mut started = with("started", json!({MPS_RESOURCE: "1"}));
         started["lifecycle"] = json!({"postStart": {"exec": {"command": ["true"]}}});
         let spec = json!({
-            "containers": [with("main", json!({SHARES: "1"})), with("beside", json!({"cpu": "1"})), own, started],
-            "initContainers": [with("first", json!({SHARES: "1"})), sidecar],
+            "containers": [with("main", json!({MPS_RESOURCE: "1"})), with("beside", json!({"cpu": "1"})), own, started],
+            "initContainers": [with("first", json!({MPS_RESOURCE: "1"})), sidecar],
         });
-        let review = of(&spec);
-        assert_eq!(sleeps(&review, 3, false), [Some(3), None, None, Some(3), None, Some(3)]);
+        let review = review_of(&spec);
+        assert_eq!(pre_stop_seconds(&review, 3, false), [Some(3), None, None, Some(3), None, Some(3)]);
         let pod = changed_pod(Change::PreStop(3), &review, false);
         assert_eq!(pod["spec"]["containers"][2], spec["containers"][2]);
         assert!(pod["spec"]["containers"][3]["lifecycle"]["postStart"]["exec"].is_object(), "existing hooks are kept");
@@ -557,43 +562,47 @@ mod tests {
     #[test]
     fn pods_with_a_short_grace_period_or_an_opt_out_get_no_hook() {
         let review = |grace: Option<i64>, annotations: &Value| {
-            let mut spec = requesting(&json!({SHARES: "1"}));
+            let mut spec = pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}));
             if let Some(grace) = grace {
                 spec["terminationGracePeriodSeconds"] = json!(grace);
             }
-            let mut review = of(&spec);
+            let mut review = review_of(&spec);
             review["request"]["object"]["metadata"]["annotations"] = annotations.clone();
             review
         };
         for (grace, expected) in
             [(Some(0), None), (Some(1), None), (Some(2), Some(1)), (Some(30), Some(1)), (None, Some(1))]
         {
-            assert_eq!(sleeps(&review(grace, &Value::Null), 1, false), [expected], "{grace:?}");
+            assert_eq!(pre_stop_seconds(&review(grace, &Value::Null), 1, false), [expected], "{grace:?}");
         }
-        assert_eq!(sleeps(&review(None, &Value::Null), 30, false), [None], "as long as the default grace period");
-        assert_eq!(sleeps(&review(None, &Value::Null), 0, false), [None]);
-        assert_eq!(sleeps(&review(None, &json!({"cleave.dev/pre-stop": "none"})), 1, false), [None]);
+        assert_eq!(
+            pre_stop_seconds(&review(None, &Value::Null), 30, false),
+            [None],
+            "as long as the default grace period"
+        );
+        assert_eq!(pre_stop_seconds(&review(None, &Value::Null), 0, false), [None]);
+        assert_eq!(pre_stop_seconds(&review(None, &json!({"cleave.dev/pre-stop": "none"})), 1, false), [None]);
         for other in [json!({"cleave.dev/pre-stop": "off"}), json!({"pre-stop": "none"}), json!({})] {
-            assert_eq!(sleeps(&review(None, &other), 1, false), [Some(1)], "{other}");
+            assert_eq!(pre_stop_seconds(&review(None, &other), 1, false), [Some(1)], "{other}");
         }
     }
 
     #[test]
     fn bodies_that_are_no_reviews_are_refused() {
         let answer = |body: &[u8]| review(GATE_ONLY, body, |_| false).map(|_| ()).unwrap_err().to_string();
-        let whole = of(&requesting(&json!({SHARES: "1"}))).to_string();
+        let whole = review_of(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}))).to_string();
         for body in
             [&b""[..], b"{", b"null", b"[]", b"\xff\xfe", b"{\"kind\": 1}", &whole.as_bytes()[..whole.len() / 2]]
         {
             assert!(answer(body).starts_with("the body is not an AdmissionReview of a pod: "), "{}", answer(body));
         }
-        let mut empty = of(&json!({}));
+        let mut empty = review_of(&json!({}));
         empty["request"]["object"] = Value::Null;
         assert_eq!(answer(empty.to_string().as_bytes()), "the AdmissionReview has no pod");
         empty["request"] = Value::Null;
         assert_eq!(answer(empty.to_string().as_bytes()), "the AdmissionReview has no request");
         for spec in [json!(1), json!({"containers": 1}), json!({"containers": [{"resources": {"limits": [1]}}]})] {
-            answer(of(&spec).to_string().as_bytes());
+            answer(review_of(&spec).to_string().as_bytes());
         }
     }
     mod served {
@@ -613,7 +622,7 @@ mod tests {
         use super::*;
         use crate::admission::certificate::{Certificate, tls};
 
-        const HOST: &str = "cleave-webhook.cleave-system.svc";
+        const SERVICE_HOST: &str = "cleave-webhook.cleave-system.svc";
 
         struct Server {
             addr: SocketAddr,
@@ -651,14 +660,14 @@ mod tests {
                     .with_root_certificates(roots)
                     .with_no_client_auth();
                 let stream = TcpStream::connect(self.addr).await?;
-                TlsConnector::from(Arc::new(config)).connect(ServerName::try_from(HOST).unwrap(), stream).await
+                TlsConnector::from(Arc::new(config)).connect(ServerName::try_from(SERVICE_HOST).unwrap(), stream).await
             }
 
             /// Sends one request. Returns the status and body of the answer.
             async fn send(&self, trusted: &Certificate, request: &str, body: &[u8]) -> (u16, String) {
                 let mut stream = self.connect(trusted).await.unwrap();
                 let head = format!(
-                    "{request} HTTP/1.1\r\nhost: {HOST}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+                    "{request} HTTP/1.1\r\nhost: {SERVICE_HOST}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
                     body.len()
                 );
                 stream.write_all(head.as_bytes()).await.unwrap();
@@ -679,11 +688,11 @@ mod tests {
         }
 
         fn certificate(before: Option<&Certificate>) -> Certificate {
-            Certificate::create(HOST, SystemTime::now(), before).unwrap()
+            Certificate::create(SERVICE_HOST, SystemTime::now(), before).unwrap()
         }
 
         fn in_namespace(namespace: &str) -> Vec<u8> {
-            let mut review = of(&requesting(&json!({SHARES: "1"})));
+            let mut review = review_of(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"})));
             review["request"]["namespace"] = json!(namespace);
             review.to_string().into_bytes()
         }

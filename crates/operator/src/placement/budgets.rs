@@ -128,11 +128,11 @@ mod tests {
         pod
     }
 
-    fn running() -> PodObject {
+    fn running_pod() -> PodObject {
         pod(json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}))
     }
 
-    fn allowing(count: i32) -> Value {
+    fn budget_status(count: i32) -> Value {
         json!({"observedGeneration": 2, "disruptionsAllowed": count, "currentHealthy": 1, "desiredHealthy": 2})
     }
 
@@ -141,16 +141,24 @@ mod tests {
         let web = || json!({"matchLabels": {"app": "web"}});
         for (budgets, expected, why) in [
             (vec![], Protection::None, "no budget"),
-            (vec![budget("a", web(), allowing(1))], Protection::Budget(0), "one budget with room"),
-            (vec![budget("a", web(), allowing(0))], Protection::Protected, "one budget without room"),
+            (vec![budget("a", web(), budget_status(1))], Protection::Budget(0), "one budget with room"),
+            (vec![budget("a", web(), budget_status(0))], Protection::Protected, "one budget without room"),
             (
-                vec![budget("a", web(), allowing(1)), budget("b", json!({}), allowing(1))],
+                vec![budget("a", web(), budget_status(1)), budget("b", json!({}), budget_status(1))],
                 Protection::Protected,
                 "two budgets",
             ),
-            (vec![budget("a", json!({}), allowing(0))], Protection::Protected, "an empty selector selects every pod"),
-            (vec![budget("a", Value::Null, allowing(0))], Protection::None, "a missing selector selects none"),
-            (vec![budget("a", json!({"matchLabels": {"app": "db"}}), allowing(0))], Protection::None, "other labels"),
+            (
+                vec![budget("a", json!({}), budget_status(0))],
+                Protection::Protected,
+                "an empty selector selects every pod",
+            ),
+            (vec![budget("a", Value::Null, budget_status(0))], Protection::None, "a missing selector selects none"),
+            (
+                vec![budget("a", json!({"matchLabels": {"app": "db"}}), budget_status(0))],
+                Protection::None,
+                "other labels",
+            ),
             (
                 vec![budget("a", web(), json!({"observedGeneration": 1, "disruptionsAllowed": 3}))],
                 Protection::Protected,
@@ -175,7 +183,7 @@ mod tests {
                 "an earlier pod of this name was evicted",
             ),
         ] {
-            assert_eq!(Budgets::new(&budgets).protection(&running()), expected, "{why}");
+            assert_eq!(Budgets::new(&budgets).protection(&running_pod()), expected, "{why}");
         }
     }
 
@@ -185,7 +193,7 @@ mod tests {
         let protection =
             |budget: &Arc<BudgetObject>, pod: &PodObject| Budgets::new(std::slice::from_ref(budget)).protection(pod);
         let unready = pod(json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]}));
-        let too_few = budget("a", selector.clone(), allowing(0));
+        let too_few = budget("a", selector.clone(), budget_status(0));
         assert_eq!(protection(&too_few, &unready), Protection::Protected);
         assert_eq!(
             protection(&too_few, &pod(json!({"phase": "Pending"}))),
@@ -196,7 +204,7 @@ mod tests {
             json!({"observedGeneration": 2, "disruptionsAllowed": 0, "currentHealthy": 2, "desiredHealthy": 2});
         let enough = budget("a", selector.clone(), enough);
         assert_eq!(protection(&enough, &unready), Protection::None, "enough others are healthy");
-        assert_eq!(protection(&enough, &running()), Protection::Protected);
+        assert_eq!(protection(&enough, &running_pod()), Protection::Protected);
         let mut always = (*too_few).clone();
         always.spec.unhealthy_pod_eviction_policy = Some("AlwaysAllow".to_owned());
         assert_eq!(protection(&Arc::new(always), &unready), Protection::None);
@@ -204,8 +212,8 @@ mod tests {
 
     #[test]
     fn a_budget_of_another_namespace_selects_no_pod() {
-        let mut other = (*budget("a", json!({}), allowing(0))).clone();
+        let mut other = (*budget("a", json!({}), budget_status(0))).clone();
         other.metadata.namespace = Some("other".to_owned());
-        assert_eq!(Budgets::new(&[Arc::new(other)]).protection(&running()), Protection::None);
+        assert_eq!(Budgets::new(&[Arc::new(other)]).protection(&running_pod()), Protection::None);
     }
 }

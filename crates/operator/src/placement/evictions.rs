@@ -158,7 +158,7 @@ impl<'a> Evictability<'a> {
 mod tests {
     use super::*;
 
-    const UP: Duration = Duration::from_secs(100);
+    const UPTIME: Duration = Duration::from_secs(100);
 
     fn is_avoided(records: &EvictionRecords) -> bool {
         records.failures.get("u").is_some_and(|failures| failures.avoided_until.is_some())
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn a_refused_pod_is_avoided_for_longer_each_time() {
         let mut records = EvictionRecords::default();
-        let mut up = UP;
+        let mut up = UPTIME;
         for seconds in [10, 20, 40, 80, 160, 320, 600, 600] {
             records.record("u", &Evicted::Refused("no".to_owned()), up);
             let next = records.deadlines(up).min();
@@ -183,21 +183,21 @@ mod tests {
         let mut records = EvictionRecords::default();
         for count in 1..=MAX_UNANSWERED {
             assert!(!is_avoided(&records));
-            records.record("u", &Evicted::Failed("timeout".to_owned()), UP * count);
+            records.record("u", &Evicted::Failed("timeout".to_owned()), UPTIME * count);
         }
         assert!(is_avoided(&records));
-        records.record("u", &Evicted::Done, UP * 4);
+        records.record("u", &Evicted::Done, UPTIME * 4);
         assert!(!is_avoided(&records) && records.accepted.contains_key("u"));
     }
 
     #[test]
     fn a_throttled_request_pauses_all_evictions() {
         let mut records = EvictionRecords::default();
-        records.record("u", &Evicted::Throttled(Duration::from_secs(3)), UP);
-        assert!(records.is_paused(UP) && !is_avoided(&records), "the pod is not protected");
-        assert_eq!(records.deadlines(UP).min(), Some(Duration::from_secs(3)));
-        assert!(!records.is_paused(UP + Duration::from_secs(3)));
-        records.record("u", &Evicted::Throttled(Duration::from_secs(9999)), UP);
-        assert!(!records.is_paused(UP + MAX_PAUSE), "a pause is limited");
+        records.record("u", &Evicted::Throttled(Duration::from_secs(3)), UPTIME);
+        assert!(records.is_paused(UPTIME) && !is_avoided(&records), "the pod is not protected");
+        assert_eq!(records.deadlines(UPTIME).min(), Some(Duration::from_secs(3)));
+        assert!(!records.is_paused(UPTIME + Duration::from_secs(3)));
+        records.record("u", &Evicted::Throttled(Duration::from_secs(9999)), UPTIME);
+        assert!(!records.is_paused(UPTIME + MAX_PAUSE), "a pause is limited");
     }
 }

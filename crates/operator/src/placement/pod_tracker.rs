@@ -153,7 +153,7 @@ mod tests {
         Arc::new(pod)
     }
 
-    fn names(pods: &[&PodObject]) -> Vec<String> {
+    fn pod_names(pods: &[&PodObject]) -> Vec<String> {
         pods.iter().map(|pod| full_name(&pod.metadata)).collect()
     }
 
@@ -162,16 +162,16 @@ mod tests {
         let (a, b) = (pod("a", "n", "1"), pod("b", "n", "2"));
         let mut tracker = PodTracker::default();
         let both = [Arc::clone(&a), Arc::clone(&b)];
-        assert_eq!(names(&tracker.update(&both).0), ["default/a", "default/b"]);
+        assert_eq!(pod_names(&tracker.update(&both).0), ["default/a", "default/b"]);
         tracker.mark_settled(&a);
-        assert_eq!(names(&tracker.update(&both).0), ["default/b"]);
+        assert_eq!(pod_names(&tracker.update(&both).0), ["default/b"]);
         let changed = [pod("a", "n", "1"), Arc::clone(&b)];
         let (unsettled, maybe_deleted) = tracker.update(&changed);
-        assert_eq!(names(&unsettled), ["default/a", "default/b"]);
+        assert_eq!(pod_names(&unsettled), ["default/a", "default/b"]);
         assert_eq!(maybe_deleted, BTreeSet::from(["default/a".to_owned()]), "the settled pod has changed");
         tracker.mark_settled(&changed[0]);
         let (unsettled, maybe_deleted) = tracker.update(&changed[1..]);
-        assert_eq!((names(&unsettled), maybe_deleted.len()), (vec!["default/b".to_owned()], 1), "gone");
+        assert_eq!((pod_names(&unsettled), maybe_deleted.len()), (vec!["default/b".to_owned()], 1), "gone");
     }
 
     #[test]

@@ -358,19 +358,19 @@ mod tests {
         GpuStatus { uuid: "GPU-a".into(), memory_mib: 40 * 1024, ..GpuStatus::default() }
     }
 
-    fn free(resource: &str, count: u32) -> Slice {
+    fn free_slices(resource: &str, count: u32) -> Slice {
         slice(None, None, resource, count)
     }
 
-    fn in_use(resource: &str, count: u32) -> Slice {
-        Slice { in_use: true, ..free(resource, count) }
+    fn used_slices(resource: &str, count: u32) -> Slice {
+        Slice { in_use: true, ..free_slices(resource, count) }
     }
 
     fn mps(slices: &[Slice], gpu: &GpuStatus, current: Option<&Partition>) -> MpsPartition {
         partition(slices, Family::Mps, &demand(), gpu, current).unwrap().mps.unwrap()
     }
 
-    fn ids(mps: &MpsPartition, resource: &str) -> Vec<(u32, u32)> {
+    fn id_ranges(mps: &MpsPartition, resource: &str) -> Vec<(u32, u32)> {
         mps.slices
             .iter()
             .filter(|slices| slices.resource == resource)
@@ -383,7 +383,7 @@ mod tests {
 
     #[test]
     fn a_sized_slice_has_its_part_of_memory_and_threads() {
-        let mps = mps(&[free(SLICE_10GB_RESOURCE, 2), free(SLICE_20GB_RESOURCE, 1)], &gpu(), None);
+        let mps = mps(&[free_slices(SLICE_10GB_RESOURCE, 2), free_slices(SLICE_20GB_RESOURCE, 1)], &gpu(), None);
         let all = 40 * 1024 - 128;
         assert_eq!(mps.slices[0].memory_mib, [all / 4, all / 2, all * 3 / 4, all]);
         assert_eq!(mps.slices[0].threads, [25, 50, 75, 100]);
@@ -394,19 +394,19 @@ mod tests {
     /// agent could not apply a changed limit while a client runs.
     #[test]
     fn the_limits_of_a_slice_do_not_depend_on_the_others() {
-        let small = mps(&[free(SLICE_10GB_RESOURCE, 1)], &gpu(), None);
-        let large = mps(&[free(SLICE_10GB_RESOURCE, 2), free("nvidia.com/gpu-7gb", 1)], &gpu(), None);
+        let small = mps(&[free_slices(SLICE_10GB_RESOURCE, 1)], &gpu(), None);
+        let large = mps(&[free_slices(SLICE_10GB_RESOURCE, 2), free_slices("nvidia.com/gpu-7gb", 1)], &gpu(), None);
         assert_eq!(small.slices[0].memory_mib, large.slices[0].memory_mib);
         assert_eq!(small.slices[0].threads, large.slices[0].threads);
         assert_eq!(small.slices[0].memory_mib.last(), large.slices[1].memory_mib.last(), "the daemon's default");
         assert_eq!(large.slices[1].threads.last(), Some(&100));
-        let many = mps(&[free("nvidia.com/gpu-1gb", 40)], &GpuStatus { memory_mib: 81_559, ..gpu() }, None);
+        let many = mps(&[free_slices("nvidia.com/gpu-1gb", 40)], &GpuStatus { memory_mib: 81_559, ..gpu() }, None);
         assert_eq!((many.slices[0].memory_mib.len(), many.slices[0].memory_mib.last()), (49, Some(&(81_559 - 128))));
     }
 
     #[test]
     fn ids_in_use_stay_and_the_lowest_free_ids_are_added() {
-        let current = mps(&[free(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
+        let current = mps(&[free_slices(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
         let mut busy = gpu();
         busy.allocations = vec![AllocationStatus {
             device: "GPU-a".into(),
@@ -415,28 +415,30 @@ mod tests {
             ..AllocationStatus::default()
         }];
         let current = Partition { mps: Some(current), ..Partition::default() };
-        let fewer = mps(&[in_use(SLICE_10GB_RESOURCE, 2), free(SLICE_20GB_RESOURCE, 1)], &busy, Some(&current));
+        let fewer =
+            mps(&[used_slices(SLICE_10GB_RESOURCE, 2), free_slices(SLICE_20GB_RESOURCE, 1)], &busy, Some(&current));
         assert_eq!(
-            (ids(&fewer, SLICE_10GB_RESOURCE), ids(&fewer, SLICE_20GB_RESOURCE)),
+            (id_ranges(&fewer, SLICE_10GB_RESOURCE), id_ranges(&fewer, SLICE_20GB_RESOURCE)),
             (vec![(1, 1), (3, 1)], vec![(0, 1)])
         );
         let more = mps(
-            &[in_use(SLICE_10GB_RESOURCE, 2), free(SLICE_10GB_RESOURCE, 1)],
+            &[used_slices(SLICE_10GB_RESOURCE, 2), free_slices(SLICE_10GB_RESOURCE, 1)],
             &busy,
             Some(&Partition { mps: Some(fewer), ..Partition::default() }),
         );
-        assert_eq!(ids(&more, SLICE_10GB_RESOURCE), [(0, 2), (3, 1)]);
+        assert_eq!(id_ranges(&more, SLICE_10GB_RESOURCE), [(0, 2), (3, 1)]);
     }
 
     #[test]
     fn limits_in_use_are_kept_when_the_policy_has_others() {
-        let mut old = mps(&[free(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
+        let mut old = mps(&[free_slices(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
         old.slices[0].threads = vec![50, 100];
         old.multi_user = false;
         let current = Partition { mps: Some(old), ..Partition::default() };
-        let kept = mps(&[in_use(SLICE_10GB_RESOURCE, 1), free(SLICE_10GB_RESOURCE, 1)], &gpu(), Some(&current));
+        let kept =
+            mps(&[used_slices(SLICE_10GB_RESOURCE, 1), free_slices(SLICE_10GB_RESOURCE, 1)], &gpu(), Some(&current));
         assert_eq!((&kept.slices[0].threads[..], kept.multi_user), (&[50, 100][..], false));
-        let fresh = mps(&[free(SLICE_10GB_RESOURCE, 2)], &gpu(), Some(&current));
+        let fresh = mps(&[free_slices(SLICE_10GB_RESOURCE, 2)], &gpu(), Some(&current));
         assert_eq!((&fresh.slices[0].threads[..], fresh.multi_user), (&[25, 50, 75, 100][..], true));
     }
 
@@ -451,14 +453,18 @@ mod tests {
         };
         let mut gpu = gpu();
         let spec = Partition {
-            mps: Some(mps(&[free(SLICE_10GB_RESOURCE, 2), free(SLICE_20GB_RESOURCE, 1)], &gpu, None)),
+            mps: Some(mps(&[free_slices(SLICE_10GB_RESOURCE, 2), free_slices(SLICE_20GB_RESOURCE, 1)], &gpu, None)),
             ..Partition::default()
         };
         gpu.slices = vec![slice_status(SLICE_10GB_RESOURCE, 4, 1)];
         assert!(!has_partition(&spec, &gpu));
         assert_eq!(
             desired(&spec, &gpu),
-            [in_use(SLICE_10GB_RESOURCE, 1), free(SLICE_10GB_RESOURCE, 1), free(SLICE_20GB_RESOURCE, 1)],
+            [
+                used_slices(SLICE_10GB_RESOURCE, 1),
+                free_slices(SLICE_10GB_RESOURCE, 1),
+                free_slices(SLICE_20GB_RESOURCE, 1)
+            ],
             "what it will be"
         );
         gpu.slices = vec![slice_status(SLICE_10GB_RESOURCE, 2, 1), slice_status(SLICE_20GB_RESOURCE, 1, 0)];

@@ -117,13 +117,13 @@ mod tests {
 
     type Server = Handle<Request<Body>, Response<Body>>;
 
-    fn client() -> (Client, Server) {
+    fn mock_client() -> (Client, Server) {
         let (service, server) = tower_test::mock::pair();
         (Client::new(service, "default"), server)
     }
 
     /// Answers the next request. Returns its method and URI, content type and body.
-    async fn answer(server: &mut Server, code: u16) -> (String, String, Value) {
+    async fn answer_request(server: &mut Server, code: u16) -> (String, String, Value) {
         let (request, reply) = server.next_request().await.unwrap();
         let (parts, body) = request.into_parts();
         let kind = parts.headers.get(http::header::CONTENT_TYPE).map(|kind| kind.to_str().unwrap().to_owned());
@@ -151,9 +151,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_condition_is_merged_into_the_status_of_that_pod_alone() {
-        let (client, mut server) = client();
+        let (client, mut server) = mock_client();
         let first = outside_mps(true);
-        let (done, (line, kind, body)) = tokio::join!(write_condition(&client, &first), answer(&mut server, 200));
+        let (done, (line, kind, body)) =
+            tokio::join!(write_condition(&client, &first), answer_request(&mut server, 200));
         assert!(done);
         assert_eq!(line, "PATCH /api/v1/namespaces/team/pods/p/status?fieldManager=cleave-operator");
         assert_eq!(kind, "application/strategic-merge-patch+json");
@@ -165,7 +166,7 @@ mod tests {
         );
         assert!(entry["lastTransitionTime"].as_str().unwrap().ends_with('Z'));
         let second = outside_mps(false);
-        let (_, (_, _, body)) = tokio::join!(write_condition(&client, &second), answer(&mut server, 200));
+        let (_, (_, _, body)) = tokio::join!(write_condition(&client, &second), answer_request(&mut server, 200));
         assert_eq!(
             body["status"]["conditions"][0].get("lastTransitionTime"),
             None,
@@ -175,19 +176,19 @@ mod tests {
 
     #[tokio::test]
     async fn a_failed_write_is_retried_unless_the_pod_is_gone() {
-        let (client, mut server) = client();
+        let (client, mut server) = mock_client();
         for (code, done) in [(500, false), (403, false), (404, true), (409, true), (422, true)] {
             let condition = outside_mps(true);
-            let (result, _) = tokio::join!(write_condition(&client, &condition), answer(&mut server, code));
+            let (result, _) = tokio::join!(write_condition(&client, &condition), answer_request(&mut server, code));
             assert_eq!(result, done, "{code}");
         }
     }
 
     #[tokio::test]
     async fn an_eviction_of_a_stranded_pod_requires_its_resource_version() {
-        let (client, mut server) = client();
+        let (client, mut server) = mock_client();
         let evict = crate::evict::evict_unchanged(&client, "team/p", "u", "7");
-        let (evicted, (line, _, body)) = tokio::join!(evict, answer(&mut server, 409));
+        let (evicted, (line, _, body)) = tokio::join!(evict, answer_request(&mut server, 409));
         assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
         assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u", "resourceVersion": "7"}));
         assert_eq!(evicted, Evicted::NotFound, "a pod that was bound meanwhile is not evicted");
@@ -195,7 +196,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_eviction_requires_the_uid_and_respects_budgets() {
-        let (client, mut server) = client();
+        let (client, mut server) = mock_client();
         for (code, result) in [
             (201, "evicted"),
             (429, "protected"),
@@ -204,7 +205,8 @@ mod tests {
             (500, "refused"),
             (503, "failed"),
         ] {
-            let (evicted, (line, _, body)) = tokio::join!(evict(&client, "team/p", "u"), answer(&mut server, code));
+            let (evicted, (line, _, body)) =
+                tokio::join!(evict(&client, "team/p", "u"), answer_request(&mut server, code));
             assert_eq!(evicted.as_str(), result, "{code}: {evicted:?}");
             assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
             assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u"}));

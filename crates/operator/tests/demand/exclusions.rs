@@ -10,31 +10,31 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
 
-use crate::world::{SLICE_10GB, SLICE_20GB, TestCluster, assert_waits};
+use crate::world::{SLICE_10GB_RESOURCE, SLICE_20GB_RESOURCE, TestCluster, assert_waits};
 
 #[test]
 fn an_unreachable_node_is_excluded_until_it_answers() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
-    world.pod("one", SLICE_10GB, 1);
-    let (_, _) = world.pass();
-    let unreachable = world.written()[0].to_owned();
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
+    let (_, _) = world.run_pass();
+    let unreachable = world.written_nodes()[0].to_owned();
     let other = if unreachable == "n1" { "n2" } else { "n1" };
-    let (_, outcome) = world.pass();
+    let (_, outcome) = world.run_pass();
     assert!(outcome.next.is_some_and(|next| next <= Duration::from_secs(30)), "the next pass is at the deadline");
     world.now += Duration::from_secs(29);
-    world.pass();
-    assert_eq!(world.written(), [] as [&str; 0]);
+    world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0]);
     world.now += Duration::from_secs(1);
-    let (plan, outcome) = world.pass();
-    assert_eq!(world.written(), [other], "the pod gets the other node");
+    let (plan, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), [other], "the pod gets the other node");
     assert!(outcome.excluded_nodes[&unreachable].contains("did not read the GpuNode spec within 30 s"));
-    let (reason, message, _) = world.ready(&plan);
+    let (reason, message, _) = world.ready_condition(&plan);
     assert_eq!(reason, "Excluded");
     assert!(message.contains(&format!("{unreachable} is excluded from plans: the agent did not read")), "{message}");
-    world.apply_on(other);
+    world.apply_spec(other);
     // The agent applies the spec, and plans include the node again with its new partition.
-    world.apply();
-    let (_, outcome) = world.pass();
+    world.apply_all_specs();
+    let (_, outcome) = world.run_pass();
     assert!(outcome.excluded_nodes.is_empty());
     world.settle();
     assert!(world.is_bound("one"));
@@ -44,10 +44,10 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
 fn a_node_whose_agent_is_not_ready_is_excluded_at_once() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.observed.nodes.get_mut("n1").unwrap().agent = Some(Agent { ready: false });
-    world.pod("one", SLICE_10GB, 1);
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
     world.pod("two", "nvidia.com/mig-7g.40gb", 1);
-    let (_, outcome) = world.pass();
-    assert_eq!(world.written(), ["n2"]);
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), ["n2"]);
     assert_eq!(outcome.excluded_nodes["n1"], "the agent is not ready");
     assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Repartitioning).count(), 1);
     world.observed.nodes.get_mut("n1").unwrap().agent = Some(Agent { ready: true });
@@ -62,18 +62,23 @@ fn no_gpu_is_repartitioned_on_a_node_where_the_pod_cannot_run() {
     world.observed.nodes.get_mut("n2").unwrap().labels = labels;
     let cpu = BTreeMap::from([("cpu".to_owned(), cleave_plan::Quantity::new("4"))]);
     world.observed.nodes.get_mut("n1").unwrap().allocatable = cpu;
-    world.pod_with("zoned", SLICE_10GB, 1, "  nodeSelector: {zone: b}\n");
-    world.pass();
-    assert_eq!(world.written(), ["n2"]);
+    world.pod_with("zoned", SLICE_10GB_RESOURCE, 1, "  nodeSelector: {zone: b}\n");
+    world.run_pass();
+    assert_eq!(world.written_nodes(), ["n2"]);
     world.settle();
     world.pod_with("busy", "cpu", 3, "  nodeName: n1\n");
-    world.pod_with("hungry", SLICE_20GB, 1, "  - resources: {requests: {cpu: 2}}\n  nodeSelector: {zone: a}\n");
+    world.pod_with(
+        "hungry",
+        SLICE_20GB_RESOURCE,
+        1,
+        "  - resources: {requests: {cpu: 2}}\n  nodeSelector: {zone: a}\n",
+    );
     let a = BTreeMap::from([("zone".to_owned(), "a".to_owned())]);
     world.observed.nodes.get_mut("n1").unwrap().labels = a;
-    let (_, outcome) = world.pass();
+    let (_, outcome) = world.run_pass();
     assert_waits(&outcome, "hungry", Reason::NoRoom, "cpu");
-    world.end("busy");
-    let (_, outcome) = world.pass();
+    world.remove_pod("busy");
+    let (_, outcome) = world.run_pass();
     assert_waits(&outcome, "hungry", Reason::Repartitioning, "n1");
 }
 
@@ -83,14 +88,14 @@ fn a_malformed_pod_or_node_affects_no_other() {
     let error = "no field".to_owned();
     world.observed.nodes.get_mut("n2").unwrap().gpu_node =
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error, metadata: ObjectMeta::default() }))));
-    world.pod("odd", SLICE_10GB, 1);
+    world.pod("odd", SLICE_10GB_RESOURCE, 1);
     world.pods.get_mut("team/odd").unwrap().spec.requests =
-        BTreeMap::from([(SLICE_10GB.to_owned(), cleave_plan::Quantity::new("one"))]);
-    world.pod("fine", SLICE_10GB, 1);
-    let (_, outcome) = world.pass();
+        BTreeMap::from([(SLICE_10GB_RESOURCE.to_owned(), cleave_plan::Quantity::new("one"))]);
+    world.pod("fine", SLICE_10GB_RESOURCE, 1);
+    let (_, outcome) = world.run_pass();
     assert_waits(&outcome, "odd", Reason::Malformed, "nvidia.com/gpu-10gb");
     assert_waits(&outcome, "fine", Reason::Repartitioning, "n1");
-    assert_eq!(world.written(), ["n1"]);
+    assert_eq!(world.written_nodes(), ["n1"]);
 }
 
 #[test]
@@ -98,9 +103,9 @@ fn an_unhealthy_gpu_is_not_repartitioned() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 2);
     world.status("n1").gpus[0].health =
         Health { healthy: false, reason: "XidError".into(), message: "XID 79".into(), ..Health::default() };
-    world.pod("one", SLICE_10GB, 1);
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
     world.pod("all", "nvidia.com/mig-7g.40gb", 1);
-    let (_, outcome) = world.pass();
+    let (_, outcome) = world.run_pass();
     assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Repartitioning).count(), 1);
     assert!(world.partition("n1", 0).whole.is_some());
     assert!(outcome.excluded_gpus.values().any(|why| why.contains("XID 79")));
@@ -113,9 +118,9 @@ fn a_cordoned_gpu_is_not_repartitioned() {
     let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
     let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
     object.metadata.annotations = Some(BTreeMap::from([("cleave.dev/cordon".to_owned(), format!("{uuid}=new fan"))]));
-    world.pod("one", SLICE_10GB, 1);
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
     world.pod("all", "nvidia.com/mig-7g.40gb", 1);
-    let (_, outcome) = world.pass();
+    let (_, outcome) = world.run_pass();
     assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Repartitioning).count(), 1);
     assert!(world.partition("n1", 0).whole.is_some());
     assert!(outcome.excluded_gpus.values().any(|why| why == "cordoned: new fan"));
@@ -124,23 +129,23 @@ fn a_cordoned_gpu_is_not_repartitioned() {
 #[test]
 fn a_daemon_that_starts_for_a_change_does_not_exclude_its_gpu() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
-    world.pod("one", SLICE_10GB, 1);
-    world.pass();
-    let node = world.written()[0].to_owned();
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
+    world.run_pass();
+    let node = world.written_nodes()[0].to_owned();
     let generation = world.object(&node).metadata.generation.unwrap();
     let status = world.status(&node);
     status.observed_generation = generation;
     status.gpus[0].health =
         Health { healthy: false, reason: "MpsUnavailable".into(), message: "stopping".into(), ..Health::default() };
-    let (_, outcome) = world.pass();
-    assert_eq!(world.written(), [] as [&str; 0]);
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0]);
     assert_waits(&outcome, "one", Reason::Repartitioning, "");
 }
 
 #[test]
 fn a_gpu_that_is_lost_keeps_its_spec() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("one", SLICE_10GB, 1);
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
     world.settle();
     let before = world.object("n1").spec.clone();
     let gpu = &mut world.status("n1").gpus[0];
@@ -153,7 +158,7 @@ fn a_gpu_that_is_lost_keeps_its_spec() {
     gpu.slices.clear();
     gpu.allocations.clear();
     for _ in 0..3 {
-        world.pass();
+        world.run_pass();
         assert_eq!(world.object("n1").spec, before, "the reported slices are not those in use");
         world.now += Duration::from_secs(31);
     }
@@ -165,10 +170,10 @@ fn a_node_without_room_for_pods_is_not_repartitioned() {
     let full = BTreeMap::from([("pods".to_owned(), cleave_plan::Quantity::whole(1))]);
     world.observed.nodes.get_mut("n1").unwrap().allocatable = full;
     world.pod_with("other", "cpu", 1, "  nodeName: n1\n");
-    world.pod("one", SLICE_10GB, 1);
-    let (_, outcome) = world.pass();
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
+    let (_, outcome) = world.run_pass();
     assert_waits(&outcome, "one", Reason::NoRoom, "pods");
-    world.end("other");
-    let (_, outcome) = world.pass();
+    world.remove_pod("other");
+    let (_, outcome) = world.run_pass();
     assert_waits(&outcome, "one", Reason::Repartitioning, "n1");
 }

@@ -3,26 +3,29 @@ use std::collections::BTreeSet;
 
 use cleave_operator::policies::demand::Reason;
 
-use crate::world::{MIG_1G, MIG_3G, SLICE_10GB, SLICE_20GB, TestCluster, WHOLE, assert_waits};
+use crate::world::{
+    MIG_1G_RESOURCE, MIG_3G_RESOURCE, SLICE_10GB_RESOURCE, SLICE_20GB_RESOURCE, TestCluster, WHOLE_GPU_RESOURCE,
+    assert_waits,
+};
 
 #[test]
 fn instances_of_mixed_profiles_are_created_for_pods() {
     let mut world = TestCluster::new("mode: Mig").node("n1", 1);
-    world.pod("small", MIG_1G, 1);
-    world.pod("half", MIG_3G, 1);
-    let (plan, outcome) = world.pass();
-    assert_eq!(world.written(), ["n1"]);
+    world.pod("small", MIG_1G_RESOURCE, 1);
+    world.pod("half", MIG_3G_RESOURCE, 1);
+    let (plan, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), ["n1"]);
     assert_waits(&outcome, "small", Reason::Repartitioning, "1 nvidia.com/mig-1g.5gb");
-    let (_, _, wanted) = world.ready(&plan);
+    let (_, _, wanted) = world.ready_condition(&plan);
     assert_eq!(wanted, 2);
     let profiles: BTreeSet<String> = world.mig("n1", 0).into_iter().map(|instance| instance.profile).collect();
     assert_eq!(profiles, BTreeSet::from(["1g.5gb".to_owned(), "3g.20gb".to_owned()]));
     world.settle();
     assert!(world.is_bound("small") && world.is_bound("half"));
-    // Creating another instance does not move the instances in use. `list` panics if an instance in
-    // use no longer exists.
+    // Creating another instance does not move the instances in use. `list_allocations` panics if an
+    // instance in use no longer exists.
     let before = world.mig("n1", 0);
-    world.pod("another", MIG_1G, 1);
+    world.pod("another", MIG_1G_RESOURCE, 1);
     world.settle();
     assert!(world.is_bound("another"));
     let after = world.mig("n1", 0);
@@ -33,28 +36,28 @@ fn instances_of_mixed_profiles_are_created_for_pods() {
 fn sized_slices_follow_demand_and_an_idle_gpu_changes_its_mode() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     for pod in ["a", "b", "c", "d"] {
-        world.pod(pod, SLICE_10GB, 1);
+        world.pod(pod, SLICE_10GB_RESOURCE, 1);
     }
     world.settle();
-    assert_eq!(world.count("n1", 0, SLICE_10GB), 4);
-    world.pod("large", SLICE_20GB, 1);
+    assert_eq!(world.count("n1", 0, SLICE_10GB_RESOURCE), 4);
+    world.pod("large", SLICE_20GB_RESOURCE, 1);
     world.settle();
     assert!(!world.is_bound("large"), "the GPU is full");
-    world.end("b");
-    world.end("d");
+    world.remove_pod("b");
+    world.remove_pod("d");
     world.settle();
     assert!(world.is_bound("large"));
-    assert_eq!((world.count("n1", 0, SLICE_10GB), world.count("n1", 0, SLICE_20GB)), (2, 1));
+    assert_eq!((world.count("n1", 0, SLICE_10GB_RESOURCE), world.count("n1", 0, SLICE_20GB_RESOURCE)), (2, 1));
     for pod in ["a", "c", "large"] {
-        world.end(pod);
+        world.remove_pod(pod);
     }
     world.settle();
-    assert_eq!(world.count("n1", 0, SLICE_10GB), 2, "free slices stay until their room is needed");
-    world.pod("mig", MIG_1G, 1);
+    assert_eq!(world.count("n1", 0, SLICE_10GB_RESOURCE), 2, "free slices stay until their room is needed");
+    world.pod("mig", MIG_1G_RESOURCE, 1);
     world.settle();
     assert!(world.is_bound("mig"), "an idle GPU changes from MPS to MIG");
-    world.end("mig");
-    world.pod("whole", WHOLE, 1);
+    world.remove_pod("mig");
+    world.pod("whole", WHOLE_GPU_RESOURCE, 1);
     world.settle();
     assert!(world.is_bound("whole"), "the idle GPU becomes whole again");
     assert!(world.partition("n1", 0).whole.is_some());
@@ -66,9 +69,9 @@ fn pods_that_free_slices_can_serve_change_nothing() {
         .policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4")
         .node("n1", 3);
     world.pod("shares", "nvidia.com/gpu-mps", 2);
-    world.pod("whole", WHOLE, 1);
-    let (_, outcome) = world.pass();
-    assert_eq!(world.written(), [] as [&str; 0]);
+    world.pod("whole", WHOLE_GPU_RESOURCE, 1);
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0]);
     assert_waits(&outcome, "shares", Reason::Scheduler, "GPU 0");
     assert_waits(&outcome, "whole", Reason::Scheduler, "GPU");
 }
@@ -77,17 +80,17 @@ fn pods_that_free_slices_can_serve_change_nothing() {
 fn only_the_node_that_changes_is_written() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 2).node("n2", 2).node("n3", 2);
     let before = world.object("n1").spec.plan_id.clone();
-    world.pod("one", SLICE_10GB, 1);
-    world.pass();
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
+    world.run_pass();
     assert_eq!(world.changes.len(), 1);
     let node = world.changes[0].node.clone();
     assert_ne!(world.object(&node).spec.plan_id, "");
-    world.apply();
-    world.bind();
-    world.end("one");
-    world.pod("whole", WHOLE, 2);
-    world.pod("whole2", WHOLE, 2);
-    world.pod("whole3", WHOLE, 2);
+    world.apply_all_specs();
+    world.bind_fitting_pods();
+    world.remove_pod("one");
+    world.pod("whole", WHOLE_GPU_RESOURCE, 2);
+    world.pod("whole2", WHOLE_GPU_RESOURCE, 2);
+    world.pod("whole3", WHOLE_GPU_RESOURCE, 2);
     world.settle();
     assert_eq!(world.object("n1").spec.plan_id.len(), before.len());
     assert!(world.is_bound("whole3"), "the partitioned GPU was idle");
@@ -128,13 +131,13 @@ fn shares_and_replicas_have_the_numbers_of_the_policy() {
 #[test]
 fn an_edited_policy_applies_to_idle_gpus_only() {
     let mut world = TestCluster::new("mode: Auto\nmps:\n  threads: Strict").node("n1", 2);
-    world.pod("one", SLICE_20GB, 1);
+    world.pod("one", SLICE_20GB_RESOURCE, 1);
     world.settle();
     let at = (0..2).find(|&index| world.partition("n1", index).mps.is_some()).unwrap();
     world = world.policy("p", "mode: Auto\nmps:\n  threads: Uncapped");
     world.settle();
     assert_eq!(world.mps("n1", at).slices[0].threads, [50, 100], "a pod uses it");
-    world.end("one");
+    world.remove_pod("one");
     world.settle();
     assert!(world.mps("n1", at).slices[0].threads.is_empty());
 }
@@ -145,7 +148,7 @@ fn planned_slices_of_another_policy_count() {
     // Both policies were created at once. The spec of the second policy's GPU is not written yet.
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4");
     world.pod("shares", "nvidia.com/gpu-mps", 2);
-    let (_, outcome) = world.pass();
+    let (_, outcome) = world.run_pass();
     assert_waits(&outcome, "shares", Reason::Scheduler, "GPU 0");
     assert!(world.partition("n1", 1).whole.is_some());
     world.settle();
@@ -164,7 +167,7 @@ fn shares_of_an_instance_in_use_stay_when_the_policy_is_edited() {
     world.settle();
     let instance = world.mig("n1", 0).remove(0);
     assert_eq!(instance.partition.mps.unwrap().slices[0].count, 4, "a pod uses two of its shares");
-    world.end("two");
+    world.remove_pod("two");
     world.pod("next", shared, 1);
     world.settle();
     assert!(world.is_bound("next"));

@@ -4,31 +4,34 @@ use std::time::Duration;
 use cleave_api::gpunode::{AllocationStatus, StepStatus};
 use cleave_operator::policies::demand::Reason;
 
-use crate::world::{MIG_1G, SLICE_10GB, TestCluster, WHOLE, assert_waits, list, serve};
+use crate::world::{
+    MIG_1G_RESOURCE, SLICE_10GB_RESOURCE, TestCluster, WHOLE_GPU_RESOURCE, apply_partition, assert_waits,
+    list_allocations,
+};
 
 #[test]
 fn a_node_gets_no_second_change_while_it_changes() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 2);
-    world.pod("first", SLICE_10GB, 1);
-    world.pass();
+    world.pod("first", SLICE_10GB_RESOURCE, 1);
+    world.run_pass();
     let written = world.object("n1").spec.clone();
     // The node has not read its spec. A pod that another GPU of the node could serve waits, and no
     // second change is started.
-    world.pod("second", MIG_1G, 1);
+    world.pod("second", MIG_1G_RESOURCE, 1);
     world.now += Duration::from_secs(1);
-    let (_, outcome) = world.pass();
-    assert_eq!(world.written(), [] as [&str; 0]);
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0]);
     assert_eq!(world.object("n1").spec, written);
     assert_waits(&outcome, "first", Reason::Repartitioning, "nvidia.com/gpu-10gb");
     assert_waits(&outcome, "second", Reason::NodeChanging, "");
     // The node has read its spec and is changing.
     let generation = world.object("n1").metadata.generation.unwrap();
     world.status("n1").observed_generation = generation;
-    world.pass();
-    assert_eq!(world.written(), [] as [&str; 0]);
-    world.apply();
-    let (_, outcome) = world.pass();
-    assert_eq!(world.written(), ["n1"]);
+    world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0]);
+    world.apply_all_specs();
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), ["n1"]);
     assert_waits(&outcome, "second", Reason::Repartitioning, "");
     world.settle();
     assert!(world.is_bound("first") && world.is_bound("second"));
@@ -37,25 +40,25 @@ fn a_node_gets_no_second_change_while_it_changes() {
 #[test]
 fn a_written_spec_counts_before_the_watch_returns_it() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("first", SLICE_10GB, 1);
+    world.pod("first", SLICE_10GB_RESOURCE, 1);
     let old = world.object("n1").clone();
-    world.pass();
+    world.run_pass();
     let change = world.changes[0].clone();
     *world.object("n1") = old;
     world.history.record_write("n1", Some(2), &change.spec, world.now);
-    world.pod("second", MIG_1G, 1);
-    world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "the node is still changing");
+    world.pod("second", MIG_1G_RESOURCE, 1);
+    world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0], "the node is still changing");
     world.now += Duration::from_secs(11);
-    world.pass();
-    assert_eq!(world.written(), ["n1"], "another writer has restored the old spec");
+    world.run_pass();
+    assert_eq!(world.written_nodes(), ["n1"], "another writer has restored the old spec");
 }
 
 #[test]
 fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("mig", MIG_1G, 1);
-    world.pass();
+    world.pod("mig", MIG_1G_RESOURCE, 1);
+    world.run_pass();
     let fail = |world: &mut TestCluster| {
         let generation = world.object("n1").metadata.generation.unwrap();
         let status = world.status("n1");
@@ -71,7 +74,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
         status.steps = vec![step("Done", ""), step("Failed", "NVML: Insufficient Resources")];
     };
     fail(&mut world);
-    let (plan, outcome) = world.pass();
+    let (plan, outcome) = world.run_pass();
     assert!(world.partition("n1", 0).whole.is_some(), "the present partition is restored");
     assert!(
         outcome.excluded_gpus.values().any(|why| why.contains("Insufficient Resources")),
@@ -79,25 +82,30 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
         outcome.excluded_gpus
     );
     assert_waits(&outcome, "mig", Reason::NoRoom, "");
-    assert!(world.ready(&plan).1.contains("GPU 0 of n1 is excluded from plans: the last repartitioning failed: NVML"));
-    world.apply();
+    assert!(
+        world
+            .ready_condition(&plan)
+            .1
+            .contains("GPU 0 of n1 is excluded from plans: the last repartitioning failed: NVML")
+    );
+    world.apply_all_specs();
     world.now += Duration::from_secs(4);
-    world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "the backoff has not ended");
+    world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0], "the backoff has not ended");
     // During the backoff, a pod can use the GPU's present slices.
-    world.pod("whole", WHOLE, 1);
-    let (_, outcome) = world.pass();
+    world.pod("whole", WHOLE_GPU_RESOURCE, 1);
+    let (_, outcome) = world.run_pass();
     assert_waits(&outcome, "whole", Reason::Scheduler, "GPU");
-    world.end("whole");
+    world.remove_pod("whole");
     world.now += Duration::from_secs(1);
-    world.pass();
-    assert_eq!(world.written(), ["n1"], "the operator retries");
+    world.run_pass();
+    assert_eq!(world.written_nodes(), ["n1"], "the operator retries");
     fail(&mut world);
-    world.pass();
-    world.apply();
+    world.run_pass();
+    world.apply_all_specs();
     world.now += Duration::from_secs(9);
-    world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "the backoff doubles");
+    world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0], "the backoff doubles");
     world.now += Duration::from_secs(1);
     world.settle();
     assert!(world.is_bound("mig"));
@@ -106,9 +114,9 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
 #[test]
 fn a_change_that_misses_its_deadline_is_undone() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
-    world.pod("mig", MIG_1G, 1);
-    world.pass();
-    let slow = world.written()[0].to_owned();
+    world.pod("mig", MIG_1G_RESOURCE, 1);
+    world.run_pass();
+    let slow = world.written_nodes()[0].to_owned();
     let generation = world.object(&slow).metadata.generation.unwrap();
     let status = world.status(&slow);
     status.observed_generation = generation;
@@ -119,10 +127,10 @@ fn a_change_that_misses_its_deadline_is_undone() {
         message: "MIG mode changes with the next reset of this GPU".into(),
         ..StepStatus::default()
     }];
-    world.pass();
+    world.run_pass();
     world.now += Duration::from_secs(30);
-    let (_, outcome) = world.pass();
-    assert_eq!(world.written().len(), 2, "one GPU gets its partition back, and the other a new one");
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes().len(), 2, "one GPU gets its partition back, and the other a new one");
     assert!(
         outcome.excluded_gpus.values().any(|why| why.contains("within 30 s: MIG mode changes with the next reset"))
     );
@@ -133,7 +141,7 @@ fn a_change_that_misses_its_deadline_is_undone() {
 fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]").node("n1", 2);
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mig\nmig:\n  layout: [3g.20gb]");
-    world.pass();
+    world.run_pass();
     let generation = world.object("n1").metadata.generation.unwrap();
     let status = world.status("n1");
     status.observed_generation = generation;
@@ -143,32 +151,32 @@ fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
         message: "MIG mode changes with the next reset of this GPU".into(),
         ..StepStatus::default()
     }];
-    world.pod("one", SLICE_10GB, 1);
-    world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "the node is changing");
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
+    world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0], "the node is changing");
     world.now += Duration::from_secs(30);
-    world.pass();
-    assert_eq!(world.written(), ["n1"]);
+    world.run_pass();
+    assert_eq!(world.written_nodes(), ["n1"]);
     let generation = world.object("n1").metadata.generation.unwrap();
     world.status("n1").observed_generation = generation;
     let partition = world.partition("n1", 1);
-    serve(&mut world.status("n1").gpus[1], &partition);
-    world.pod("two", MIG_1G, 1);
+    apply_partition(&mut world.status("n1").gpus[1], &partition);
+    world.pod("two", MIG_1G_RESOURCE, 1);
     world.now += Duration::from_secs(1);
-    let (_, outcome) = world.pass();
+    let (_, outcome) = world.run_pass();
     assert!(outcome.changing.is_empty(), "the late GPU does not delay the node again");
 }
 
 #[test]
 fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("one", SLICE_10GB, 1);
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
     world.settle();
-    world.end("one");
-    world.pod("mig", MIG_1G, 1);
-    world.pass();
+    world.remove_pod("one");
+    world.pod("mig", MIG_1G_RESOURCE, 1);
+    world.run_pass();
     // Before the node reads its spec, a pod is allocated the free slice.
-    world.pod("late", SLICE_10GB, 1);
+    world.pod("late", SLICE_10GB_RESOURCE, 1);
     world.pods.get_mut("team/late").unwrap().spec.node_name = Some("n1".to_owned());
     let partition = world.partition("n1", 0);
     assert!(partition.mig.is_some());
@@ -177,7 +185,7 @@ fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
         "n1".into(),
         AllocationStatus {
             pod: "team/late".into(),
-            resource: SLICE_10GB.into(),
+            resource: SLICE_10GB_RESOURCE.into(),
             device: "GPU-n1-0".into(),
             ids: vec!["GPU-n1-0::0".into()],
             ..AllocationStatus::default()
@@ -186,7 +194,7 @@ fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
     let allocations = world.allocations.clone();
     let generation = world.object("n1").metadata.generation.unwrap();
     let status = world.status("n1");
-    status.gpus.iter_mut().for_each(|gpu| list(gpu, &allocations));
+    status.gpus.iter_mut().for_each(|gpu| list_allocations(gpu, &allocations));
     status.observed_generation = generation;
     status.steps = vec![StepStatus {
         gpu: "GPU-n1-0".into(),
@@ -195,11 +203,11 @@ fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
         message: "in use by team/late".into(),
         ..StepStatus::default()
     }];
-    let (_, outcome) = world.pass();
-    assert_eq!(world.count("n1", 0, SLICE_10GB), 1, "the slices in use stay");
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.count("n1", 0, SLICE_10GB_RESOURCE), 1, "the slices in use stay");
     assert_waits(&outcome, "mig", Reason::NoRoom, "in use");
     world.settle();
-    world.end("late");
+    world.remove_pod("late");
     world.settle();
     assert!(world.is_bound("mig"));
 }
@@ -207,22 +215,22 @@ fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
 #[test]
 fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
-    world.pod("one", SLICE_10GB, 1);
-    world.pass();
-    world.apply();
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
+    world.run_pass();
+    world.apply_all_specs();
     // The scheduler has bound the pod, and the kubelet does not list its devices yet.
     world.pods.get_mut("team/one").unwrap().spec.node_name = Some("n1".to_owned());
-    world.pod("whole", WHOLE, 1);
-    world.pod("mig", MIG_1G, 1);
-    let (_, outcome) = world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "the pod's slice would be removed");
+    world.pod("whole", WHOLE_GPU_RESOURCE, 1);
+    world.pod("mig", MIG_1G_RESOURCE, 1);
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0], "the pod's slice would be removed");
     assert_waits(&outcome, "whole", Reason::NoRoom, "");
     // No other pod is allocated the slice.
-    world.pod("two", SLICE_10GB, 1);
-    let (_, outcome) = world.pass();
+    world.pod("two", SLICE_10GB_RESOURCE, 1);
+    let (_, outcome) = world.run_pass();
     assert_ne!(outcome.waiting["team/two"].reason, Reason::Scheduler);
     // Once the pod's slice is listed, the rest of the GPU can be repartitioned around it.
-    world.allocate("team/one", "n1", SLICE_10GB);
+    world.allocate("team/one", "n1", SLICE_10GB_RESOURCE);
     world.settle();
     assert!(world.is_bound("two") && !world.is_bound("whole") && !world.is_bound("mig"));
 }
@@ -230,16 +238,16 @@ fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
 #[test]
 fn a_bound_pod_uses_a_whole_gpu_before_the_kubelet_lists_it() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 2);
-    world.pod("whole", WHOLE, 1);
-    world.pass();
+    world.pod("whole", WHOLE_GPU_RESOURCE, 1);
+    world.run_pass();
     world.pods.get_mut("team/whole").unwrap().spec.node_name = Some("n1".to_owned());
-    world.pod("one", SLICE_10GB, 1);
-    world.pod("whole2", WHOLE, 1);
-    let (_, outcome) = world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "it is unknown which GPU the pod uses");
+    world.pod("one", SLICE_10GB_RESOURCE, 1);
+    world.pod("whole2", WHOLE_GPU_RESOURCE, 1);
+    let (_, outcome) = world.run_pass();
+    assert_eq!(world.written_nodes(), [] as [&str; 0], "it is unknown which GPU the pod uses");
     assert_waits(&outcome, "whole2", Reason::Scheduler, "GPU");
-    world.allocate("team/whole", "n1", WHOLE);
-    world.end("whole2");
+    world.allocate("team/whole", "n1", WHOLE_GPU_RESOURCE);
+    world.remove_pod("whole2");
     world.settle();
     assert!(world.is_bound("one"));
     assert!(world.partition("n1", 0).whole.is_some());

@@ -19,11 +19,11 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::core::DeserializeGuard;
 
-pub(crate) const SLICE_10GB: &str = "nvidia.com/gpu-10gb";
-pub(crate) const SLICE_20GB: &str = "nvidia.com/gpu-20gb";
-pub(crate) const WHOLE: &str = "nvidia.com/gpu";
-pub(crate) const MIG_1G: &str = "nvidia.com/mig-1g.5gb";
-pub(crate) const MIG_3G: &str = "nvidia.com/mig-3g.20gb";
+pub(crate) const SLICE_10GB_RESOURCE: &str = "nvidia.com/gpu-10gb";
+pub(crate) const SLICE_20GB_RESOURCE: &str = "nvidia.com/gpu-20gb";
+pub(crate) const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
+pub(crate) const MIG_1G_RESOURCE: &str = "nvidia.com/mig-1g.5gb";
+pub(crate) const MIG_3G_RESOURCE: &str = "nvidia.com/mig-3g.20gb";
 
 fn a100(node: &str, index: u32) -> GpuStatus {
     let uuid = format!("GPU-{node}-{index}");
@@ -41,7 +41,7 @@ fn a100(node: &str, index: u32) -> GpuStatus {
         mode: "Whole".to_owned(),
         slices: vec![SliceStatus {
             device: uuid.clone(),
-            resource: WHOLE.to_owned(),
+            resource: WHOLE_GPU_RESOURCE.to_owned(),
             total: 1,
             ..SliceStatus::default()
         }],
@@ -107,8 +107,8 @@ impl TestCluster {
         };
         self.observed.nodes.insert(name.to_owned(), node);
         // The operator has written the node's spec before any pod exists.
-        self.pass();
-        self.apply();
+        self.run_pass();
+        self.apply_all_specs();
         self.changes.clear();
         self
     }
@@ -161,7 +161,7 @@ impl TestCluster {
     }
 
     /// Runs one pass of the operator: reads, plans and writes.
-    pub(crate) fn pass(&mut self) -> (Plan, Outcome) {
+    pub(crate) fn run_pass(&mut self) -> (Plan, Outcome) {
         let pods: Vec<PodObject> = self.pods.values().cloned().collect();
         self.observed.set_pods(pods.iter());
         let mut observed = self.observed.clone();
@@ -179,17 +179,17 @@ impl TestCluster {
     }
 
     /// Names of the nodes that the last pass wrote to.
-    pub(crate) fn written(&self) -> Vec<&str> {
+    pub(crate) fn written_nodes(&self) -> Vec<&str> {
         self.changes.iter().map(|change| change.node.as_str()).collect()
     }
 
     /// Applies their specs on all nodes, as agents do.
-    pub(crate) fn apply(&mut self) {
+    pub(crate) fn apply_all_specs(&mut self) {
         let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
-        names.iter().for_each(|name| self.apply_on(name));
+        names.iter().for_each(|name| self.apply_spec(name));
     }
 
-    pub(crate) fn apply_on(&mut self, name: &str) {
+    pub(crate) fn apply_spec(&mut self, name: &str) {
         let allocations = self.allocations.clone();
         let object = self.object(name);
         let (spec, generation) = (object.spec.clone(), object.metadata.generation.unwrap());
@@ -199,14 +199,14 @@ impl TestCluster {
         status.steps.clear();
         for desired in spec.gpus {
             let Some(gpu) = status.gpus.iter_mut().find(|gpu| gpu.uuid == desired.uuid) else { continue };
-            serve(gpu, &desired.partition);
-            list(gpu, &allocations);
+            apply_partition(gpu, &desired.partition);
+            list_allocations(gpu, &allocations);
         }
     }
 
     /// Binds every pod that fits the free slices of a node, as the scheduler does. Lists its
     /// devices, as the kubelet does.
-    pub(crate) fn bind(&mut self) {
+    pub(crate) fn bind_fitting_pods(&mut self) {
         for name in self.pods.keys().cloned().collect::<Vec<_>>() {
             let pod = &self.pods[&name];
             if pod.node().is_some() {
@@ -260,17 +260,17 @@ impl TestCluster {
         };
         self.allocations.push((pod.to_owned(), node.to_owned(), row));
         let allocations = self.allocations.clone();
-        self.status(node).gpus.iter_mut().for_each(|gpu| list(gpu, &allocations));
+        self.status(node).gpus.iter_mut().for_each(|gpu| list_allocations(gpu, &allocations));
     }
 
     /// Removes a pod and frees its devices.
-    pub(crate) fn end(&mut self, name: &str) {
+    pub(crate) fn remove_pod(&mut self, name: &str) {
         let name = format!("team/{name}");
         self.pods.remove(&name);
         self.allocations.retain(|(pod, ..)| *pod != name);
         let allocations = self.allocations.clone();
         for node in self.observed.nodes.keys().cloned().collect::<Vec<_>>() {
-            self.status(&node).gpus.iter_mut().for_each(|gpu| list(gpu, &allocations));
+            self.status(&node).gpus.iter_mut().for_each(|gpu| list_allocations(gpu, &allocations));
         }
     }
 
@@ -281,11 +281,11 @@ impl TestCluster {
     /// Runs operator, agents and scheduler until nothing changes.
     pub(crate) fn settle(&mut self) {
         for _ in 0..20 {
-            self.pass();
+            self.run_pass();
             let quiet = self.changes.is_empty();
-            self.apply();
+            self.apply_all_specs();
             let before = self.allocations.len();
-            self.bind();
+            self.bind_fitting_pods();
             if quiet && self.allocations.len() == before {
                 return;
             }
@@ -296,7 +296,7 @@ impl TestCluster {
 
     /// The reason and message of the policy's condition Ready, and the number of slices that its
     /// GPUs lack.
-    pub(crate) fn ready(&self, plan: &Plan) -> (String, String, u32) {
+    pub(crate) fn ready_condition(&self, plan: &Plan) -> (String, String, u32) {
         let update = updates(plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH).remove(0);
         let ready = update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().clone();
         (ready.reason, ready.message, update.status.wanted)
@@ -312,7 +312,7 @@ pub(crate) fn assert_waits(outcome: &Outcome, pod: &str, reason: Reason, part: &
 }
 
 /// Applies a partition as an agent does.
-pub(crate) fn serve(gpu: &mut GpuStatus, partition: &Partition) {
+pub(crate) fn apply_partition(gpu: &mut GpuStatus, partition: &Partition) {
     let uuid = gpu.uuid.clone();
     let slice_status = |device: &str, resource: &str, start, total| SliceStatus {
         device: device.to_owned(),
@@ -355,7 +355,7 @@ pub(crate) fn serve(gpu: &mut GpuStatus, partition: &Partition) {
 }
 
 /// Writes allocations to a status as an agent does. Panics if an allocated slice no longer exists.
-pub(crate) fn list(gpu: &mut GpuStatus, allocations: &[(String, String, AllocationStatus)]) {
+pub(crate) fn list_allocations(gpu: &mut GpuStatus, allocations: &[(String, String, AllocationStatus)]) {
     let is_of_gpu =
         |row: &AllocationStatus| row.device == gpu.uuid || row.device.starts_with(&format!("MIG-{}-", gpu.uuid));
     gpu.allocations = allocations.iter().map(|(_, _, row)| row).filter(|row| is_of_gpu(row)).cloned().collect();

@@ -10,7 +10,7 @@ use crate::snapshot::Node;
 
 /// One constraint with the number of selected pods in each domain.
 #[derive(Debug)]
-struct Count<'a> {
+struct DomainCounts<'a> {
     constraint: &'a SpreadConstraint,
     /// Labels of the subject that selected pods must have, from `matchLabelKeys`.
     common: Vec<(&'a String, &'a String)>,
@@ -22,7 +22,7 @@ struct Count<'a> {
     least: i64,
 }
 
-impl Count<'_> {
+impl DomainCounts<'_> {
     fn selects(&self, labels: &Labels) -> bool {
         self.constraint.label_selector.as_ref().is_some_and(|selector| selector.matches(labels))
             && self.common.iter().all(|(key, value)| labels.get(*key) == Some(*value))
@@ -37,7 +37,7 @@ impl Count<'_> {
 /// Counts of the pods that the subject's hard constraints select.
 #[derive(Debug, Default)]
 pub(super) struct Spread<'a> {
-    counts: Vec<Count<'a>>,
+    counts: Vec<DomainCounts<'a>>,
 }
 
 impl<'a> Spread<'a> {
@@ -46,7 +46,7 @@ impl<'a> Spread<'a> {
         let count = |constraint: &'a SpreadConstraint| {
             let keys = constraint.match_label_keys.iter();
             let common = keys.filter_map(|key| subject.labels.get_key_value(key)).collect();
-            let mut count = Count { constraint, common, domains: BTreeMap::new(), own: 0, least: 0 };
+            let mut count = DomainCounts { constraint, common, domains: BTreeMap::new(), own: 0, least: 0 };
             count.own = i64::from(count.selects(subject.labels));
             count
         };
@@ -119,7 +119,7 @@ impl<'a> Spread<'a> {
     }
 
     pub(super) fn refuse(&self, node: &Node) -> Result<(), Conflict> {
-        let skewed = |count: &&Count<'_>| {
+        let skewed = |count: &&DomainCounts<'_>| {
             let value = node.labels.get(&count.constraint.topology_key);
             let there = value.and_then(|value| count.domains.get(value.as_str())).copied().unwrap_or(0);
             there + count.own - count.least > i64::from(count.constraint.max_skew)

@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    fn sizes(containers: &[(Kind, u32)]) -> Vec<u32> {
+    fn request_sizes(containers: &[(Kind, u32)]) -> Vec<u32> {
         let limits = |units| BTreeMap::from([("r".to_owned(), units)]);
         let containers: Vec<Container> =
             containers.iter().map(|&(kind, units)| Container { kind, limits: limits(units) }).collect();
@@ -131,7 +131,7 @@ mod tests {
             (vec![(Init, 2), (Sidecar, 2), (Init, 3), (Main, 1)], vec![2, 3]),
             (vec![(Init, u32::MAX), (Main, u32::MAX), (Main, 1)], vec![u32::MAX, 1]),
         ] {
-            assert_eq!(sizes(&containers), expected, "{containers:?}");
+            assert_eq!(request_sizes(&containers), expected, "{containers:?}");
         }
     }
 

@@ -5,14 +5,14 @@ use proptest::prelude::*;
 use super::*;
 use crate::placement::{self, Demand, GPU, Observed, Value};
 
-const R: &str = "nvidia.com/gpu-mps";
+const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
 fn units(units: u32) -> Units {
     Units::new(units).unwrap()
 }
 
 fn device_requests(sizes: &[u32]) -> Vec<DeviceRequest> {
-    sizes.iter().map(|&size| DeviceRequest { resource: R.to_owned(), units: units(size) }).collect()
+    sizes.iter().map(|&size| DeviceRequest { resource: MPS_RESOURCE.to_owned(), units: units(size) }).collect()
 }
 
 /// A node with devices `a`, `b` and so on, of ten units each. `used` is the number of used units of
@@ -24,13 +24,18 @@ fn node(used: &[u32], allocated: &[(&str, &str, u32)]) -> NodeFacts {
         devices: used
             .iter()
             .enumerate()
-            .map(|(index, &used)| DeviceFacts { device: name(index), resource: R.to_owned(), capacity: 10, used })
+            .map(|(index, &used)| DeviceFacts {
+                device: name(index),
+                resource: MPS_RESOURCE.to_owned(),
+                capacity: 10,
+                used,
+            })
             .collect(),
         allocations: allocated
             .iter()
             .map(|&(pod, device, size)| Allocation {
                 pod: pod.to_owned(),
-                resource: R.to_owned(),
+                resource: MPS_RESOURCE.to_owned(),
                 device: device.to_owned(),
                 units: units(size),
             })
@@ -86,16 +91,28 @@ fn the_reason_is_that_of_the_closest_node() {
     };
     assert_eq!(why(&[5], &[]), NoFit::NoNode);
     assert_eq!(why(&[5], &["nobody"]), NoFit::NoNode);
-    assert_eq!(why(&[5], &["small"]), NoFit::TooLarge { resource: R.to_owned(), requested: units(5), most: 4 });
-    assert_eq!(why(&[11], &["n", "small"]), NoFit::TooLarge { resource: R.to_owned(), requested: units(11), most: 10 });
-    assert_eq!(why(&[6], &["n", "small"]), NoFit::NotFree { resource: R.to_owned(), requested: units(6), most: 5 });
+    assert_eq!(
+        why(&[5], &["small"]),
+        NoFit::TooLarge { resource: MPS_RESOURCE.to_owned(), requested: units(5), most: 4 }
+    );
+    assert_eq!(
+        why(&[11], &["n", "small"]),
+        NoFit::TooLarge { resource: MPS_RESOURCE.to_owned(), requested: units(11), most: 10 }
+    );
+    assert_eq!(
+        why(&[6], &["n", "small"]),
+        NoFit::NotFree { resource: MPS_RESOURCE.to_owned(), requested: units(6), most: 5 }
+    );
     assert_eq!(why(&[6, 6, 6], &["n", "small"]), NoFit::TooMany);
     assert_eq!(why(&[3, 3, 3], &["n"]), NoFit::NotFreeTogether);
     let (few, more) = (vec![1; 11], vec![1; 21]);
-    let too_few_free = NoFit::TooFewFree { resource: R.to_owned(), requested: 11, most: 10 };
+    let too_few_free = NoFit::TooFewFree { resource: MPS_RESOURCE.to_owned(), requested: 11, most: 10 };
     assert_eq!(why(&few, &["n", "small"]), too_few_free);
-    assert_eq!(why(&few, &["small"]), NoFit::TooFew { resource: R.to_owned(), requested: 11, most: 4 });
-    assert_eq!(why(&more, &["n", "small"]), NoFit::TooFew { resource: R.to_owned(), requested: 21, most: 20 });
+    assert_eq!(why(&few, &["small"]), NoFit::TooFew { resource: MPS_RESOURCE.to_owned(), requested: 11, most: 4 });
+    assert_eq!(
+        why(&more, &["n", "small"]),
+        NoFit::TooFew { resource: MPS_RESOURCE.to_owned(), requested: 21, most: 20 }
+    );
     let other = vec![DeviceRequest { resource: "other".to_owned(), units: units(1) }];
     let why = ledger.fit(&other, ["n"], 1, &Tightest).unwrap_err();
     assert_eq!(why, NoFit::NotOffered { resource: "other".to_owned() });
@@ -275,7 +292,10 @@ fn unexpected_allocations_reduce_the_remaining_requests() {
     let missing = |sizes: &[u32], parts: &[u32]| -> Vec<u32> {
         let parts: Vec<(&str, &str, u32)> = parts.iter().map(|&part| ("p", "a", part)).collect();
         let facts = node(&[0], &parts);
-        missing_units(&device_requests(sizes), &facts.allocations)[R].iter().map(|(units, _)| units.get()).collect()
+        missing_units(&device_requests(sizes), &facts.allocations)[MPS_RESOURCE]
+            .iter()
+            .map(|(units, _)| units.get())
+            .collect()
     };
     assert_eq!(missing(&[5], &[]), [5]);
     assert_eq!(missing(&[5, 2], &[2]), [5]);

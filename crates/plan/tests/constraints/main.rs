@@ -46,21 +46,21 @@ impl Cluster {
     }
 
     /// For each node, whether the pod may run on it.
-    fn verdicts(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
+    fn refusals_by_node(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
         let checker = self.checker(subject);
         self.nodes.iter().map(|node| checker.refuse(node)).collect()
     }
 
     /// Names of nodes that the pod may run on.
-    fn allowed(&self, subject: &TestPod) -> Vec<&str> {
+    fn allowed_nodes(&self, subject: &TestPod) -> Vec<&str> {
         let checker = self.checker(subject);
         let allowed = self.nodes.iter().filter(|node| checker.refuse(node).is_ok());
         allowed.map(|node| node.name.as_str()).collect()
     }
 
     /// Places the pod on the first node that it may run on. Returns the name of the node.
-    fn place(&mut self, pod: &TestPod) -> Option<String> {
-        let node = (*self.allowed(pod).first()?).to_owned();
+    fn place_on_first_allowed_node(&mut self, pod: &TestPod) -> Option<String> {
+        let node = (*self.allowed_nodes(pod).first()?).to_owned();
         self.pods.push(pod.clone().on_node(&node));
         Some(node)
     }

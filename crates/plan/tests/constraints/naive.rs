@@ -12,7 +12,7 @@ use super::{Cluster, TestPod};
 
 /// The rules, named after the scheduler's plugins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Rule {
+pub(crate) enum BrokenRule {
     Affinity,
     AntiAffinity,
     AntiAffinityOfOthers,
@@ -23,47 +23,47 @@ pub(crate) enum Rule {
     Size,
 }
 
-pub(crate) fn rule(conflict: &Conflict) -> Rule {
+pub(crate) fn rule_of_conflict(conflict: &Conflict) -> BrokenRule {
     match conflict {
-        Conflict::PodAffinity { .. } => Rule::Affinity,
-        Conflict::PodAntiAffinity { .. } => Rule::AntiAffinity,
-        Conflict::AntiAffinityOf { .. } => Rule::AntiAffinityOfOthers,
-        Conflict::Spread { .. } => Rule::Spread,
-        Conflict::NoTopologyKey { .. } => Rule::Key,
-        Conflict::HostPort(_) => Rule::Ports,
-        Conflict::Volume => Rule::Volume,
-        Conflict::TooManyRules => Rule::Size,
+        Conflict::PodAffinity { .. } => BrokenRule::Affinity,
+        Conflict::PodAntiAffinity { .. } => BrokenRule::AntiAffinity,
+        Conflict::AntiAffinityOf { .. } => BrokenRule::AntiAffinityOfOthers,
+        Conflict::Spread { .. } => BrokenRule::Spread,
+        Conflict::NoTopologyKey { .. } => BrokenRule::Key,
+        Conflict::HostPort(_) => BrokenRule::Ports,
+        Conflict::Volume => BrokenRule::Volume,
+        Conflict::TooManyRules => BrokenRule::Size,
     }
 }
 
 /// All rules that the pod breaks on a node.
-pub(crate) fn broken(cluster: &Cluster, pod: &TestPod, node: &Node) -> BTreeSet<Rule> {
+pub(crate) fn broken_rules(cluster: &Cluster, pod: &TestPod, node: &Node) -> BTreeSet<BrokenRule> {
     let mut broken = BTreeSet::new();
     let rules = &pod.rules;
     let hard: Vec<_> =
         rules.spread.iter().filter(|one| one.when_unsatisfiable == WhenUnsatisfiable::DoNotSchedule).collect();
     let near = rules.affinity.iter().map(|term| &term.topology_key);
     if near.chain(hard.iter().map(|one| &one.topology_key)).any(|key| !node.labels.contains_key(key)) {
-        broken.insert(Rule::Key);
+        broken.insert(BrokenRule::Key);
     }
-    if !near_enough(cluster, pod, node) {
-        broken.insert(Rule::Affinity);
+    if !satisfies_affinity(cluster, pod, node) {
+        broken.insert(BrokenRule::Affinity);
     }
     for other in &cluster.pods {
         let Some(there) = cluster.nodes.iter().find(|node| node.name == other.node) else { continue };
         let conflicts = |term: &PodAffinityTerm, owner: &TestPod, target: &TestPod| {
-            same_domain(&term.topology_key, node, there) && selects(cluster, term, owner, target) != Some(false)
+            same_domain(&term.topology_key, node, there) && term_selects(cluster, term, owner, target) != Some(false)
         };
         if rules.anti_affinity.iter().any(|term| conflicts(term, pod, other)) {
-            broken.insert(Rule::AntiAffinity);
+            broken.insert(BrokenRule::AntiAffinity);
         }
         if other.rules.anti_affinity.iter().any(|term| conflicts(term, other, pod)) {
-            broken.insert(Rule::AntiAffinityOfOthers);
+            broken.insert(BrokenRule::AntiAffinityOfOthers);
         }
     }
     for constraint in &hard {
-        if skewed(cluster, pod, &hard, constraint, node) {
-            broken.insert(Rule::Spread);
+        if exceeds_skew(cluster, pod, &hard, constraint, node) {
+            broken.insert(BrokenRule::Spread);
         }
     }
     let taken = cluster.pods.iter().filter(|other| other.node == node.name).flat_map(|other| &other.rules.ports);
@@ -73,7 +73,7 @@ pub(crate) fn broken(cluster: &Cluster, pod: &TestPod, node: &Node) -> BTreeSet<
         for mine in rules.ports.iter().filter(|mine| mine.port > 0 && mine.port == there.port) {
             let address = any(&mine.ip) || any(&there.ip) || mine.ip == there.ip;
             if address && tcp(&mine.protocol) == tcp(&there.protocol) {
-                broken.insert(Rule::Ports);
+                broken.insert(BrokenRule::Ports);
             }
         }
     }
@@ -81,7 +81,7 @@ pub(crate) fn broken(cluster: &Cluster, pod: &TestPod, node: &Node) -> BTreeSet<
         let volume = Pod { affinity: terms.clone(), ..Pod::default() };
         let bare = Node { labels: node.labels.clone(), ..Node::default() };
         if scheduling::admit(&volume, &bare).is_err() {
-            broken.insert(Rule::Volume);
+            broken.insert(BrokenRule::Volume);
         }
     }
     broken
@@ -92,7 +92,7 @@ fn same_domain(key: &str, one: &Node, other: &Node) -> bool {
 }
 
 /// Whether a selector matches labels.
-fn chosen(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
+fn selector_matches(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
     let Some(selector) = selector else { return false };
     for (key, value) in &selector.match_labels {
         if labels.get(key) != Some(value) {
@@ -114,8 +114,8 @@ fn chosen(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
 }
 
 /// Whether a term of one pod selects another pod. `None` if labels of a namespace are unknown.
-fn selects(cluster: &Cluster, term: &PodAffinityTerm, owner: &TestPod, target: &TestPod) -> Option<bool> {
-    if !chosen(term.label_selector.as_ref(), &target.labels) {
+fn term_selects(cluster: &Cluster, term: &PodAffinityTerm, owner: &TestPod, target: &TestPod) -> Option<bool> {
+    if !selector_matches(term.label_selector.as_ref(), &target.labels) {
         return Some(false);
     }
     if term.namespaces.is_empty() && term.namespace_selector.is_none() {
@@ -128,16 +128,16 @@ fn selects(cluster: &Cluster, term: &PodAffinityTerm, owner: &TestPod, target: &
     if *selector == LabelSelector::default() {
         return Some(true);
     }
-    cluster.namespaces.get(&target.namespace).map(|labels| chosen(Some(selector), labels))
+    cluster.namespaces.get(&target.namespace).map(|labels| selector_matches(Some(selector), labels))
 }
 
-fn near_enough(cluster: &Cluster, pod: &TestPod, node: &Node) -> bool {
+fn satisfies_affinity(cluster: &Cluster, pod: &TestPod, node: &Node) -> bool {
     let terms = &pod.rules.affinity;
     if terms.is_empty() {
         return true;
     }
-    let sure = |other: &TestPod| terms.iter().all(|term| selects(cluster, term, pod, other) == Some(true));
-    let not_out = |other: &TestPod| terms.iter().all(|term| selects(cluster, term, pod, other) != Some(false));
+    let sure = |other: &TestPod| terms.iter().all(|term| term_selects(cluster, term, pod, other) == Some(true));
+    let not_out = |other: &TestPod| terms.iter().all(|term| term_selects(cluster, term, pod, other) != Some(false));
     let node_of = |other: &TestPod| cluster.nodes.iter().find(|node| node.name == other.node);
     let beside = |term: &PodAffinityTerm| {
         cluster.pods.iter().any(|other| {
@@ -151,7 +151,7 @@ fn near_enough(cluster: &Cluster, pod: &TestPod, node: &Node) -> bool {
     terms.iter().all(beside) || !somewhere && sure(pod)
 }
 
-fn skewed(
+fn exceeds_skew(
     cluster: &Cluster,
     pod: &TestPod,
     hard: &[&SpreadConstraint],
@@ -174,7 +174,7 @@ fn skewed(
         let keys = constraint.match_label_keys.iter();
         keys.filter(|key| pod.labels.contains_key(*key)).all(|key| labels.get(key) == pod.labels.get(key))
     };
-    let selected = |labels: &Labels| chosen(constraint.label_selector.as_ref(), labels) && common(labels);
+    let selected = |labels: &Labels| selector_matches(constraint.label_selector.as_ref(), labels) && common(labels);
     // The scheduler counts no pods for a selector that matches everything.
     let all = constraint.label_selector == Some(LabelSelector::default())
         && !constraint.match_label_keys.iter().any(|key| pod.labels.contains_key(key));

@@ -8,17 +8,17 @@ use proptest::option;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::naive::{broken, rule};
+use super::naive::{broken_rules, rule_of_conflict};
 use super::{Cluster, TestPod, labels, taint};
 
-const KEYS: [&str; 2] = ["zone", "rack"];
+const TOPOLOGY_KEYS: [&str; 2] = ["zone", "rack"];
 
-fn text(of: &'static [&'static str]) -> impl Strategy<Value = String> {
+fn any_text_of(of: &'static [&'static str]) -> impl Strategy<Value = String> {
     select(of).prop_map(str::to_owned)
 }
 
 fn some_labels() -> impl Strategy<Value = Labels> {
-    btree_map(text(&["app", "app", "rev"]), text(&["a", "a", "b"]), 0..=2)
+    btree_map(any_text_of(&["app", "app", "rev"]), any_text_of(&["a", "a", "b"]), 0..=2)
 }
 
 fn requirement(keys: &'static [&'static str]) -> impl Strategy<Value = Requirement> {
@@ -31,23 +31,20 @@ fn requirement(keys: &'static [&'static str]) -> impl Strategy<Value = Requireme
         Operator::Gt,
         Operator::Unknown,
     ]);
-    (text(keys), operator, vec(text(&["a", "b"]), 1..=2)).prop_map(|(key, operator, values)| Requirement {
-        key,
-        operator,
-        values,
-    })
+    (any_text_of(keys), operator, vec(any_text_of(&["a", "b"]), 1..=2))
+        .prop_map(|(key, operator, values)| Requirement { key, operator, values })
 }
 
 fn selector() -> impl Strategy<Value = LabelSelector> {
-    let labels = btree_map(text(&["app", "rev"]), text(&["a", "b"]), 0..=1);
+    let labels = btree_map(any_text_of(&["app", "rev"]), any_text_of(&["a", "b"]), 0..=1);
     (labels, prop_oneof![3 => Just(Vec::new()), 1 => vec(requirement(&["app", "rev"]), 1..=2)])
         .prop_map(|(match_labels, match_expressions)| LabelSelector { match_labels, match_expressions })
 }
 
 fn affinity_term() -> impl Strategy<Value = PodAffinityTerm> {
-    let namespaces = prop_oneof![2 => Just(Vec::new()), 1 => vec(text(&["one", "two", "three"]), 1..=2)];
+    let namespaces = prop_oneof![2 => Just(Vec::new()), 1 => vec(any_text_of(&["one", "two", "three"]), 1..=2)];
     let namespace_selector = prop_oneof![2 => Just(None), 1 => selector().prop_map(Some)];
-    (option::weighted(0.9, selector()), namespaces, namespace_selector, text(&KEYS)).prop_map(
+    (option::weighted(0.9, selector()), namespaces, namespace_selector, any_text_of(&TOPOLOGY_KEYS)).prop_map(
         |(label_selector, namespaces, namespace_selector, topology_key)| PodAffinityTerm {
             label_selector,
             namespaces,
@@ -64,26 +61,27 @@ fn policy() -> impl Strategy<Value = Option<NodePolicy>> {
 fn spread_constraint() -> impl Strategy<Value = SpreadConstraint> {
     let hard = WhenUnsatisfiable::DoNotSchedule;
     let when = select(vec![hard, hard, hard, WhenUnsatisfiable::ScheduleAnyway, WhenUnsatisfiable::Unknown]);
-    let keys = prop_oneof![3 => Just(Vec::new()), 1 => vec(text(&["rev"]), 1)];
+    let keys = prop_oneof![3 => Just(Vec::new()), 1 => vec(any_text_of(&["rev"]), 1)];
     let minimum = option::weighted(0.3, 1..=4);
-    (1..=2, text(&KEYS), when, option::weighted(0.9, selector()), minimum, policy(), policy(), keys).prop_map(
-        |(max_skew, topology_key, when_unsatisfiable, label_selector, min_domains, affinity, taints, keys)| {
-            SpreadConstraint {
-                max_skew,
-                topology_key,
-                when_unsatisfiable,
-                label_selector,
-                min_domains,
-                node_affinity_policy: affinity,
-                node_taints_policy: taints,
-                match_label_keys: keys,
-            }
-        },
-    )
+    (1..=2, any_text_of(&TOPOLOGY_KEYS), when, option::weighted(0.9, selector()), minimum, policy(), policy(), keys)
+        .prop_map(
+            |(max_skew, topology_key, when_unsatisfiable, label_selector, min_domains, affinity, taints, keys)| {
+                SpreadConstraint {
+                    max_skew,
+                    topology_key,
+                    when_unsatisfiable,
+                    label_selector,
+                    min_domains,
+                    node_affinity_policy: affinity,
+                    node_taints_policy: taints,
+                    match_label_keys: keys,
+                }
+            },
+        )
 }
 
 fn host_port() -> impl Strategy<Value = HostPort> {
-    (text(&["", "0.0.0.0", "10.0.0.1", "10.0.0.2"]), text(&["", "TCP", "UDP"]), 0..=2_u16)
+    (any_text_of(&["", "0.0.0.0", "10.0.0.1", "10.0.0.2"]), any_text_of(&["", "TCP", "UDP"]), 0..=2_u16)
         .prop_map(|(ip, protocol, port)| HostPort { ip, protocol, port })
 }
 
@@ -110,10 +108,10 @@ fn pod() -> impl Strategy<Value = TestPod> {
         Just(Vec::new()),
         Just(vec![Toleration { operator: "Exists".to_owned(), ..Toleration::default() }])
     ];
-    let place = text(&["n0", "n1", "n2", "n3", "n4", "nowhere"]);
+    let place = any_text_of(&["n0", "n1", "n2", "n3", "n4", "nowhere"]);
     let volumes = prop_oneof![4 => Just(Vec::new()), 1 => vec(selector_terms(), 1..=2)];
     (
-        text(&["one", "one", "one", "two", "three"]),
+        any_text_of(&["one", "one", "one", "two", "three"]),
         some_labels(),
         rules(),
         selector_terms(),
@@ -134,9 +132,9 @@ fn pod() -> impl Strategy<Value = TestPod> {
 }
 
 fn cluster() -> impl Strategy<Value = Cluster> {
-    let label = || option::weighted(0.9, text(&["a", "a", "b", "b", "c"]));
+    let label = || option::weighted(0.9, any_text_of(&["a", "a", "b", "b", "c"]));
     let labelled = (label(), label()).prop_map(|(zone, rack)| {
-        let both = KEYS.iter().zip([zone, rack]);
+        let both = TOPOLOGY_KEYS.iter().zip([zone, rack]);
         both.filter_map(|(key, value)| Some(((*key).to_owned(), value?))).collect::<Labels>()
     });
     let node = (labelled, prop::bool::weighted(0.2), any::<bool>());
@@ -159,13 +157,13 @@ proptest! {
 
     #[test]
     fn both_implementations_agree(cluster in cluster(), subject in pod()) {
-        let verdicts = cluster.verdicts(&subject);
+        let verdicts = cluster.refusals_by_node(&subject);
         for (node, verdict) in cluster.nodes.iter().zip(verdicts) {
-            let broken = broken(&cluster, &subject, node);
+            let broken = broken_rules(&cluster, &subject, node);
             match &verdict {
                 Ok(()) => prop_assert!(broken.is_empty(), "{} is allowed, but breaks {broken:?}", node.name),
                 Err(conflict) => {
-                    prop_assert!(broken.contains(&rule(conflict)), "{}: {conflict:?} is not in {broken:?}", node.name);
+                    prop_assert!(broken.contains(&rule_of_conflict(conflict)), "{}: {conflict:?} is not in {broken:?}", node.name);
                 }
             }
         }

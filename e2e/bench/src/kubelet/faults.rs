@@ -5,12 +5,12 @@ use anyhow::{Context, Result, ensure};
 use cleave_kubelet::fake::Endpoint;
 use sim_machine::{Effect, EventKind, Fault, Machine};
 
-use super::measure::{allocate_request, count, milliseconds, preferred};
-use super::occupancy::gpu;
+use super::measure::{allocate_request, milliseconds, preferred, to_figure};
+use super::occupancy::gpu_of_id;
 use super::process::{Launcher, Plugin, read_load};
 use super::report::{Figure, Report};
 
-const CASE: &str = "faults";
+const CASE_NAME: &str = "faults";
 
 /// `NVML_ERROR_GPU_IS_LOST`.
 const GPU_IS_LOST: i32 = 15;
@@ -30,13 +30,13 @@ fn victim(plugin: &Plugin) -> Result<String> {
 /// Number of unhealthy devices of this GPU, and of the other GPUs.
 fn unhealthy(endpoint: &Endpoint, uuid: &str) -> (usize, usize) {
     let unhealthy = endpoint.devices.iter().filter(|device| !endpoint.connected || device.health != "Healthy");
-    let (here, there): (Vec<_>, Vec<_>) = unhealthy.partition(|device| gpu(&device.id) == uuid);
+    let (here, there): (Vec<_>, Vec<_>) = unhealthy.partition(|device| gpu_of_id(&device.id) == uuid);
     (here.len(), there.len())
 }
 
 /// Waits until all devices of a GPU are unhealthy. Returns how long that took, and the endpoint.
 async fn wait_unhealthy(plugin: &mut Plugin, uuid: &str, since: Instant) -> Result<(Duration, Endpoint)> {
-    let units = plugin.endpoint().devices.iter().filter(|device| gpu(&device.id) == uuid).count();
+    let units = plugin.endpoint().devices.iter().filter(|device| gpu_of_id(&device.id) == uuid).count();
     ensure!(units > 0, "no devices of {uuid}");
     let all = |endpoint: &Endpoint| unhealthy(endpoint, uuid).0 == units;
     let endpoint = plugin.wait_for_endpoint("the unhealthy GPU", all).await?;
@@ -50,22 +50,24 @@ async fn wait_recovered(plugin: &mut Plugin, since: Instant) -> Result<f64> {
 }
 
 /// Measures the effect of XID 79 on a GPU for which NVML still answers.
-pub(super) async fn xid(launcher: &Launcher, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_xid(launcher: &Launcher, report: &mut Report) -> Result<()> {
     let mut plugin = launcher.start().await?;
     let uuid = victim(&plugin)?;
     let since = Instant::now();
     machine(&plugin)?.change(|state| state.push_event(&uuid, EventKind::Xid, 79, None))?;
     let (took, endpoint) = wait_unhealthy(&mut plugin, &uuid, since).await?;
     let (here, there) = unhealthy(&endpoint, &uuid);
-    report.add(Figure::new(CASE, "XID 79: its devices unhealthy", count(here), "").published(1.0));
-    report.add(Figure::new(CASE, "XID 79: other devices unhealthy", count(there), "").published(0.0).at_most(0.0));
-    report.add(Figure::new(CASE, "XID 79 → unhealthy", milliseconds(took), "ms").published(4.0));
+    report.add(Figure::new(CASE_NAME, "XID 79: its devices unhealthy", to_figure(here), "").published(1.0));
+    report.add(
+        Figure::new(CASE_NAME, "XID 79: other devices unhealthy", to_figure(there), "").published(0.0).at_most(0.0),
+    );
+    report.add(Figure::new(CASE_NAME, "XID 79 → unhealthy", milliseconds(took), "ms").published(4.0));
     plugin.end().await?;
     Ok(())
 }
 
 /// Measures the effect of a GPU that fell off the bus, so that NVML calls about it fail.
-pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -> Result<()> {
     let mut plugin = launcher.start().await?;
     let uuid = victim(&plugin)?;
     let lists = plugin.endpoint().lists;
@@ -79,11 +81,13 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
     let (took, endpoint) = wait_unhealthy(&mut plugin, &uuid, since).await?;
     let total = endpoint.devices.len();
     let (here, there) = unhealthy(&endpoint, &uuid);
-    report.add(Figure::new(CASE, "GPU lost: its devices unhealthy", count(here), "").published(10.0));
-    report.add(Figure::new(CASE, "GPU lost: other devices unhealthy", count(there), "").published(70.0).at_most(0.0));
-    report.add(Figure::new(CASE, "GPU lost → unhealthy", milliseconds(took), "ms").published(3.0));
-    let messages = count(endpoint.lists - lists);
-    report.add(Figure::new(CASE, "GPU lost: lists sent", messages, "").published(80.0).at_most(8.0));
+    report.add(Figure::new(CASE_NAME, "GPU lost: its devices unhealthy", to_figure(here), "").published(10.0));
+    report.add(
+        Figure::new(CASE_NAME, "GPU lost: other devices unhealthy", to_figure(there), "").published(70.0).at_most(0.0),
+    );
+    report.add(Figure::new(CASE_NAME, "GPU lost → unhealthy", milliseconds(took), "ms").published(3.0));
+    let messages = to_figure(endpoint.lists - lists);
+    report.add(Figure::new(CASE_NAME, "GPU lost: lists sent", messages, "").published(80.0).at_most(8.0));
 
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let ids = preferred(&mut client, &endpoint.healthy(), 5).await?;
@@ -97,7 +101,9 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
     let rest = |endpoint: &Endpoint| endpoint.devices.len() == total && endpoint.healthy().len() == good;
     let endpoint = plugin.wait_for_endpoint("the other GPUs after a restart of the kubelet", rest).await?;
     let label = "healthy devices, the kubelet having restarted";
-    report.add(Figure::new(CASE, format!("GPU lost: {label}"), count(endpoint.healthy().len()), "").published(0.0));
+    report.add(
+        Figure::new(CASE_NAME, format!("GPU lost: {label}"), to_figure(endpoint.healthy().len()), "").published(0.0),
+    );
     let before = plugin.kubelet.state().borrow().registrations.len();
     plugin.replace().await?;
     let resource = plugin.resource.clone();
@@ -108,8 +114,8 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
         })
         .await?;
     let label = "healthy devices, the plugin having restarted";
-    let healthy = count(plugin.endpoint().healthy().len());
-    report.add(Figure::new(CASE, format!("GPU lost: {label}"), healthy, "").published(0.0));
+    let healthy = to_figure(plugin.endpoint().healthy().len());
+    report.add(Figure::new(CASE_NAME, format!("GPU lost: {label}"), healthy, "").published(0.0));
 
     let since = Instant::now();
     machine(&plugin)?.change(|state| {
@@ -118,13 +124,13 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
         }
     })?;
     let took = wait_recovered(&mut plugin, since).await?;
-    report.add(Figure::new(CASE, "GPU back → all healthy", took, "ms").published(f64::INFINITY));
+    report.add(Figure::new(CASE_NAME, "GPU back → all healthy", took, "ms").published(f64::INFINITY));
     plugin.end().await?;
     Ok(())
 }
 
 /// Measures the effect of NVML event waits that all fail at once.
-pub(super) async fn event_wait(launcher: &Launcher, over: Duration, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_event_wait(launcher: &Launcher, over: Duration, report: &mut Report) -> Result<()> {
     let plugin = launcher.start().await?;
     let fault = |id| Fault {
         id,
@@ -142,14 +148,14 @@ pub(super) async fn event_wait(launcher: &Launcher, over: Duration, report: &mut
     let (endpoint, after) = (plugin.endpoint(), read_load(plugin.pid()?)?);
     let seconds = over.as_secs_f64();
     let what = "event wait fails with GPU_IS_LOST";
-    let rate = count(endpoint.lists - lists) / seconds;
-    report.add(Figure::new(CASE, format!("{what}: lists"), rate, "/s").published(15_000.0).at_most(1.0));
-    let rate = count(plugin.log_lines() - lines) / seconds;
-    report.add(Figure::new(CASE, format!("{what}: log lines"), rate, "/s").published(9_451.0).at_most(10.0));
+    let rate = to_figure(endpoint.lists - lists) / seconds;
+    report.add(Figure::new(CASE_NAME, format!("{what}: lists"), rate, "/s").published(15_000.0).at_most(1.0));
+    let rate = to_figure(plugin.log_lines() - lines) / seconds;
+    report.add(Figure::new(CASE_NAME, format!("{what}: log lines"), rate, "/s").published(9_451.0).at_most(10.0));
     let part = 100.0 * after.time.saturating_sub(before.time).as_secs_f64() / seconds;
-    report.add(Figure::new(CASE, format!("{what}: of a core"), part, "%").published(27.0).at_most(1.0));
+    report.add(Figure::new(CASE_NAME, format!("{what}: of a core"), part, "%").published(27.0).at_most(1.0));
     let (_, others) = unhealthy(&endpoint, "");
-    report.add(Figure::new(CASE, format!("{what}: unhealthy devices"), count(others), "").at_most(0.0));
+    report.add(Figure::new(CASE_NAME, format!("{what}: unhealthy devices"), to_figure(others), "").at_most(0.0));
     plugin.end().await?;
     Ok(())
 }

@@ -8,12 +8,12 @@ use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use tonic::Status;
 use tonic::transport::Channel;
 
-use super::occupancy::{Churn, count_gpus, fits_on_one, gpu, random_free};
+use super::occupancy::{Churn, count_gpus, fits_on_one, gpu_of_id, random_free};
 use super::process::{DEADLINE, Launcher, Plugin, memory as memory_of, read_load};
 use super::report::{Figure, Report, Sorted};
 
 /// Number of calls before the measured ones, so that caches and the connection's windows settle.
-const WARM_UP: usize = 50;
+const WARM_UP_CALLS: usize = 50;
 
 /// Converts a duration to milliseconds.
 pub(super) fn milliseconds(duration: Duration) -> f64 {
@@ -22,14 +22,14 @@ pub(super) fn milliseconds(duration: Duration) -> f64 {
 
 /// Converts a count to a figure.
 #[expect(clippy::cast_precision_loss, reason = "counts and KiB of a few million")]
-pub(super) fn count(value: impl TryInto<u64>) -> f64 {
+pub(super) fn to_figure(value: impl TryInto<u64>) -> f64 {
     value.try_into().map_or(f64::NAN, |value: u64| value as f64)
 }
 
 /// Measures the time from the start of the process to its registration and first list, and from
 /// SIGTERM to its exit.
-pub(super) async fn starts(launcher: &Launcher, times: usize, report: &mut Report) -> Result<()> {
-    const CASE: &str = "start and stop";
+pub(super) async fn measure_starts(launcher: &Launcher, times: usize, report: &mut Report) -> Result<()> {
+    const CASE_NAME: &str = "start and stop";
     let (mut registers, mut lists, mut exits) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..times {
         let plugin = launcher.start().await?;
@@ -47,9 +47,11 @@ pub(super) async fn starts(launcher: &Launcher, times: usize, report: &mut Repor
     ] {
         let sorted = Sorted::new(durations);
         report.add(
-            Figure::new(CASE, format!("{what}, p50"), sorted.quantile(0.5), "ms").published(published.0).at_most(goal),
+            Figure::new(CASE_NAME, format!("{what}, p50"), sorted.quantile(0.5), "ms")
+                .published(published.0)
+                .at_most(goal),
         );
-        report.add(Figure::new(CASE, format!("{what}, max"), sorted.quantile(1.0), "ms").published(published.1));
+        report.add(Figure::new(CASE_NAME, format!("{what}, max"), sorted.quantile(1.0), "ms").published(published.1));
     }
     Ok(())
 }
@@ -61,15 +63,20 @@ pub(super) fn memory(
     published: Option<(f64, f64, f64)>,
     report: &mut Report,
 ) -> Result<()> {
-    const CASE: &str = "memory and idle work";
+    const CASE_NAME: &str = "memory and idle work";
     let memory = memory_of(plugin.pid()?)?;
     let (rss, pss, anonymous) = published.map_or((None, None, None), |(r, p, a)| (Some(r), Some(p), Some(a)));
     let goal = f64::from(12 << 10);
-    report
-        .add(Figure::new(CASE, format!("resident {when}"), count(memory.resident), "KiB").published(rss).at_most(goal));
-    report.add(Figure::new(CASE, format!("proportional {when}"), count(memory.proportional), "KiB").published(pss));
     report.add(
-        Figure::new(CASE, format!("anonymous {when}"), count(memory.anonymous), "KiB")
+        Figure::new(CASE_NAME, format!("resident {when}"), to_figure(memory.resident), "KiB")
+            .published(rss)
+            .at_most(goal),
+    );
+    report.add(
+        Figure::new(CASE_NAME, format!("proportional {when}"), to_figure(memory.proportional), "KiB").published(pss),
+    );
+    report.add(
+        Figure::new(CASE_NAME, format!("anonymous {when}"), to_figure(memory.anonymous), "KiB")
             .published(anonymous)
             .at_most(anonymous),
     );
@@ -77,8 +84,8 @@ pub(super) fn memory(
 }
 
 /// Measures memory and processor time without requests.
-pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -> Result<()> {
-    const CASE: &str = "memory and idle work";
+pub(super) async fn measure_idle(plugin: &Plugin, over: Duration, report: &mut Report) -> Result<()> {
+    const CASE_NAME: &str = "memory and idle work";
     // The plugin still frees memory of its start after the first list, so wait before measuring.
     tokio::time::sleep(Duration::from_secs(1)).await;
     let before = read_load(plugin.pid()?)?;
@@ -87,10 +94,10 @@ pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -
     memory(plugin, "idle", Some((20_708.0, 19_440.0, 3_168.0)), report)?;
     let per_minute = 60.0 / over.as_secs_f64();
     let time = milliseconds(after.time.saturating_sub(before.time)) * per_minute;
-    let switches = count(after.switches.saturating_sub(before.switches)) * per_minute;
-    report.add(Figure::new(CASE, "processor time per idle minute", time, "ms").published(1.1));
-    report.add(Figure::new(CASE, "context switches per idle minute", switches, "").published(38.0));
-    report.add(Figure::new(CASE, "threads", count(after.threads), "").published(8.0));
+    let switches = to_figure(after.switches.saturating_sub(before.switches)) * per_minute;
+    report.add(Figure::new(CASE_NAME, "processor time per idle minute", time, "ms").published(1.1));
+    report.add(Figure::new(CASE_NAME, "context switches per idle minute", switches, "").published(38.0));
+    report.add(Figure::new(CASE_NAME, "threads", to_figure(after.threads), "").published(8.0));
     Ok(())
 }
 
@@ -109,13 +116,13 @@ async fn measure_calls<T, F: Future<Output = Result<T, Status>>>(
     });
     let _awake = tokio_util::task::AbortOnDropHandle::new(awake);
     let mut durations = Vec::with_capacity(times);
-    for number in 0..times + WARM_UP {
+    for number in 0..times + WARM_UP_CALLS {
         let future = call(number);
         let start = Instant::now();
         let answer = future.await?;
         let took = start.elapsed();
         check(number, answer)?;
-        if number >= WARM_UP {
+        if number >= WARM_UP_CALLS {
             durations.push(took);
         }
     }
@@ -164,11 +171,16 @@ fn only_answer(response: wire::PreferredAllocationResponse) -> Result<Vec<String
     Ok(containers.swap_remove(0).device_i_ds)
 }
 
-/// Heading of the figures of [`calls`].
+/// Heading of the figures of [`measure_call_latencies`].
 const CALLS_CASE: &str = "calls, one after the other on one connection";
 
 /// Measures the latency of the calls that the kubelet sends for each pod, and of an empty call.
-pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_call_latencies(
+    plugin: &Plugin,
+    times: usize,
+    seed: u64,
+    report: &mut Report,
+) -> Result<()> {
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy();
     let mut rng = fastrand::Rng::with_seed(seed);
@@ -197,10 +209,10 @@ async fn allocate_calls(
     report: &mut Report,
 ) -> Result<()> {
     for (units, published, goals) in [(1, (72.0, 198.0), (Some(72.0), Some(198.0))), (5, (70.0, 238.0), (None, None))] {
-        let requests: Vec<_> = (0..times + WARM_UP)
+        let requests: Vec<_> = (0..times + WARM_UP_CALLS)
             .map(|_| {
-                let of = gpu(all[rng.usize(..all.len())]);
-                let mut ids: Vec<&str> = all.iter().copied().filter(|id| gpu(id) == of).collect();
+                let of = gpu_of_id(all[rng.usize(..all.len())]);
+                let mut ids: Vec<&str> = all.iter().copied().filter(|id| gpu_of_id(id) == of).collect();
                 rng.shuffle(&mut ids);
                 ids.truncate(units);
                 allocate_request(&ids)
@@ -239,7 +251,7 @@ async fn preferred_calls(
         [(1, (128.0, 568.0), None), (2, (167.0, 757.0), None), (5, (205.0, 754.0), Some(205.0 / 2.0))]
     {
         let mut shuffled = all.to_vec();
-        let requests = (0..times + WARM_UP).map(|_| {
+        let requests = (0..times + WARM_UP_CALLS).map(|_| {
             rng.shuffle(&mut shuffled);
             preferred_request(&shuffled, units)
         });
@@ -263,11 +275,11 @@ async fn preferred_calls(
         .await?;
         let what = format!("GetPreferredAllocation, {units} of {}", all.len());
         add_latency(CALLS_CASE, &what, &sorted, published, (goal, None), report);
-        let different = count(answers.len().saturating_sub(1));
+        let different = to_figure(answers.len().saturating_sub(1));
         report.add(Figure::new(CALLS_CASE, format!("{what}, answers that differ"), different, "").at_most(0.0));
         // The published figure is for the policy `packed`; the policy `distributed` splits each
         // request.
-        report.add(Figure::new(CALLS_CASE, format!("{what}, split"), count(split), "").published(0.0).at_most(0.0));
+        report.add(Figure::new(CALLS_CASE, format!("{what}, split"), to_figure(split), "").published(0.0).at_most(0.0));
     }
     Ok(())
 }
@@ -300,8 +312,13 @@ pub(super) async fn preferred(
 
 /// Measures how often a request of five units is split over GPUs although one GPU could serve it,
 /// on random occupancies.
-pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, report: &mut Report) -> Result<()> {
-    const CASE: &str = "splits";
+pub(super) async fn measure_random_occupancy(
+    plugin: &Plugin,
+    states: usize,
+    seed: u64,
+    report: &mut Report,
+) -> Result<()> {
+    const CASE_NAME: &str = "splits";
     const UNITS: usize = 5;
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy();
@@ -319,15 +336,15 @@ pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, 
         split += usize::from(count_gpus(ids.iter().map(String::as_str)) > 1);
     }
     let label = format!("{shape}, random occupancy, {could} states with room on one GPU: 5 units split");
-    let percent = 100.0 * count(split) / count(could).max(1.0);
-    report.add(Figure::new(CASE, label, percent, "%").published(for_gpus(gpus, 79.0, 97.3)).at_most(0.0));
+    let percent = 100.0 * to_figure(split) / to_figure(could).max(1.0);
+    report.add(Figure::new(CASE_NAME, label, percent, "%").published(for_gpus(gpus, 79.0, 97.3)).at_most(0.0));
     Ok(())
 }
 
 /// Measures splits while pods arrive and leave. As in the published measurement, a pod is allocated
 /// the preferred devices even if no single GPU can serve it.
-pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
-    const CASE: &str = "splits";
+pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
+    const CASE_NAME: &str = "splits";
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy();
     let (gpus, shape) = describe_plugin(&all);
@@ -356,7 +373,7 @@ pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &
     }
     let used = 100.0 * churn.utilisation();
     let label = format!("{shape}, churn of {arrivals} arrivals");
-    report.add(Figure::new(CASE, format!("{label}: used"), used, "%").published(for_gpus(gpus, 62.0, 69.0)));
+    report.add(Figure::new(CASE_NAME, format!("{label}: used"), used, "%").published(for_gpus(gpus, 62.0, 69.0)));
     let published = [
         (for_gpus(gpus, 40.0, 59.0), None),
         (for_gpus(gpus, 100.0 * 786.0 / 931.0, 100.0 * 869.0 / 940.0), for_gpus(gpus, 745.0, 827.0)),
@@ -365,20 +382,23 @@ pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &
         [2, 5].into_iter().zip(tally).zip(published)
     {
         let label = format!("{label}: {units} units");
-        let percent = 100.0 * count(split) / count(placed).max(1.0);
-        report.add(Figure::new(CASE, format!("{label} split, of {placed}"), percent, "%").published(split_published));
+        let percent = 100.0 * to_figure(split) / to_figure(placed).max(1.0);
         report.add(
-            Figure::new(CASE, format!("{label} split though one GPU had room"), count(avoidable), "")
+            Figure::new(CASE_NAME, format!("{label} split, of {placed}"), percent, "%").published(split_published),
+        );
+        report.add(
+            Figure::new(CASE_NAME, format!("{label} split though one GPU had room"), to_figure(avoidable), "")
                 .published(avoidable_published)
                 .at_most(0.0),
         );
-        report.add(Figure::new(CASE, format!("{label} granted over two GPUs"), count(granted), "").at_most(0.0));
+        report
+            .add(Figure::new(CASE_NAME, format!("{label} granted over two GPUs"), to_figure(granted), "").at_most(0.0));
     }
     Ok(())
 }
 
 /// Measures the size of a device list.
-pub(super) fn message(plugin: &Plugin, report: &mut Report) {
+pub(super) fn measure_list_size(plugin: &Plugin, report: &mut Report) {
     let endpoint = plugin.endpoint();
     let published = match endpoint.devices.len() {
         8 => Some(424.0),
@@ -388,13 +408,13 @@ pub(super) fn message(plugin: &Plugin, report: &mut Report) {
         _ => None,
     };
     let what = format!("ListAndWatch of {} devices", endpoint.devices.len());
-    report.add(Figure::new("messages", what, count(endpoint.message_bytes), "B").published(published));
+    report.add(Figure::new("messages", what, to_figure(endpoint.message_bytes), "B").published(published));
 }
 
 /// Measures the time from the creation of kubelet.sock to the registration, when the kubelet
 /// restarts.
-pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Report) -> Result<()> {
-    const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
+pub(super) async fn measure_kubelet_restarts(plugin: &mut Plugin, times: usize, report: &mut Report) -> Result<()> {
+    const CASE_NAME: &str = "the kubelet restarts, refuses, and loses a socket";
     let mut durations = Vec::new();
     for _ in 0..times {
         let before = plugin.kubelet.state().borrow().registrations.len();
@@ -409,19 +429,23 @@ pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Rep
     let slow = durations.iter().filter(|duration| **duration >= Duration::from_millis(50)).count();
     let sorted = Sorted::new(durations);
     let label = format!("kubelet.sock replaced {times} times → Register");
-    report.add(Figure::new(CASE, format!("{label}, p50"), sorted.quantile(0.5), "ms").published(4.0));
-    report.add(Figure::new(CASE, format!("{label}, max"), sorted.quantile(1.0), "ms").published(1000.0).at_most(50.0));
+    report.add(Figure::new(CASE_NAME, format!("{label}, p50"), sorted.quantile(0.5), "ms").published(4.0));
+    report.add(
+        Figure::new(CASE_NAME, format!("{label}, max"), sorted.quantile(1.0), "ms").published(1000.0).at_most(50.0),
+    );
     // Published figures: 6 of 20 on an idle machine and 16 of 20 on a busy one, so 22 of 40.
-    report.add(Figure::new(CASE, format!("{label}, not within 50 ms"), count(slow), "").published(22.0).at_most(0.0));
+    report.add(
+        Figure::new(CASE_NAME, format!("{label}, not within 50 ms"), to_figure(slow), "").published(22.0).at_most(0.0),
+    );
     Ok(())
 }
 
 /// Measures the time from a refused registration to the next one.
-pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<()> {
-    const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
+pub(super) async fn measure_refusal(plugin: &mut Plugin, report: &mut Report) -> Result<()> {
+    const CASE_NAME: &str = "the kubelet restarts, refuses, and loses a socket";
     let before = plugin.kubelet.state().borrow().registrations.len();
     plugin.kubelet.stop();
-    plugin.kubelet.refuse(1);
+    plugin.kubelet.refuse_registrations(1);
     plugin.kubelet.run().context("kubelet.sock")?;
     plugin.wait_until_served().await?;
     let seen = plugin.kubelet.state().borrow().clone();
@@ -430,7 +454,7 @@ pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<
     ensure!(at.len() == 2, "{} registrations after a refused one, expected 2", at.len());
     let waited = at[1].duration_since(at[0]);
     report.add(
-        Figure::new(CASE, "Register refused → Register", milliseconds(waited), "ms")
+        Figure::new(CASE_NAME, "Register refused → Register", milliseconds(waited), "ms")
             .published(30_100.0)
             .at_most(2000.0),
     );
@@ -439,8 +463,8 @@ pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<
 
 /// Measures the time from the deletion of the plugin's socket until the plugin answers at a
 /// registered socket.
-pub(super) async fn deleted_socket(plugin: &Plugin, report: &mut Report) -> Result<()> {
-    const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
+pub(super) async fn measure_deleted_socket(plugin: &Plugin, report: &mut Report) -> Result<()> {
+    const CASE_NAME: &str = "the kubelet restarts, refuses, and loses a socket";
     let socket = plugin.kubelet.directory().join(plugin.endpoint().socket);
     std::fs::remove_file(&socket).context("the plugin's socket")?;
     let deleted = Instant::now();
@@ -457,7 +481,7 @@ pub(super) async fn deleted_socket(plugin: &Plugin, report: &mut Report) -> Resu
         tokio::time::timeout(DEADLINE, answered).await.context("the plugin did not notice the deleted socket")?;
     // Published figure: not within 20 s.
     report.add(
-        Figure::new(CASE, "own socket deleted → answers again", milliseconds(took), "ms").published(f64::INFINITY),
+        Figure::new(CASE_NAME, "own socket deleted → answers again", milliseconds(took), "ms").published(f64::INFINITY),
     );
     Ok(())
 }

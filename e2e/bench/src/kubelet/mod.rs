@@ -112,34 +112,34 @@ async fn measure_all(args: &Args) -> Result<Report> {
         (None, false) => args.command.join(" "),
     });
     let main = launcher(args.gpus, args.units)?;
-    measure::starts(&main, args.starts, &mut report).await?;
+    measure::measure_starts(&main, args.starts, &mut report).await?;
     let mut plugin = main.start().await?;
-    measure::idle(&plugin, Duration::from_secs(args.idle), &mut report).await?;
-    measure::calls(&plugin, args.calls, args.seed, &mut report).await?;
-    measure::random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
-    measure::churn(&plugin, args.arrivals, args.seed, &mut report).await?;
-    measure::message(&plugin, &mut report);
+    measure::measure_idle(&plugin, Duration::from_secs(args.idle), &mut report).await?;
+    measure::measure_call_latencies(&plugin, args.calls, args.seed, &mut report).await?;
+    measure::measure_random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
+    measure::measure_churn(&plugin, args.arrivals, args.seed, &mut report).await?;
+    measure::measure_list_size(&plugin, &mut report);
     measure::memory(&plugin, "after these calls", None, &mut report)?;
-    measure::restarts(&mut plugin, args.restarts, &mut report).await?;
-    measure::refusal(&mut plugin, &mut report).await?;
-    measure::deleted_socket(&plugin, &mut report).await?;
+    measure::measure_kubelet_restarts(&mut plugin, args.restarts, &mut report).await?;
+    measure::measure_refusal(&mut plugin, &mut report).await?;
+    measure::measure_deleted_socket(&plugin, &mut report).await?;
     measure::memory(&plugin, "after the restarts", None, &mut report)?;
     plugin.end().await?;
     if args.command.is_empty() {
         let plugin = launcher(4, 10)?.start().await?;
-        measure::random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
-        measure::churn(&plugin, args.arrivals, args.seed, &mut report).await?;
+        measure::measure_random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
+        measure::measure_churn(&plugin, args.arrivals, args.seed, &mut report).await?;
         plugin.end().await?;
         for (gpus, units) in [(8, 1), (8, 5), (8, 48)] {
             let plugin = launcher(gpus, units)?.start().await?;
-            measure::message(&plugin, &mut report);
+            measure::measure_list_size(&plugin, &mut report);
             plugin.end().await?;
         }
     }
     if args.agent.is_some() {
-        faults::xid(&main, &mut report).await?;
-        faults::lost(&main, &mut report).await?;
-        faults::event_wait(&main, Duration::from_secs(args.idle), &mut report).await?;
+        faults::measure_xid(&main, &mut report).await?;
+        faults::measure_lost_gpu(&main, &mut report).await?;
+        faults::measure_event_wait(&main, Duration::from_secs(args.idle), &mut report).await?;
     }
     Ok(report)
 }

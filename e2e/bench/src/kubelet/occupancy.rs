@@ -2,20 +2,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns the GPU of a share: the part of the share's ID before the number.
-pub(super) fn gpu(id: &str) -> &str {
+pub(super) fn gpu_of_id(id: &str) -> &str {
     id.rsplit_once("::").map_or(id, |(gpu, _)| gpu)
 }
 
 /// Number of GPUs to which these shares belong.
 pub(super) fn count_gpus<'a>(ids: impl IntoIterator<Item = &'a str>) -> usize {
-    ids.into_iter().map(gpu).collect::<BTreeSet<_>>().len()
+    ids.into_iter().map(gpu_of_id).collect::<BTreeSet<_>>().len()
 }
 
 /// Whether one GPU has at least this many of the shares.
 pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
     let mut count: BTreeMap<&str, usize> = BTreeMap::new();
     free.iter().any(|id| {
-        let count = count.entry(gpu(id)).or_default();
+        let count = count.entry(gpu_of_id(id)).or_default();
         *count += 1;
         *count >= units
     })
@@ -25,7 +25,7 @@ pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
 pub(super) fn random_free<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
     let mut by_gpu: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
     for id in all {
-        by_gpu.entry(gpu(id)).or_default().push(id);
+        by_gpu.entry(gpu_of_id(id)).or_default().push(id);
     }
     let mut free = Vec::new();
     for mut ids in by_gpu.into_values() {
@@ -128,7 +128,7 @@ mod tests {
         };
         let states = draw();
         assert_eq!(states, draw());
-        let on_first = |free: &Vec<&str>| free.iter().filter(|id| gpu(id) == "GPU-0").count();
+        let on_first = |free: &Vec<&str>| free.iter().filter(|id| gpu_of_id(id) == "GPU-0").count();
         let counts: BTreeSet<_> = states.iter().map(on_first).collect();
         assert_eq!(counts, (0..=10).collect());
         assert!(states.iter().all(|free| free.iter().collect::<BTreeSet<_>>().len() == free.len()));

@@ -188,7 +188,7 @@ impl Plugin {
             },
             status = self.child.wait() => format!("the plugin exited: {}", status?),
         };
-        bail!("{failure}\n{}", tail(&self.log))
+        bail!("{failure}\n{}", log_tail(&self.log))
     }
 
     /// Terminates the plugin, and restarts it with the same kubelet and directories.
@@ -219,7 +219,7 @@ async fn terminate(child: &mut Child) -> Result<Duration> {
 }
 
 /// Returns the last lines of a log.
-fn tail(log: &Path) -> String {
+fn log_tail(log: &Path) -> String {
     let text = std::fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(20)..].join("\n")

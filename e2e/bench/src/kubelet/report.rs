@@ -4,7 +4,7 @@ use std::fmt;
 use serde::Serialize;
 
 /// Source of the published figures.
-pub(super) const SOURCE: &str = "NVIDIA k8s-device-plugin v0.20.0, measured 2026-11-21";
+pub(super) const PUBLISHED_SOURCE: &str = "NVIDIA k8s-device-plugin v0.20.0, measured 2026-11-21";
 
 /// All figures of a run.
 #[derive(Debug, Serialize)]
@@ -21,7 +21,7 @@ pub(super) struct Figure {
     what: String,
     unit: &'static str,
     measured: f64,
-    /// The figure that [`SOURCE`] publishes, if any.
+    /// The figure that [`PUBLISHED_SOURCE`] publishes, if any.
     published: Option<f64>,
     /// Maximum of the measured figure.
     goal: Option<f64>,
@@ -47,7 +47,7 @@ impl Figure {
 
 impl Report {
     pub(super) fn new(plugin: String) -> Self {
-        Self { plugin, published_source: SOURCE, figures: Vec::new() }
+        Self { plugin, published_source: PUBLISHED_SOURCE, figures: Vec::new() }
     }
 
     pub(super) fn add(&mut self, figure: Figure) {

@@ -1,7 +1,7 @@
 //! The choice of a placement policy, and how it learns.
 use cleave_plan::placement::{GPU, Learned, Observed, Score};
 
-use super::cluster::{Cluster, Placed, RESOURCE, device_requests};
+use super::cluster::{Cluster, MPS_RESOURCE, Placed, device_requests};
 use super::lists::Pod;
 use super::policies::{BestFit, Fgd, Random};
 
@@ -26,7 +26,7 @@ impl Policy {
 }
 
 /// A policy that a [`Cluster`] places pods by.
-pub(super) trait Places: Score + Default {
+pub(super) trait PlacementPolicy: Score + Default {
     /// Counts an arrived pod.
     fn count(_: &mut Cluster<Self>, _: &Pod) {}
 
@@ -40,7 +40,7 @@ pub(super) trait Places: Score + Default {
 }
 
 /// The operator's score. It learns as in the operator.
-impl Places for Learned {
+impl PlacementPolicy for Learned {
     fn count(cluster: &mut Cluster<Self>, pod: &Pod) {
         cluster.chooser.count(&device_requests(pod), pod.demand.cpu, pod.demand.models.clone());
     }
@@ -50,21 +50,21 @@ impl Places for Learned {
     }
 }
 
-impl Places for Fgd {
+impl PlacementPolicy for Fgd {
     fn learn(cluster: &mut Cluster<Self>, seen: &Observed, _: &[&Pod]) {
         cluster.set_score(Self::new(&seen.typical()));
     }
 }
 
-impl Places for BestFit {
+impl PlacementPolicy for BestFit {
     fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 }
 
-impl Places for Random {
+impl PlacementPolicy for Random {
     fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 
     fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
-        let next = cluster.chooser.score(RESOURCE, GPU).map_or_else(Self::default, Self::next);
+        let next = cluster.chooser.score(MPS_RESOURCE, GPU).map_or_else(Self::default, Self::next);
         cluster.set_score(next);
         cluster.place(pod)
     }

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use cleave_plan::placement::Observed;
 use serde_json::json;
 
-use super::chooser::{Places, Policy};
+use super::chooser::{PlacementPolicy, Policy};
 use super::cluster::{Cluster, Placed};
 use super::figures::{percentile, ratio};
 use super::lists::Pod;
@@ -16,18 +16,18 @@ use super::random::Rng;
 const ARRIVALS: usize = 200_000;
 /// Maximum lifetime, in seconds. A few pods of the trace live for months, and a run with them never
 /// reaches a steady state.
-const MAX_LIFETIME: f64 = 6.0 * 3600.0;
+const MAX_LIFETIME_SECONDS: f64 = 6.0 * 3600.0;
 /// Mean GPU demand relative to the capacity.
 const OFFERED_LOAD: f64 = 1.05;
 /// Number of arrivals after which an arrival has half of its weight.
-const HALF_LIFE: f64 = 4_000.0;
+const HALF_LIFE_ARRIVALS: f64 = 4_000.0;
 /// Number of arrivals between updates of the typical demands.
-const RELEARN_INTERVAL: usize = 500;
+const RELEARN_INTERVAL_ARRIVALS: usize = 500;
 /// Number of first arrivals that fill the cluster and are not measured.
-const WARM_UP: usize = ARRIVALS / 3;
+const WARM_UP_ARRIVALS: usize = ARRIVALS / 3;
 /// Maximum number of waiting pods considered on a departure: the first ones, like in a scheduler's
 /// queue.
-const QUEUE_DEPTH: usize = 64;
+const MAX_QUEUED_PODS: usize = 64;
 
 /// Converts seconds since the start to milliseconds, to be used as a key.
 fn to_milliseconds(seconds: f64) -> u64 {
@@ -37,10 +37,10 @@ fn to_milliseconds(seconds: f64) -> u64 {
 }
 
 /// Runs a policy on arrivals and departures, and prints its figures as JSON.
-pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>, pods: &[Pod]) -> Result<()> {
+pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cluster<P>, pods: &[Pod]) -> Result<()> {
     let pods: Vec<(&Pod, f64)> = pods
         .iter()
-        .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (pod, life.min(MAX_LIFETIME))))
+        .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (pod, life.min(MAX_LIFETIME_SECONDS))))
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
     let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free())).sum();
@@ -50,7 +50,7 @@ pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>,
         / f64::from(u32::try_from(pods.len())?);
     let rate = OFFERED_LOAD * ratio(capacity, 1) / work;
     let mut rng = Rng(seed);
-    let mut seen = Observed::new(Some(HALF_LIFE));
+    let mut seen = Observed::new(Some(HALF_LIFE_ARRIVALS));
     let mut departures: BTreeMap<(u64, usize), (&Pod, Placed)> = BTreeMap::new();
     let mut waiting: VecDeque<(f64, &Pod, f64)> = VecDeque::new();
     let (mut now, mut allocated) = (0.0f64, 0u64);
@@ -59,7 +59,7 @@ pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>,
     let mut placed = 0usize;
     for arrival in 0..ARRIVALS {
         now += -(1.0 - rng.unit()).max(1e-12).ln() / rate;
-        if arrival == WARM_UP {
+        if arrival == WARM_UP_ARRIVALS {
             (area, counted_from, last) = (0.0, now, now);
         }
         while let Some(entry) = departures.first_entry().filter(|entry| entry.key().0 <= to_milliseconds(now)) {
@@ -71,7 +71,7 @@ pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>,
             allocated -= u64::from(pod.demand.total());
             cluster.end(pod, &placed_at);
             let mut position = 0;
-            while position < waiting.len().min(QUEUE_DEPTH) {
+            while position < waiting.len().min(MAX_QUEUED_PODS) {
                 let (since, pod, life) = waiting[position];
                 let Some(placed_at) = P::place(&mut cluster, pod) else {
                     position += 1;
@@ -87,10 +87,10 @@ pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>,
         }
         area += ratio(allocated, capacity) * (now - last).max(0.0);
         last = last.max(now);
-        let (pod, life) = drifted(&pods, arrival, &mut rng);
+        let (pod, life) = drifted_pod(&pods, arrival, &mut rng);
         seen.add(&pod.demand);
         P::count(&mut cluster, pod);
-        if arrival % RELEARN_INTERVAL == RELEARN_INTERVAL - 1 {
+        if arrival % RELEARN_INTERVAL_ARRIVALS == RELEARN_INTERVAL_ARRIVALS - 1 {
             let waiting: Vec<&Pod> = waiting.iter().map(|(_, pod, _)| *pod).collect();
             P::learn(&mut cluster, &seen, &waiting);
         }
@@ -119,7 +119,7 @@ pub(super) fn run<P: Places>(policy: Policy, seed: u64, mut cluster: Cluster<P>,
 }
 
 /// Draws a pod. Among pods that share a GPU, large ones become more frequent during the run.
-fn drifted<'a>(pods: &[(&'a Pod, f64)], arrival: usize, rng: &mut Rng) -> (&'a Pod, f64) {
+fn drifted_pod<'a>(pods: &[(&'a Pod, f64)], arrival: usize, rng: &mut Rng) -> (&'a Pod, f64) {
     let progress =
         f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVALS).unwrap_or(1));
     loop {

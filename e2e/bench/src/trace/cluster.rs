@@ -11,7 +11,7 @@ use cleave_plan::placement::{self, GPU, Score};
 use super::lists::{Host, Pod};
 
 /// The resource of the simulated GPUs. Each GPU has [`GPU`] units.
-pub(super) const RESOURCE: &str = "nvidia.com/gpu-mps";
+pub(super) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
 /// Where a pod was placed.
 #[derive(Debug, Clone)]
@@ -66,7 +66,7 @@ impl<S: Score + Default> Cluster<S> {
 
     /// Replaces the score of a policy that does not learn as the operator does.
     pub(super) fn set_score(&mut self, score: S) {
-        self.chooser.set_score(RESOURCE, GPU, score);
+        self.chooser.set_score(MPS_RESOURCE, GPU, score);
     }
 
     /// The nodes with their free capacity.
@@ -117,7 +117,7 @@ impl<S: Score + Default> Cluster<S> {
             }
             WithoutGpus::Policy => {
                 let node = host.node();
-                let score = self.chooser.score(RESOURCE, GPU).unwrap_or(&self.score);
+                let score = self.chooser.score(MPS_RESOURCE, GPU).unwrap_or(&self.score);
                 let rank = score.rank(&node, &score.precompute(&node), &pod.demand, None);
                 (rank.score, -rank.spread, -i64::from(rank.left))
             }
@@ -135,7 +135,7 @@ impl<S: Score + Default> Cluster<S> {
                     let units = Units::new(pod.demand.per_gpu)?;
                     Some(Allocation {
                         pod: placed.pod.clone(),
-                        resource: RESOURCE.to_owned(),
+                        resource: MPS_RESOURCE.to_owned(),
                         device: device.to_string(),
                         units,
                     })
@@ -173,7 +173,7 @@ impl<S: Score + Default> Cluster<S> {
         let (Some(host), Some(allocations)) = (self.hosts.get(node), self.allocations.get(node)) else { return };
         let device = |(index, free): (usize, &u32)| DeviceFacts {
             device: index.to_string(),
-            resource: RESOURCE.to_owned(),
+            resource: MPS_RESOURCE.to_owned(),
             capacity: GPU,
             used: GPU - free,
         };
@@ -193,7 +193,7 @@ impl<S: Score + Default> Cluster<S> {
 /// The requests of a pod, as the operator reads them from its containers.
 pub(super) fn device_requests(pod: &Pod) -> Vec<DeviceRequest> {
     let units = Units::new(pod.demand.per_gpu);
-    let ask = units.map(|units| DeviceRequest { resource: RESOURCE.to_owned(), units });
+    let ask = units.map(|units| DeviceRequest { resource: MPS_RESOURCE.to_owned(), units });
     (0..pod.demand.gpus).filter_map(|_| ask.clone()).collect()
 }
 

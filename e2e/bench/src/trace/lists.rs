@@ -44,7 +44,7 @@ impl Host {
 }
 
 /// Reads the rows of a CSV file without quotes. Each row maps columns to values.
-fn rows(path: &Path) -> Result<Vec<BTreeMap<String, String>>> {
+fn read_rows(path: &Path) -> Result<Vec<BTreeMap<String, String>>> {
     let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
     let mut lines = text.lines();
     let header: Vec<&str> = lines.next().with_context(|| format!("{} is empty", path.display()))?.split(',').collect();
@@ -53,17 +53,17 @@ fn rows(path: &Path) -> Result<Vec<BTreeMap<String, String>>> {
 }
 
 /// Parses the number in a column.
-fn number<T: std::str::FromStr>(row: &BTreeMap<String, String>, column: &str) -> Result<T> {
+fn parse_column<T: std::str::FromStr>(row: &BTreeMap<String, String>, column: &str) -> Result<T> {
     let text = row.get(column).with_context(|| format!("no column {column}"))?;
     text.parse().ok().with_context(|| format!("{column}: {text:?} is not a number"))
 }
 
 /// Reads the list of nodes.
-pub(super) fn hosts(path: &Path) -> Result<Vec<Host>> {
-    rows(path)?
+pub(super) fn read_hosts(path: &Path) -> Result<Vec<Host>> {
+    read_rows(path)?
         .iter()
         .map(|row| {
-            let (cpu, memory) = (number(row, "cpu_milli")?, number(row, "memory_mib")?);
+            let (cpu, memory) = (parse_column(row, "cpu_milli")?, parse_column(row, "memory_mib")?);
             Ok(Host {
                 name: row.get("sn").context("no column sn")?.clone(),
                 model: row.get("model").context("no column model")?.clone(),
@@ -71,15 +71,15 @@ pub(super) fn hosts(path: &Path) -> Result<Vec<Host>> {
                 cpu,
                 memory_total: memory,
                 memory,
-                gpus: vec![GPU; number(row, "gpu")?],
+                gpus: vec![GPU; parse_column(row, "gpu")?],
             })
         })
         .collect()
 }
 
 /// Reads the list of pods.
-pub(super) fn pods(path: &Path) -> Result<Vec<Pod>> {
-    rows(path)?
+pub(super) fn read_pods(path: &Path) -> Result<Vec<Pod>> {
+    read_rows(path)?
         .iter()
         .map(|row| {
             let mut models: Vec<String> = row
@@ -87,16 +87,16 @@ pub(super) fn pods(path: &Path) -> Result<Vec<Pod>> {
                 .filter(|spec| !spec.is_empty())
                 .map_or_else(Vec::new, |spec| spec.split('|').map(str::to_owned).collect());
             models.sort();
-            let time = |column| number::<f64>(row, column).ok();
+            let time = |column| parse_column::<f64>(row, column).ok();
             let demand = Demand {
-                cpu: number(row, "cpu_milli")?,
-                gpus: number(row, "num_gpu")?,
-                per_gpu: number(row, "gpu_milli")?,
+                cpu: parse_column(row, "cpu_milli")?,
+                gpus: parse_column(row, "num_gpu")?,
+                per_gpu: parse_column(row, "gpu_milli")?,
                 models,
             };
             ensure!(demand.per_gpu <= GPU, "gpu_milli above {GPU}");
             let lifetime = time("deletion_time").zip(time("creation_time")).map(|(end, start)| end - start);
-            let memory = number(row, "memory_mib")?;
+            let memory = parse_column(row, "memory_mib")?;
             Ok(Pod { name: row.get("name").context("no column name")?.clone(), demand, memory, lifetime })
         })
         .collect()

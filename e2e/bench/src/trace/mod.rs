@@ -17,11 +17,11 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use chooser::{Places, Policy};
+use chooser::{PlacementPolicy, Policy};
 use cleave_plan::placement::{Learned, Observed};
 use cluster::{Cluster, Placed, WithoutGpus};
 use figures::{percentile, ratio};
-use lists::{Host, Pod, hosts, pods};
+use lists::{Host, Pod, read_hosts, read_pods};
 use policies::{BestFit, Fgd, Random};
 use random::Rng;
 use serde_json::json;
@@ -86,9 +86,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-fn run_policy<P: Places>(args: &Args) -> Result<()> {
-    let whole = hosts(&args.nodes)?;
-    let pods = pods(&args.pods)?;
+fn run_policy<P: PlacementPolicy>(args: &Args) -> Result<()> {
+    let whole = read_hosts(&args.nodes)?;
+    let pods = read_pods(&args.pods)?;
     ensure!(!pods.is_empty() && !whole.is_empty(), "no pods, or no nodes");
     let mut cluster = Cluster::<P>::new(whole.clone(), args.without_gpus);
     if args.departures {
@@ -138,7 +138,7 @@ fn run_policy<P: Places>(args: &Args) -> Result<()> {
         }
         placements.push((pod, placed));
     }
-    verify(whole, &placements, cluster.hosts())?;
+    verify_placements(whole, &placements, cluster.hosts())?;
     times.sort_by(f64::total_cmp);
     let result = json!({
         "policy": args.policy.name(), "seed": args.seed, "history": !args.no_history,
@@ -152,7 +152,7 @@ fn run_policy<P: Places>(args: &Args) -> Result<()> {
 
 /// Checks the placements independently of the policy: no capacity is allocated twice, and the free
 /// capacity at the end agrees.
-fn verify(mut hosts: Vec<Host>, placements: &[(&Pod, Placed)], after: &[Host]) -> Result<()> {
+fn verify_placements(mut hosts: Vec<Host>, placements: &[(&Pod, Placed)], after: &[Host]) -> Result<()> {
     for (pod, placed) in placements {
         let demand = &pod.demand;
         let host = hosts.get_mut(placed.node).context("a pod is on an unknown node")?;

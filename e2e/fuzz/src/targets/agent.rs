@@ -27,7 +27,7 @@ use crate::mutate::Shape;
 use crate::{ReadResult, Target, assert_printable};
 
 /// Time for which the agent keeps an allocation that the kubelet does not list.
-const GRACE: Duration = Duration::from_secs(10);
+const GRACE_PERIOD: Duration = Duration::from_secs(10);
 
 /// The spec that the operator writes for the first node of the sample cluster.
 pub(super) fn sample_spec() -> GpuNodeSpec {
@@ -57,31 +57,31 @@ pub(super) fn sample_turn() -> Actions {
 /// checkpoint has GPUs that NVML does not list. Such GPUs count as lost and keep their layout, so
 /// an instance may appear twice. The next agent refuses a checkpoint with such an instance.
 fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
-    let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
+    let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::uuid).collect();
     let contradicts = |known: &Checkpoint| {
         let served = known.layouts.keys().chain(known.gpus.iter().map(|gpu| &gpu.uuid));
         served.into_iter().any(|uuid| !listed.contains(uuid))
     };
     let sound = !checkpoint.as_ref().is_some_and(contradicts);
     let start = Instant::now();
-    let (mut node, allocations) = Node::start("boot".to_owned(), GRACE, checkpoint, None, start);
+    let (mut node, allocations) = Node::start("boot".to_owned(), GRACE_PERIOD, checkpoint, None, start);
     let held: Vec<ContainerDevices> = allocations.iter().map(|(_, allocation)| container_devices(allocation)).collect();
     let mut table =
         AllocationTable { pending: PendingAllocations::with_watch(), allocations, ..AllocationTable::default() };
     // Before the first result of NVML the agent relies on the checkpoint.
-    check(&node.reconcile(&mut table, start), true);
+    check_actions(&node.reconcile(&mut table, start), true);
     node.record_object(object);
     node.record_mps_view(view);
-    node.record_driver_info(Ok(DriverInfo { driver: "580.82.07".to_owned(), count: fixtures::GPUS }), start);
+    node.record_driver_info(Ok(DriverInfo { driver: "580.82.07".to_owned(), count: fixtures::GPUS_PER_NODE }), start);
     for gpu in fixtures::gpus() {
         node.record_gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
     }
     node.record_pod_resources(Ok(held.clone()), start, &mut table.allocations);
-    check(&node.reconcile(&mut table, start), sound);
+    check_actions(&node.reconcile(&mut table, start), sound);
     let later = start + Duration::from_secs(60);
     node.record_pod_resources(Ok(held), later, &mut table.allocations);
     let turn = node.reconcile(&mut table, later);
-    check(&turn, sound);
+    check_actions(&turn, sound);
     turn
 }
 
@@ -98,8 +98,8 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
 
 /// Checks that others can read what the agent writes. `sound` adds the checks that a contradictory
 /// checkpoint breaks.
-fn check(turn: &Actions, sound: bool) {
-    let read = Desired::parse(&fixtures::json(&turn.desired));
+fn check_actions(turn: &Actions, sound: bool) {
+    let read = Desired::parse(&fixtures::to_json(&turn.desired));
     assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host failed to read the desired state");
     if sound {
         encoded(&turn.checkpoint);
@@ -211,7 +211,7 @@ pub(super) const MPS_STATUS: Target = Target {
             ReadResult::Refused
         }
         Ok(status) => {
-            let again = parse_status(&fixtures::json(&status));
+            let again = parse_status(&fixtures::to_json(&status));
             assert_eq!(again.as_ref(), Ok(&status));
             turns(None, Object::Present(1, sample_spec()), HostView { alive: true, status, error: None });
             ReadResult::Read
@@ -265,7 +265,7 @@ pub(super) const PODS: Target = Target {
         });
         let mut pods = fixtures::cluster().get("pods").and_then(Value::as_array).cloned().unwrap_or_default();
         pods.push(fixtures::pod("leaving", "nvidia.com/gpu-mps", 2, &leaving));
-        pods.iter().map(fixtures::json).collect()
+        pods.iter().map(fixtures::to_json).collect()
     },
     inputs: 4_000,
     run: |bytes| {

@@ -13,20 +13,20 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 /// Product name of the GPUs.
-pub(super) const MODEL: &str = "NVIDIA H100 80GB HBM3";
+pub(super) const GPU_MODEL: &str = "NVIDIA H100 80GB HBM3";
 /// Memory of each GPU, in MiB.
-pub(super) const MEMORY: u64 = 81_079;
+pub(super) const GPU_MEMORY_MIB: u64 = 81_079;
 /// Number of GPUs per node.
-pub(super) const GPUS: u32 = 5;
+pub(super) const GPUS_PER_NODE: u32 = 5;
 
 /// Encodes a value as JSON. If that fails, returns an empty sample, which no target can read.
-pub(super) fn json(value: &impl Serialize) -> Vec<u8> {
+pub(super) fn to_json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
 
 /// Encodes a value as a sample, and checks that decoding returns the same value.
 pub(super) fn sample<T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T) -> Vec<u8> {
-    let written = json(value);
+    let written = to_json(value);
     let read = serde_json::from_slice::<T>(&written).map_err(|error| error.to_string());
     assert_eq!(read.as_ref(), Ok(value));
     written
@@ -40,7 +40,7 @@ pub(super) fn uuid(index: u32) -> String {
 /// The GPUs of a node, as NVML describes them. The last one is divided into two MIG instances.
 pub(super) fn gpus() -> Vec<Gpu> {
     // Only two profiles, so that mutations also hit other fields.
-    let profiles: Vec<MigProfile> = built_in(MODEL, MEMORY)
+    let profiles: Vec<MigProfile> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
         .unwrap_or_default()
         .into_iter()
         .filter(|profile| ["1g.10gb", "3g.40gb"].contains(&profile.name.as_str()))
@@ -66,20 +66,20 @@ pub(super) fn gpus() -> Vec<Gpu> {
         uuid: uuid(index),
         index,
         minor: index,
-        model: MODEL.to_owned(),
-        memory: Mebibytes(MEMORY),
+        model: GPU_MODEL.to_owned(),
+        memory: Mebibytes(GPU_MEMORY_MIB),
         sms: Sms(132),
         pci: format!("0000:{index:02x}:00.0"),
         numa: Some(index / 4),
         compute_capability: (9, 0),
         mig: Some(Mig {
-            enabled: index + 1 == GPUS,
+            enabled: index + 1 == GPUS_PER_NODE,
             pending: None,
             profiles: profiles.clone(),
-            instances: if index + 1 == GPUS { vec![instance(1, 0), instance(2, 4)] } else { Vec::new() },
+            instances: if index + 1 == GPUS_PER_NODE { vec![instance(1, 0), instance(2, 4)] } else { Vec::new() },
         }),
     };
-    (0..GPUS).map(gpu).collect()
+    (0..GPUS_PER_NODE).map(gpu).collect()
 }
 
 /// The status of an MPS host that has applied all of `desired`.
@@ -195,7 +195,7 @@ pub(super) fn policies() -> Vec<Value> {
 
 /// A cluster of two nodes with these GPUs, as lists of the objects that the operator watches.
 pub(super) fn cluster() -> Value {
-    let profiles: Vec<Value> = built_in(MODEL, MEMORY)
+    let profiles: Vec<Value> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
         .unwrap_or_default()
         .into_iter()
         .map(|known| json!({"name": known.name, "memoryMib": known.memory_mib, "sms": known.sms, "size": known.size, "starts": known.starts}))
@@ -203,8 +203,8 @@ pub(super) fn cluster() -> Value {
     let gpu = |index: u32| GpuStatus {
         uuid: uuid(index),
         index,
-        model: MODEL.to_owned(),
-        memory_mib: MEMORY,
+        model: GPU_MODEL.to_owned(),
+        memory_mib: GPU_MEMORY_MIB,
         sms: 132,
         mode: "Whole".to_owned(),
         mig: Some(MigStatus::default()),
@@ -231,7 +231,7 @@ pub(super) fn cluster() -> Value {
             "spec": {"planId": "p", "gpus": []},
             "status": {
                 "observedGeneration": 1, "agentVersion": "0.1.0",
-                "models": [{"model": MODEL, "migProfiles": profiles}], "gpus": (0..GPUS).map(gpu).collect::<Vec<_>>(),
+                "models": [{"model": GPU_MODEL, "migProfiles": profiles}], "gpus": (0..GPUS_PER_NODE).map(gpu).collect::<Vec<_>>(),
             },
         })
     };

@@ -15,7 +15,7 @@ use super::fixtures;
 use crate::mutate::Shape;
 use crate::{ReadResult, Target, assert_printable};
 
-const RESOURCE: &str = "nvidia.com/gpu-mps";
+const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
 /// Checks that decoding an encoded message returns the same message.
 fn message<T: Message + Default + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
@@ -32,7 +32,7 @@ fn pools() -> Vec<Pool> {
     };
     let pool = |gpu: u32, first, kind| Pool {
         device: fixtures::uuid(gpu),
-        resource: RESOURCE.to_owned(),
+        resource: MPS_RESOURCE.to_owned(),
         first,
         count: 10,
         kind,
@@ -80,7 +80,7 @@ fn device_plugin(bytes: &[u8]) -> ReadResult {
     let pools = pools();
     let device = fixtures::uuid(1);
     let reserved = [Reserved { device: &device, units: 2, sizes: vec![2] }];
-    let view = ResourceView { resource: RESOURCE, pools: &pools, reserved: &reserved };
+    let view = ResourceView { resource: MPS_RESOURCE, pools: &pools, reserved: &reserved };
     let mut seen = ReadResult::Refused;
     if let Some(request) = message::<plugin::PreferredAllocationRequest>(bytes) {
         for container in &request.container_requests {
@@ -109,7 +109,7 @@ fn device_plugin(bytes: &[u8]) -> ReadResult {
                     (ids.iter().collect(), allocation.ids.iter().collect());
                 assert!(asked == given && ids.len() == allocation.ids.len(), "{allocation:?}");
                 assert!(allocation.mps.is_none() || allocation.devices.len() == 1, "{allocation:?}");
-                assert_eq!(allocation.id(), allocation_id(RESOURCE, ids));
+                assert_eq!(allocation.id(), allocation_id(MPS_RESOURCE, ids));
                 seen = ReadResult::Read;
             }
         }
@@ -131,9 +131,9 @@ pub(super) const POD_RESOURCES: Target = Target {
         let container = pods::ContainerResources {
             name: "main".to_owned(),
             devices: vec![
-                devices(RESOURCE, ids(0, 0..3)),
+                devices(MPS_RESOURCE, ids(0, 0..3)),
                 devices("other/device", ids(1, 0..1)),
-                devices(RESOURCE, ids(0, 3..4)),
+                devices(MPS_RESOURCE, ids(0, 3..4)),
             ],
             ..pods::ContainerResources::default()
         };
@@ -141,8 +141,11 @@ pub(super) const POD_RESOURCES: Target = Target {
             pods::PodResources { name: "pod".to_owned(), namespace: "team".to_owned(), containers: vec![container; 2] };
         vec![
             pods::ListPodResourcesResponse { pod_resources: vec![pod; 2] }.encode_to_vec(),
-            pods::AllocatableResourcesResponse { devices: vec![devices(RESOURCE, ids(0, 0..9))], ..Default::default() }
-                .encode_to_vec(),
+            pods::AllocatableResourcesResponse {
+                devices: vec![devices(MPS_RESOURCE, ids(0, 0..9))],
+                ..Default::default()
+            }
+            .encode_to_vec(),
         ]
     },
     inputs: 40_000,
@@ -164,9 +167,10 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
     shape: Shape::Json,
     words: &["nvidia.com/gpu-mps", "PodDeviceEntries", "DeviceIDs", "-1", "GPU-a::0"],
     samples: || {
-        let entry = |container: &str, ids: &serde_json::Value| serde_json::json!({"PodUID": "2f9a", "ContainerName": container, "ResourceName": RESOURCE, "DeviceIDs": ids, "AllocResp": "CgA="});
+        let entry = |container: &str, ids: &serde_json::Value| serde_json::json!({"PodUID": "2f9a", "ContainerName": container, "ResourceName": MPS_RESOURCE, "DeviceIDs": ids, "AllocResp": "CgA="});
         let file = |entries: serde_json::Value| {
-            let data = serde_json::json!({"PodDeviceEntries": entries, "RegisteredDevices": {RESOURCE: ids(0, 0..10)}});
+            let data =
+                serde_json::json!({"PodDeviceEntries": entries, "RegisteredDevices": {MPS_RESOURCE: ids(0, 0..10)}});
             serde_json::json!({"Data": data, "Checksum": 2_049_411_213}).to_string().into_bytes()
         };
         let (one, two) =

@@ -10,7 +10,7 @@ mod texts;
 use crate::Target;
 
 /// All targets, ordered by crate.
-pub fn all() -> &'static [Target] {
+pub fn all_targets() -> &'static [Target] {
     &[
         mps::CONTROL_PACKET,
         mps::LOG_LINE,
@@ -37,6 +37,6 @@ pub fn all() -> &'static [Target] {
 }
 
 /// Finds a target by name.
-pub fn named(name: &str) -> Option<&'static Target> {
-    all().iter().find(|target| target.name == name)
+pub fn target_named(name: &str) -> Option<&'static Target> {
+    all_targets().iter().find(|target| target.name == name)
 }

@@ -202,7 +202,7 @@ fn desired(bytes: &[u8]) -> ReadResult {
             ReadResult::Refused
         }
         Ok(desired) => {
-            let again = Desired::parse(&fixtures::json(&desired));
+            let again = Desired::parse(&fixtures::to_json(&desired));
             assert_eq!(again.as_ref(), Ok(&desired));
             assert_eq!(again.map(|again| again.hash()), Ok(desired.hash()));
             let paths = Paths::new("/run/cleave");
@@ -251,16 +251,18 @@ pub(super) const HOST_MESSAGE: Target = Target {
         requests.iter().map(fixtures::sample).chain(replies.iter().map(fixtures::sample)).collect()
     },
     inputs: 6_000,
-    run: |bytes| match (same::<Request>(bytes), same::<HostReply>(bytes)) {
+    run: |bytes| match (check_round_trip::<Request>(bytes), check_round_trip::<HostReply>(bytes)) {
         (ReadResult::Refused, ReadResult::Refused) => ReadResult::Refused,
         _ => ReadResult::Read,
     },
 };
 
 /// Checks that decoding an encoded message returns the same message.
-pub(super) fn same<T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> ReadResult {
+pub(super) fn check_round_trip<T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(
+    bytes: &[u8],
+) -> ReadResult {
     let Ok(read) = serde_json::from_slice::<T>(bytes) else { return ReadResult::Refused };
-    let again = serde_json::from_slice::<T>(&fixtures::json(&read)).map_err(|error| error.to_string());
+    let again = serde_json::from_slice::<T>(&fixtures::to_json(&read)).map_err(|error| error.to_string());
     assert_eq!(again.as_ref(), Ok(&read));
     ReadResult::Read
 }

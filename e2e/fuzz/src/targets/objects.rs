@@ -54,7 +54,7 @@ pub(super) const POLICY: Target = Target {
         "Whole",
         "TimeSlicing",
     ],
-    samples: || fixtures::policies().iter().map(fixtures::json).collect(),
+    samples: || fixtures::policies().iter().map(fixtures::to_json).collect(),
     inputs: 900,
     run: |bytes| {
         let Ok(policy) = serde_json::from_slice::<DeserializeGuard<SharingPolicy>>(bytes) else {
@@ -73,7 +73,7 @@ pub(super) const POLICY: Target = Target {
             report.unsupported.iter().for_each(|(_, cannot)| assert_printable(&cannot.to_string()));
         }
         let Ok(policy) = policy.0 else { return ReadResult::Refused };
-        let again = serde_json::from_slice::<SharingPolicySpec>(&fixtures::json(&policy.spec)).ok();
+        let again = serde_json::from_slice::<SharingPolicySpec>(&fixtures::to_json(&policy.spec)).ok();
         assert_eq!(again.as_ref(), Some(&policy.spec));
         match validate("p", None, &policy.spec) {
             Err(_) => ReadResult::Refused,
@@ -125,7 +125,7 @@ pub(super) fn planned(observed: &Observed) -> dry::DryRun {
     assert!(wrong.is_empty(), "{wrong:?}");
     let changes = apply::changes(&plan, observed);
     for change in &changes {
-        let again = serde_json::from_slice(&fixtures::json(&change.spec)).ok();
+        let again = serde_json::from_slice(&fixtures::to_json(&change.spec)).ok();
         assert_eq!(again.as_ref(), Some(&change.spec));
     }
     dry::DryRun { plan, outcome, changes }
@@ -167,7 +167,7 @@ pub(super) const CLUSTER: Target = Target {
         "Exists",
         "nodeName",
     ],
-    samples: || vec![fixtures::json(&fixtures::cluster())],
+    samples: || vec![fixtures::to_json(&fixtures::cluster())],
     inputs: 300,
     run: |bytes| {
         let Some(observed) = serde_json::from_slice(bytes).ok().and_then(|cluster| read(&cluster)) else {
@@ -226,7 +226,7 @@ pub(super) const REVIEW: Target = Target {
             2,
             &json!({"spec/schedulingGates": [], "spec/initContainers": []}),
         );
-        [plain, bare].map(|pod| fixtures::json(&review(pod))).to_vec()
+        [plain, bare].map(|pod| fixtures::to_json(&review(pod))).to_vec()
     },
     inputs: 2_000,
     run: |bytes| {
@@ -244,7 +244,7 @@ pub(super) const REVIEW: Target = Target {
                     let Some(pod) = sent.pointer_mut("/request/object") else { continue };
                     let applied = json_patch::patch(pod, &patch);
                     assert!(applied.is_ok(), "{applied:?} of {patch:?}");
-                    let again = review(change, &fixtures::json(&sent), |_| false);
+                    let again = review(change, &fixtures::to_json(&sent), |_| false);
                     let patched = again.map(|answer| answer.response.is_some_and(|response| response.patch.is_some()));
                     assert!(matches!(patched, Ok(false)), "a second admission changes the pod again: {patched:?}");
                 }

@@ -44,7 +44,7 @@ pub(super) const SNAPSHOT: Target = Target {
     ],
     samples: || {
         let gpu = |index: u32, more: serde_json::Value| {
-            let mut gpu = json!({"uuid": fixtures::uuid(index), "index": index, "model": fixtures::MODEL, "memory": "81079Mi", "mode": "Auto"});
+            let mut gpu = json!({"uuid": fixtures::uuid(index), "index": index, "model": fixtures::GPU_MODEL, "memory": "81079Mi", "mode": "Auto"});
             if let (Some(fields), Some(more)) = (gpu.as_object_mut(), more.as_object()) {
                 fields.extend(more.clone());
             }
@@ -73,12 +73,12 @@ pub(super) const SNAPSHOT: Target = Target {
                 pod("d", "nvidia.com/mig-2g.20gb.shared", 1), pod("e", "nvidia.com/gpu", 1), pod("f", "nvidia.com/gpu.shared", 1),
             ],
         });
-        vec![fixtures::json(&snapshot)]
+        vec![fixtures::to_json(&snapshot)]
     },
     inputs: 400,
     run: |bytes| {
         let Ok(snapshot) = serde_json::from_slice::<Snapshot>(bytes) else { return ReadResult::Refused };
-        mps::same::<Snapshot>(bytes);
+        mps::check_round_trip::<Snapshot>(bytes);
         // Varies `--units` and `--replicas`. Uses few search steps: the target checks plans but
         // does not need good ones.
         let numbers = [None, Some(0), Some(4), Some(48), Some(u32::MAX)];

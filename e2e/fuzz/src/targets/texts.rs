@@ -26,7 +26,7 @@ pub(super) const PLACEMENT: Target = Target {
         let Ok(read) = Placement::parse(&text) else { return ReadResult::Refused };
         let again = read.text().and_then(|text| Placement::parse(&text));
         assert!(again.as_ref().is_ok_and(|again| *again == read), "{again:?}");
-        mps::same::<Placement>(bytes)
+        mps::check_round_trip::<Placement>(bytes)
     },
 };
 

@@ -10,8 +10,8 @@ use sim_mps::wire::Device;
 
 use crate::devices::DeviceSelection;
 
-const ILLEGAL_ADDRESS: i32 = 700;
-const UNKNOWN: i32 = 999;
+const CUDA_ERROR_ILLEGAL_ADDRESS: i32 = 700;
+const CUDA_ERROR_UNKNOWN: i32 = 999;
 
 /// The initialised library. The choice of MPS applies to the whole process.
 pub(crate) struct Cuda {
@@ -166,7 +166,7 @@ impl Plain {
 
     fn access_illegally(&self) -> Result<(), i32> {
         self.working()?;
-        self.error.store(ILLEGAL_ADDRESS, Ordering::Relaxed);
+        self.error.store(CUDA_ERROR_ILLEGAL_ADDRESS, Ordering::Relaxed);
         let updated = self.machine.update(|state| {
             let place = state.device(&self.device.uuid);
             let gpu = place.map(|device| device.gpu.uuid.clone()).unwrap_or_default();
@@ -174,12 +174,12 @@ impl Plain {
             state.push_event(&gpu, EventKind::Xid, 31, instance);
             Ok::<_, sim_machine::Error>(())
         });
-        updated.map_err(|_| UNKNOWN)
+        updated.map_err(|_| CUDA_ERROR_UNKNOWN)
     }
 }
 
 /// The name of a `CUresult`.
-pub(crate) fn name(code: i32) -> &'static str {
+pub(crate) fn error_name(code: i32) -> &'static str {
     match code {
         1 => "CUDA_ERROR_INVALID_VALUE",
         2 => "CUDA_ERROR_OUT_OF_MEMORY",

@@ -75,7 +75,7 @@ pub(crate) enum SocketPart {
 }
 
 /// The values of `--lie` for its help.
-pub(crate) const NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
+pub(crate) const VIOLATION_NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
                          administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, \
                          shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, \
                          shutdown-channel=STEP, no-last-word, last-word=N, enter=N";
@@ -117,7 +117,7 @@ impl FromStr for HandshakeViolation {
             ("enter", Some(_)) => number().map(Self::Enter),
             _ => None,
         };
-        lie.ok_or_else(|| format!("{text:?} is none of: {NAMES}"))
+        lie.ok_or_else(|| format!("{text:?} is none of: {VIOLATION_NAMES}"))
     }
 }
 

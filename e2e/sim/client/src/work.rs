@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
     let status = match outcome {
         Ok(()) | Err(Stop::Signal) => 0,
         Err(Stop::Error(code)) => {
-            print(&json!({ "error": code, "name": cuda::name(code) }));
+            print(&json!({ "error": code, "name": cuda::error_name(code) }));
             if let Some(span) = arguments.linger {
                 let since = Instant::now();
                 while !span.is_over(since) && !terminated.load(Ordering::Relaxed) {

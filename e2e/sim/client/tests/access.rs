@@ -29,7 +29,7 @@ fn the_pipe_directory_has_the_files_of_the_real_one() {
 fn control_allows_reading_but_no_changes() {
     let node = Node::with_daemon(&[]);
     let client = node.start_running_client(&["--hold", "forever"]);
-    let server = node.server();
+    let server = node.wait_for_server();
     let send_command = |command: &str| handshake::send_command(&node.socket("control"), command).unwrap().unwrap();
     assert_eq!(send_command("get_server_list"), format!("{server}\n"));
     assert_eq!(send_command(&format!("get_client_list {server}")), format!("{}\n", client.pid()));
@@ -54,20 +54,20 @@ fn the_tool_uses_the_privileged_socket_if_accessible() {
         return;
     }
     let node = Node::with_daemon(&[]);
-    assert_eq!(node.tool(&["set_default_active_thread_percentage", "40"], None), "40.0\n");
-    assert!(node.tool(&["set_default_active_thread_percentage", "10"], Some(1000)).contains(PRIVILEGE_ERROR));
-    assert!(node.tool(&["quit"], Some(1000)).contains(PRIVILEGE_ERROR));
-    assert_eq!(node.tool(&["get_default_active_thread_percentage"], Some(1000)), "40.0\n");
+    assert_eq!(node.run_control(&["set_default_active_thread_percentage", "40"], None), "40.0\n");
+    assert!(node.run_control(&["set_default_active_thread_percentage", "10"], Some(1000)).contains(PRIVILEGE_ERROR));
+    assert!(node.run_control(&["quit"], Some(1000)).contains(PRIVILEGE_ERROR));
+    assert_eq!(node.run_control(&["get_default_active_thread_percentage"], Some(1000)), "40.0\n");
 }
 
 #[test]
 fn a_program_can_be_an_administrator() {
     let node = Node::with_daemon(&[]);
-    let mut client = node.client(&["--admin", "set_default_active_thread_percentage 10"]);
-    assert!(client.line()["reply"].as_str().unwrap().contains(PRIVILEGE_ERROR));
+    let mut client = node.start_client(&["--admin", "set_default_active_thread_percentage 10"]);
+    assert!(client.read_line()["reply"].as_str().unwrap().contains(PRIVILEGE_ERROR));
     let privileged = node.socket("control_privileged");
     let arguments = ["--admin", "get_default_active_thread_percentage", "--socket", privileged.to_str().unwrap()];
-    assert_eq!(node.client(&arguments).line()["reply"], "100.0\n");
+    assert_eq!(node.start_client(&arguments).read_line()["reply"], "100.0\n");
 }
 
 #[test]
@@ -76,9 +76,9 @@ fn a_hard_link_to_control_is_enough_and_can_be_renewed() {
     let view = node.path("view");
     fs::create_dir(&view).unwrap();
     let through_view = |node: &Node| {
-        let mut command = node.program(&[]);
+        let mut command = node.client_command(&[]);
         command.env("CUDA_MPS_PIPE_DIRECTORY", &view);
-        Client::spawn(command).line()
+        Client::spawn(command).read_line()
     };
     fs::hard_link(node.socket("control"), view.join("control")).unwrap();
     assert_eq!(through_view(&node)["viaMps"], true);
@@ -98,8 +98,8 @@ fn a_second_user_waits_for_the_first_and_gets_another_server() {
     }
     let node = Node::with_daemon(&[]);
     let first = node.start_running_client(&["--hold", "forever"]);
-    let server = node.server();
-    let mut command = node.program(&[]);
+    let server = node.wait_for_server();
+    let mut command = node.client_command(&[]);
     as_user(&mut command, 1000);
     let mut second = Client::spawn(command);
     let pending =
@@ -107,9 +107,9 @@ fn a_second_user_waits_for_the_first_and_gets_another_server() {
     wait_until("the second user is pending", || node.log().contains(&pending));
     assert!(second.has_no_output());
     first.kill(rustix::process::Signal::TERM);
-    assert_eq!(second.line()["viaMps"], true);
+    assert_eq!(second.read_line()["viaMps"], true);
     wait_until("the first server has exited", || node.log().contains(&format!("Server {server} exited with status 0")));
-    let own = node.server();
+    let own = node.wait_for_server();
     assert_ne!(own, server);
     assert_eq!(fs::metadata(format!("/proc/{own}")).unwrap().uid(), 1000);
 }
@@ -121,11 +121,11 @@ fn users_share_a_server_in_multi_user_mode() {
     }
     let node = Node::with_daemon(&["-multiuser-server"]);
     let _first = node.start_running_client(&["--hold", "forever"]);
-    let mut command = node.program(&["--hold", "forever"]);
+    let mut command = node.client_command(&["--hold", "forever"]);
     as_user(&mut command, 1000);
     let mut second = Client::spawn(command);
-    assert_eq!(second.line()["viaMps"], true);
-    assert_eq!(node.client_list(node.server()).len(), 2);
+    assert_eq!(second.read_line()["viaMps"], true);
+    assert_eq!(node.client_list(node.wait_for_server()).len(), 2);
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn a_client_in_other_namespaces_is_listed_by_its_pid_outside() {
         return;
     }
     let node = Node::with_daemon(&[]);
-    let program = node.program(&["--hold", "forever"]);
+    let program = node.client_command(&["--hold", "forever"]);
     let mut command = std::process::Command::new("unshare");
     command.args(["--pid", "--net", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc"]);
     command.arg(program.get_program()).args(program.get_args());
@@ -145,9 +145,9 @@ fn a_client_in_other_namespaces_is_listed_by_its_pid_outside() {
         };
     }
     let mut client = Client::spawn(command);
-    let line = client.line();
+    let line = client.read_line();
     assert_eq!((line["viaMps"].as_bool(), line["pid"].as_u64()), (Some(true), Some(1)));
-    let clients = node.client_list(node.server());
+    let clients = node.client_list(node.wait_for_server());
     let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", client.pid())).unwrap();
     assert_eq!(children.trim(), clients[0].to_string());
     let table = node.send_command("ps");
@@ -169,21 +169,21 @@ fn protocol_violations_are_rejected_and_affect_no_client() {
         ["kind=7", "stall=4", "short-kind", "huge", "garbage", "twice", "descriptors", "long-command", "last-word=807"]
     {
         for extra in [[].as_slice(), &["--socket", privileged.to_str().unwrap()]] {
-            let mut liar = node.client(&[["--lie", lie].as_slice(), extra].concat());
-            assert_eq!(liar.line()["outcome"], "closed", "{lie}");
+            let mut liar = node.start_client(&[["--lie", lie].as_slice(), extra].concat());
+            assert_eq!(liar.read_line()["outcome"], "closed", "{lie}");
         }
     }
     assert_eq!(node.first_line(&[])["viaMps"], true);
-    wait_until("only the first client remains", || node.client_list(node.server()) == [running.pid()]);
+    wait_until("only the first client remains", || node.client_list(node.wait_for_server()) == [running.pid()]);
 }
 
 #[test]
 fn a_silent_peer_blocks_the_daemon_for_all() {
     for lie in ["stall=0", "stall=9", "flood=3", "no-last-word"] {
         let node = Node::with_daemon(&[]);
-        node.server();
+        node.wait_for_server();
         let served = node.log().matches("Accepting connection").count();
-        let liar = node.client(&["--lie", lie, "--hold", "forever"]);
+        let liar = node.start_client(&["--lie", lie, "--hold", "forever"]);
         wait_until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
             // Wait until the server accepts the client: a client that is killed earlier blocks the
@@ -192,12 +192,12 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
             wait_until("the client is accepted", || node.log().contains(&connected));
         }
         let reply = node.send_command_in_background("get_server_list");
-        let mut client = node.client(&[]);
+        let mut client = node.start_client(&[]);
         node.wait_for_side_effects();
         assert!(reply.try_recv().is_err() && client.has_no_output(), "{lie}");
         liar.kill(rustix::process::Signal::KILL);
         assert!(!answer(&reply).is_empty(), "{lie}");
-        assert_eq!(client.line()["viaMps"], true, "{lie}");
+        assert_eq!(client.read_line()["viaMps"], true, "{lie}");
     }
 }
 
@@ -205,8 +205,8 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
 fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
     for lie in ["vanish=0", "vanish=2", "shutdown"] {
         let node = Node::with_daemon(&[]);
-        let server = node.server();
-        node.client(&["--lie", lie, "--hold", "0.1"]).wait();
+        let server = node.wait_for_server();
+        node.start_client(&["--lie", lie, "--hold", "0.1"]).wait();
         let logged = format!("Server {server:>5}] User did not send valid credentials");
         wait_until("the server logs the event", || node.log().contains(&logged));
         let reply = node.send_command_in_background(&format!("get_server_status {server}"));
@@ -218,7 +218,7 @@ fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
 #[test]
 fn an_introduction_in_its_place_unblocks_the_server() {
     let node = Node::with_daemon(&[]);
-    let server = node.server();
+    let server = node.wait_for_server();
     let entrance = handshake::connect_to_server(&node.socket("control")).unwrap();
     let copy = Connection::from_fd(entrance.server.as_fd().try_clone_to_owned().unwrap());
     drop(entrance);

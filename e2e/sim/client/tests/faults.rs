@@ -30,7 +30,7 @@ fn without_a_daemon_a_program_is_plain_cuda() {
 #[test]
 fn exclusive_process_rejects_programs_without_mps() {
     let mut node = Node::without_daemon();
-    node.compute_mode(ComputeMode::ExclusiveProcess);
+    node.set_compute_mode(ComputeMode::ExclusiveProcess);
     let nowhere = [("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")];
     assert_eq!(node.first_line(&nowhere)["viaMps"], false);
     node.start(&[]);
@@ -41,9 +41,9 @@ fn exclusive_process_rejects_programs_without_mps() {
 #[test]
 fn a_server_does_not_start_on_a_gpu_in_use() {
     let mut node = Node::without_daemon();
-    node.compute_mode(ComputeMode::ExclusiveProcess);
-    let mut plain = node.client(&["--hold", "forever"]);
-    plain.line();
+    node.set_compute_mode(ComputeMode::ExclusiveProcess);
+    let mut plain = node.start_client(&["--hold", "forever"]);
+    plain.read_line();
     node.start(&[]);
     node.send_command("start_server -uid 0");
     wait_until("the server has failed", || node.log().contains("exited with status 1"));
@@ -67,7 +67,7 @@ fn without_a_gpu_a_daemon_runs_but_no_server() {
 #[test]
 fn a_program_without_a_gpu_finds_no_device() {
     let node = Node::with_daemon(&[]);
-    let mut blind = node.program(&[]);
+    let mut blind = node.client_command(&[]);
     blind.env("NVIDIA_VISIBLE_DEVICES", "none");
     let mut client = Client::spawn(blind);
     assert_eq!(client.error(), 100);
@@ -98,7 +98,7 @@ fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
     }
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
     let server = node.server_in_fault();
-    let mut late = node.client(&[]);
+    let mut late = node.start_client(&[]);
     assert_eq!(late.error(), 807);
     assert_eq!(late.wait().code(), Some(807 - 3 * 256));
     assert!(node.client_list(server).contains(&slow.pid()));
@@ -131,7 +131,7 @@ fn a_busy_client_that_is_killed_breaks_its_neighbours() {
 #[test]
 fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
     let node = Node::with_daemon(&[]);
-    let server = node.server();
+    let server = node.wait_for_server();
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
     let die = |kernel_ms: &str| {
         let client = node.start_busy_client(kernel_ms);
@@ -149,7 +149,7 @@ fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
 #[test]
 fn a_client_that_dies_without_neighbours_breaks_a_later_client() {
     let node = Node::with_daemon(&[]);
-    let server = node.server();
+    let server = node.wait_for_server();
     node.start_busy_client("1000").kill(Signal::KILL);
     wait_until("the server no longer lists the client", || node.client_list(server).is_empty());
     assert_eq!(node.send_command(&format!("get_server_status {server}")), "ACTIVE\n");
@@ -160,7 +160,7 @@ fn a_client_that_dies_without_neighbours_breaks_a_later_client() {
 #[test]
 fn a_terminated_or_orderly_client_breaks_no_neighbour() {
     let node = Node::with_daemon(&[]);
-    let server = node.server();
+    let server = node.wait_for_server();
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
     let mut terminated = node.start_busy_client("1000");
     assert_eq!(node.send_command(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
@@ -180,7 +180,7 @@ fn a_terminated_or_orderly_client_breaks_no_neighbour() {
 #[test]
 fn terminate_client_blocks_while_the_client_is_stopped() {
     let node = Node::with_daemon(&[]);
-    let server = node.server();
+    let server = node.wait_for_server();
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
     let mut stopped = node.start_busy_client("1000");
     stopped.stop();
@@ -200,12 +200,12 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
 #[test]
 fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
     let mut node = Node::with_daemon(&[]);
-    let server = node.server();
+    let server = node.wait_for_server();
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node.send_command(&format!("shutdown_server {server} -f"));
     assert_eq!(client.error(), 806);
     assert_eq!(node.send_command("get_server_list"), "");
-    node.server();
+    node.wait_for_server();
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node.send_command("quit -t 0");
     assert_eq!(node.daemon_ended().code(), Some(0));
@@ -218,33 +218,33 @@ fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
 fn a_directory_has_one_daemon_even_in_the_background() {
     let node = Node::without_daemon();
     let started = |command: &mut std::process::Command| command.stdin(Stdio::null()).output().unwrap();
-    let first = started(node.control().arg("-d"));
+    let first = started(node.control_command().arg("-d"));
     assert!(first.status.success(), "{first:?}");
     assert_eq!(node.first_line(&[])["viaMps"], true);
-    let second = started(node.control().arg("-d"));
+    let second = started(node.control_command().arg("-d"));
     assert!(!second.status.success());
     assert!(String::from_utf8_lossy(&second.stderr).contains("An instance of this daemon is already running"));
     let log = |name: &str| std::fs::read_to_string(node.path("log").join(name)).unwrap();
     assert!(log("control.log").contains("Starting control daemon using socket"));
     wait_until("the server's log is written", || log("server.log").contains("Server has started"));
     let pid: u32 = std::fs::read_to_string(node.socket("nvidia-cuda-mps-control.pid")).unwrap().parse().unwrap();
-    let quit = started(node.control().arg("quit"));
+    let quit = started(node.control_command().arg("quit"));
     assert!(quit.status.success(), "{quit:?}");
     wait_until("the daemon has exited", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
-    let nobody = started(node.control().arg("get_server_list"));
+    let nobody = started(node.control_command().arg("get_server_list"));
     assert!(String::from_utf8_lossy(&nobody.stderr).contains("Cannot find MPS control daemon process"));
 }
 
 #[test]
 fn an_injected_hang_of_a_command_blocks_the_daemon() {
     let node = Node::with_daemon(&[]);
-    node.inject("mps:command:get_server_list", Effect::Hang(None), Some(1));
+    node.inject_fault("mps:command:get_server_list", Effect::Hang(None), Some(1));
     let hanging = node.send_command_in_background("get_server_list");
     wait_until("the command hangs", || node.faults_are_consumed());
     let other = node.send_command_in_background("get_default_active_thread_percentage");
     node.wait_for_side_effects();
     assert!(hanging.try_recv().is_err() && other.try_recv().is_err());
-    node.clear();
+    node.clear_faults();
     assert_eq!(answer(&hanging), "");
     assert_eq!(answer(&other), "100.0\n");
 }
@@ -252,9 +252,9 @@ fn an_injected_hang_of_a_command_blocks_the_daemon() {
 #[test]
 fn an_injected_fault_fails_the_daemons_start() {
     let mut node = Node::without_daemon();
-    node.inject("mps:start", Effect::Code(3), Some(2));
+    node.inject_fault("mps:start", Effect::Code(3), Some(2));
     for _ in 0..2 {
-        let status = node.control().arg("-f").stdin(Stdio::null()).stdout(Stdio::null()).status().unwrap();
+        let status = node.control_command().arg("-f").stdin(Stdio::null()).stdout(Stdio::null()).status().unwrap();
         assert_eq!(status.code(), Some(3));
     }
     node.start(&[]);
@@ -264,9 +264,9 @@ fn an_injected_fault_fails_the_daemons_start() {
 #[test]
 fn programs_understand_an_injected_handshake_of_another_driver() {
     let node = Node::with_daemon(&[]);
-    node.inject("mps:handshake", Effect::Code(1), None);
+    node.inject_fault("mps:handshake", Effect::Code(1), None);
     assert_eq!(node.first_line(&[])["viaMps"], true);
-    assert_eq!(node.tool(&["get_default_active_thread_percentage"], None), "100.0\n");
+    assert_eq!(node.run_control(&["get_default_active_thread_percentage"], None), "100.0\n");
     let hello = Connection::connect(&node.socket("control")).unwrap().recv(64).unwrap().unwrap();
     assert_ne!(hello.data, sim_mps::handshake::HELLO);
 }
@@ -289,13 +289,13 @@ fn a_socket_of_another_protocol_is_not_mps() {
 #[test]
 fn a_program_waits_for_the_daemon_without_a_deadline() {
     let node = Node::with_daemon(&[]);
-    node.inject("mps:client", Effect::Hang(None), Some(1));
-    let mut client = node.client(&[]);
+    node.inject_fault("mps:client", Effect::Hang(None), Some(1));
+    let mut client = node.start_client(&[]);
     wait_until("the client waits for the daemon", || node.faults_are_consumed());
     node.wait_for_side_effects();
     assert!(client.has_no_output());
-    node.clear();
-    assert_eq!(client.line()["viaMps"], true);
+    node.clear_faults();
+    assert_eq!(client.read_line()["viaMps"], true);
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn the_server_can_be_killed_repeatedly() {
     let node = Node::with_daemon(&[]);
     for _ in 0..3 {
         let mut client = node.start_running_client(&["--hold", "forever"]);
-        node::kill(node.server(), Signal::KILL);
+        node::kill(node.wait_for_server(), Signal::KILL);
         assert_eq!(client.error(), 806);
     }
     assert!(node.log().contains("exited with status 0"));
@@ -322,15 +322,15 @@ fn the_server_can_be_killed_repeatedly() {
 #[test]
 fn processes_of_one_program_are_separate_clients() {
     let node = Node::with_daemon(&[]);
-    let mut all = node.client(&["--processes", "5", "--hold", "forever", "--handle-sigterm"]);
-    (0..5).for_each(|_| assert_eq!(all.line()["viaMps"], true));
-    let server = node.server();
+    let mut all = node.start_client(&["--processes", "5", "--hold", "forever", "--handle-sigterm"]);
+    (0..5).for_each(|_| assert_eq!(all.read_line()["viaMps"], true));
+    let server = node.wait_for_server();
     assert_eq!(node.client_list(server).len(), 5);
     all.signal(Signal::TERM);
     assert_eq!(all.wait().code(), Some(0));
     wait_until("all clients have disconnected", || node.client_list(server).is_empty());
-    let mut killed = node.client(&["--processes", "2", "--hold", "forever"]);
-    (0..2).for_each(|_| assert_eq!(killed.line()["viaMps"], true));
+    let mut killed = node.start_client(&["--processes", "2", "--hold", "forever"]);
+    (0..2).for_each(|_| assert_eq!(killed.read_line()["viaMps"], true));
     killed.signal(Signal::KILL);
     killed.wait();
     wait_until("all clients have disconnected", || node.client_list(server).is_empty());

@@ -8,7 +8,7 @@ use sim_mps::client::{Environment, Mps};
 
 const THREADS_ENV: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const MEMORY_ENV: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
-const TOTAL_MIB: i64 = 143_155;
+const GPU_TOTAL_MIB: i64 = 143_155;
 
 #[test]
 fn a_percentage_gives_the_measured_number_of_sms() {
@@ -47,9 +47,9 @@ fn the_environment_can_only_lower_the_percentage() {
 fn a_change_applies_to_the_next_client_only() {
     let node = Node::with_daemon(&[]);
     node.send_command("set_default_active_thread_percentage 50");
-    let mut running = node.client(&["--hold", "forever"]);
-    assert_eq!(running.line()["sms"], 66);
-    let server = node.server();
+    let mut running = node.start_client(&["--hold", "forever"]);
+    assert_eq!(running.read_line()["sms"], 66);
+    let server = node.wait_for_server();
     assert_eq!(node.send_command(&format!("set_active_thread_percentage {server} 80")), "80.0\n");
     assert_eq!(node.first_line(&[])["sms"], 104);
     assert_eq!(node.send_command(&format!("get_active_thread_percentage {server}")), "80.0\n");
@@ -59,7 +59,7 @@ fn a_change_applies_to_the_next_client_only() {
 #[test]
 fn limits_are_set_at_the_first_handshake_of_a_process() {
     let node = Node::with_daemon(&[]);
-    let server = node.server();
+    let server = node.wait_for_server();
     node.send_command(&format!("set_active_thread_percentage {server} 20"));
     let mps = Mps::attach(&node.socket("control")).unwrap().unwrap();
     node.send_command(&format!("set_active_thread_percentage {server} 50"));
@@ -75,7 +75,7 @@ fn replies_match_the_measurements() {
     assert_eq!(node.send_command("ps"), "Server not found\n");
     assert_eq!(node.send_command("get_server_status 9"), "Server 9 not found\n");
     assert_eq!(node.send_command("frobnicate 1"), "Unknown command \"frobnicate\"\n");
-    let server = node.server();
+    let server = node.wait_for_server();
     let send_command = |command: &str| node.send_command(&command.replace("SERVER", &server.to_string()));
     assert_eq!(send_command("set_active_thread_percentage SERVER 20"), "20.0\n");
     assert_eq!(send_command("set_active_thread_percentage SERVER abc"), "20.0\n");
@@ -94,13 +94,13 @@ fn a_memory_limit_reduces_free_memory_but_not_the_total() {
     let prefix = node.uuid()[..12].to_owned();
     for limit in ["0=8G".to_owned(), "0=8192M".to_owned(), format!("{}=8G", node.uuid()), format!("{prefix}=8G")] {
         let line = node.first_line(&[(MEMORY_ENV, &limit)]);
-        assert_eq!((line["freeMiB"].as_i64(), line["totalMiB"].as_i64()), (Some(7678), Some(TOTAL_MIB)), "{limit}");
+        assert_eq!((line["freeMiB"].as_i64(), line["totalMiB"].as_i64()), (Some(7678), Some(GPU_TOTAL_MIB)), "{limit}");
     }
-    let mut command = node.program(&["--allocate", "7424,256"]);
+    let mut command = node.client_command(&["--allocate", "7424,256"]);
     command.env(MEMORY_ENV, "0=8G");
     let mut client = node::Client::spawn(command);
-    client.line();
-    assert_eq!(client.line()["freeMiB"], 254);
+    client.read_line();
+    assert_eq!(client.read_line()["freeMiB"], 254);
     assert_eq!(client.error(), 2);
     assert_eq!(client.wait().code(), Some(2));
     assert_eq!(node.first_line(&[(MEMORY_ENV, "0=8.5G")])["error"], 2);
@@ -115,7 +115,7 @@ fn an_invalid_entry_in_the_environment_removes_every_memory_limit() {
     for escape in ["0=2G,1=4G", "1=8G", "8G", "junk"] {
         let line = node.first_line(&[(MEMORY_ENV, escape)]);
         assert!(line["limitMiB"].is_null(), "{escape}: {line}");
-        assert!(line["freeMiB"].as_i64() > Some(TOTAL_MIB - 1000), "{escape}: {line}");
+        assert!(line["freeMiB"].as_i64() > Some(GPU_TOTAL_MIB - 1000), "{escape}: {line}");
     }
     for (own, limit) in [("0=4G", 4 << 10), ("0=100G", 10 << 10)] {
         assert_eq!(node.first_line(&[(MEMORY_ENV, own)])["limitMiB"], limit, "{own}");
@@ -125,7 +125,7 @@ fn an_invalid_entry_in_the_environment_removes_every_memory_limit() {
 #[test]
 fn limits_set_before_a_connection_apply_to_that_client() {
     let node = Node::with_daemon(&[]);
-    let server = node.server();
+    let server = node.wait_for_server();
     for (percent, limit, sms, free) in [(20, "8G", 26, 8069), (50, "20G", 66, 20209)] {
         node.send_command(&format!("set_active_thread_percentage {server} {percent}"));
         node.send_command(&format!("set_device_pinned_mem_limit {server} 0 {limit}"));
@@ -150,21 +150,21 @@ fn the_defaults_come_from_the_daemons_environment() {
 fn a_killed_servers_replacement_has_the_defaults() {
     let node = Node::with_daemon(&[]);
     node.send_command("set_default_active_thread_percentage 50");
-    let server = node.server();
+    let server = node.wait_for_server();
     node.send_command(&format!("set_active_thread_percentage {server} 10"));
     assert_eq!(node.first_line(&[])["sms"], 12);
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node::kill(server, rustix::process::Signal::KILL);
     assert_eq!(client.error(), 806);
     assert_eq!(node.first_line(&[])["sms"], 66);
-    assert_ne!(node.server(), server);
+    assert_ne!(node.wait_for_server(), server);
 }
 
 #[test]
 fn the_49th_context_is_refused() {
     let node = Node::with_daemon(&[]);
     let mut crowd = node.start_running_client(&["--contexts", "48", "--hold", "forever"]);
-    let mut late = node.client(&[]);
+    let mut late = node.start_client(&[]);
     assert_eq!(late.error(), 808);
     assert_eq!(late.wait().code(), Some(808 - 3 * 256));
     crowd.signal(rustix::process::Signal::TERM);
@@ -176,7 +176,7 @@ fn the_49th_context_is_refused() {
 fn the_machine_lists_server_and_clients_with_their_memory() {
     let node = Node::with_daemon(&[]);
     let mut client = node.start_running_client(&["--allocate", "1024", "--hold", "forever"]);
-    client.line();
+    client.read_line();
     assert!(!node.log().contains("exit"), "the process lives as long as its context");
     let listed = |pid: u32| {
         let processes = node.machine.processes().unwrap();
@@ -185,7 +185,7 @@ fn the_machine_lists_server_and_clients_with_their_memory() {
             .find(|process| node.machine.visible_pid(process) == Some(pid))
             .map(|process| process.used >> 20)
     };
-    assert_eq!(listed(node.server()), Some(66));
+    assert_eq!(listed(node.wait_for_server()), Some(66));
     assert_eq!(listed(client.pid()), Some(274 + 1024));
     let pid = client.pid();
     client.kill(rustix::process::Signal::KILL);

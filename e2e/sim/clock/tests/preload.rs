@@ -7,10 +7,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
 
-const CHILD: &str = "SIM_CLOCK_CHILD";
+const CHILD_VARIABLE: &str = "SIM_CLOCK_CHILD";
 
 /// The kernel's time of day in seconds, without the library under test.
-fn real() -> i64 {
+fn real_seconds() -> i64 {
     clock_gettime(ClockId::Realtime).tv_sec
 }
 
@@ -18,15 +18,15 @@ fn real() -> i64 {
 /// and whether its monotonic clock is steady.
 #[test]
 fn child() {
-    if std::env::var_os(CHILD).is_none() {
+    if std::env::var_os(CHILD_VARIABLE).is_none() {
         return;
     }
     let mut last = Instant::now();
     for line in std::io::stdin().lines() {
         line.unwrap();
-        let before = real();
+        let before = real_seconds();
         let reported = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()).unwrap();
-        let after = real();
+        let after = real_seconds();
         let now = Instant::now();
         let steady = now >= last && (now - last).as_secs() < 1800;
         last = now;
@@ -41,7 +41,7 @@ fn the_offset_applies_to_the_time_of_day_only() {
     let library = std::env::current_exe().unwrap().with_file_name("libsim_clock.so");
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])
-        .env(CHILD, "1")
+        .env(CHILD_VARIABLE, "1")
         .env("LD_PRELOAD", library)
         .env("SIM_CLOCK", &file)
         .stdin(Stdio::piped())

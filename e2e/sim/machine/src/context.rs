@@ -7,7 +7,7 @@ use rustix::fs::{FlockOperation, flock};
 use crate::error::{ContextError, Error};
 use crate::process::{self, PidRef, Process, ProcessKind};
 use crate::state::{ComputeMode, DeviceRef, State};
-use crate::store::{LEASES, Machine, io, open_shared};
+use crate::store::{LEASES_DIRECTORY, Machine, io, open_shared};
 
 /// The kind of context that a process opens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,12 +81,12 @@ impl Machine {
     ) -> Result<Context, ContextError> {
         self.update(|state| {
             self.prune(state);
-            let found = usable(state, device)?;
-            may_open(state, &found, kind, pid)?;
-            fits(state, &found, used)?;
+            let found = usable_device(state, device)?;
+            check_may_open(state, &found, kind, pid)?;
+            check_memory_fits(state, &found, used)?;
             let (id, boot, device) = (state.next_id(), state.boot, device.to_owned());
             let lease = format!("{boot}-{id}");
-            let path = self.path(LEASES).join(&lease);
+            let path = self.path(LEASES_DIRECTORY).join(&lease);
             let file = open_shared(&path, false).map_err(io("make", &path))?;
             flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| io("lock", &path)(e.into()))?;
             let entry = Process { id, kind, device: device.clone(), used, pid, name, lease: Some(lease.clone()) };
@@ -109,7 +109,7 @@ impl Context {
     /// Too little memory is free, or the device or the context no longer exists.
     pub fn allocate(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
-            fits(state, &usable(state, &state.processes[entry].device)?, bytes)?;
+            check_memory_fits(state, &usable_device(state, &state.processes[entry].device)?, bytes)?;
             state.processes[entry].used += bytes;
             Ok(())
         })
@@ -131,9 +131,9 @@ impl Context {
     ///
     /// # Errors
     /// The device or the context no longer exists.
-    pub fn used(&self) -> Result<u64, ContextError> {
+    pub fn used_bytes(&self) -> Result<u64, ContextError> {
         let state = self.machine.snapshot()?;
-        Ok(state.processes[self.entry(&state)?].used)
+        Ok(state.processes[self.process_index(&state)?].used)
     }
 
     /// The device's current memory.
@@ -142,10 +142,10 @@ impl Context {
     /// The device or the context no longer exists.
     pub fn memory(&self) -> Result<MemoryInfo, ContextError> {
         let state = self.machine.snapshot()?;
-        self.entry(&state)?;
-        let device = usable(&state, &self.device)?;
+        self.process_index(&state)?;
+        let device = usable_device(&state, &self.device)?;
         let total = device.cuda_memory();
-        Ok(MemoryInfo { free: total.saturating_sub(state.used(&self.machine.processes()?, &self.device)), total })
+        Ok(MemoryInfo { free: total.saturating_sub(state.used_bytes(&self.machine.processes()?, &self.device)), total })
     }
 
     /// Checks that the context and its device still exist.
@@ -154,20 +154,20 @@ impl Context {
     /// The context or its device no longer exists. The program's next CUDA call returns this error.
     pub fn check(&self) -> Result<(), ContextError> {
         let state = self.machine.snapshot()?;
-        self.entry(&state)?;
-        usable(&state, &self.device).map(drop)
+        self.process_index(&state)?;
+        usable_device(&state, &self.device).map(drop)
     }
 
     fn change(&self, change: impl FnOnce(&mut State, usize) -> Result<(), ContextError>) -> Result<(), ContextError> {
         self.machine.update(|state| {
             self.machine.prune(state);
-            let entry = self.entry(state)?;
-            usable(state, &self.device)?;
+            let entry = self.process_index(state)?;
+            usable_device(state, &self.device)?;
             change(state, entry)
         })
     }
 
-    fn entry(&self, state: &State) -> Result<usize, ContextError> {
+    fn process_index(&self, state: &State) -> Result<usize, ContextError> {
         let here = |p: &Process| p.id == self.id && state.boot == self.boot;
         state.processes.iter().position(here).ok_or(ContextError::Destroyed)
     }
@@ -184,12 +184,12 @@ impl Drop for Context {
             }
             Ok(())
         });
-        let _ = fs::remove_file(self.machine.path(LEASES).join(&self.lease));
+        let _ = fs::remove_file(self.machine.path(LEASES_DIRECTORY).join(&self.lease));
     }
 }
 
 /// Returns the device if programs can use it.
-fn usable<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextError> {
+fn usable_device<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextError> {
     if !state.driver.present {
         return Err(ContextError::NoDevice("the driver is not loaded".to_owned()));
     }
@@ -204,7 +204,7 @@ fn usable<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextErro
 }
 
 /// Checks whether the compute mode permits a context. `state` must contain only live processes.
-fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRef) -> Result<(), ContextError> {
+fn check_may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRef) -> Result<(), ContextError> {
     let refuse = |reason: String| Err(ContextError::Unavailable { device: device.uuid().to_owned(), reason });
     match device.gpu.compute_mode {
         _ if kind == ProcessKind::MpsClient => Ok(()),
@@ -223,8 +223,8 @@ fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRe
 }
 
 /// Checks that `wanted` bytes are free on the device. `state` must contain only live processes.
-fn fits(state: &State, device: &DeviceRef<'_>, wanted: u64) -> Result<(), ContextError> {
-    let free = device.cuda_memory().saturating_sub(state.used(&state.processes, device.uuid()));
+fn check_memory_fits(state: &State, device: &DeviceRef<'_>, wanted: u64) -> Result<(), ContextError> {
+    let free = device.cuda_memory().saturating_sub(state.used_bytes(&state.processes, device.uuid()));
     if wanted > free { Err(ContextError::OutOfMemory { wanted, free }) } else { Ok(()) }
 }
 
@@ -246,9 +246,9 @@ mod tests {
     }
 
     /// A child process, killed at the end of the test.
-    struct Other(Child);
+    struct OtherProcess(Child);
 
-    impl Other {
+    impl OtherProcess {
         fn new() -> Self {
             Self(Command::new("sleep").arg("600").spawn().unwrap())
         }
@@ -258,22 +258,22 @@ mod tests {
         }
     }
 
-    impl Drop for Other {
+    impl Drop for OtherProcess {
         fn drop(&mut self) {
             self.0.kill().unwrap();
             self.0.wait().unwrap();
         }
     }
 
-    fn mode(machine: &Machine, mode: ComputeMode) {
+    fn set_compute_mode(machine: &Machine, mode: ComputeMode) {
         machine.change(|s| s.gpus[0].compute_mode = mode).unwrap();
     }
 
     #[test]
     fn an_exclusive_gpu_accepts_one_process_and_its_mps_clients() {
         let (_dir, machine, gpu) = machine("H200-141");
-        mode(&machine, ComputeMode::ExclusiveProcess);
-        let other = Other::new();
+        set_compute_mode(&machine, ComputeMode::ExclusiveProcess);
+        let other = OtherProcess::new();
         let server = machine.open_context(&gpu, ContextKind::MpsServer, 66 << 20).unwrap();
         let second = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
         let refused = other.context(&machine, &gpu, ProcessKind::Compute).unwrap_err();
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn a_prohibited_gpu_accepts_no_process() {
         let (_dir, machine, gpu) = machine("T4");
-        mode(&machine, ComputeMode::Prohibited);
+        set_compute_mode(&machine, ComputeMode::Prohibited);
         let refused = machine.open_context(&gpu, ContextKind::MpsServer, 0).unwrap_err();
         assert!(matches!(refused, ContextError::Unavailable { .. }));
     }
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn memory_is_summed_over_processes_and_freed() {
         let (_dir, machine, gpu) = machine("H200-141");
-        let other = Other::new();
+        let other = OtherProcess::new();
         let mib = |context: &Context| context.memory().unwrap().free >> 20;
         let mine = machine.open_context(&gpu, ContextKind::Compute, 500 << 20).unwrap();
         assert_eq!(mine.memory().unwrap().total >> 20, 143_155);
@@ -310,7 +310,7 @@ mod tests {
         assert!(matches!(refused, ContextError::OutOfMemory { .. }), "no memory for the context itself");
         mine.free(99_999 << 20).unwrap();
         theirs.allocate(50_000 << 20).unwrap();
-        assert_eq!(theirs.used().unwrap() >> 20, 50_001);
+        assert_eq!(theirs.used_bytes().unwrap() >> 20, 50_001);
         drop(theirs);
         assert_eq!(mib(&mine), 143_155 - 501);
     }
@@ -318,8 +318,8 @@ mod tests {
     #[test]
     fn a_killed_process_frees_its_memory() {
         let (_dir, machine, gpu) = machine("T4");
-        mode(&machine, ComputeMode::ExclusiveProcess);
-        let other = Other::new();
+        set_compute_mode(&machine, ComputeMode::ExclusiveProcess);
+        let other = OtherProcess::new();
         let held = other.context(&machine, &gpu, ProcessKind::Compute).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
         drop(other);
@@ -331,7 +331,7 @@ mod tests {
     #[test]
     fn an_invisible_process_is_alive_while_its_lease_is_locked() {
         let (_dir, machine, gpu) = machine("T4");
-        mode(&machine, ComputeMode::ExclusiveProcess);
+        set_compute_mode(&machine, ComputeMode::ExclusiveProcess);
         let elsewhere = PidRef { pid: 1, namespace: 1, start: 1 };
         let context = machine.register(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
@@ -370,7 +370,7 @@ mod tests {
         assert_eq!(context.memory().unwrap(), MemoryInfo { free: (20_096 - 1024) << 20, total: 20_096 << 20 });
         let state = machine.snapshot().unwrap();
         assert_eq!(state.device(&uuid).unwrap().sms(), 42);
-        assert_eq!(state.used(&machine.processes().unwrap(), &gpu), 1 << 30);
+        assert_eq!(state.used_bytes(&machine.processes().unwrap(), &gpu), 1 << 30);
         assert_eq!(state.visible_devices(None)[0].uuid(), uuid);
     }
 

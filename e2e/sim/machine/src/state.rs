@@ -386,7 +386,7 @@ impl State {
     /// The memory that these processes use on a device, in bytes. A GPU's sum includes its MIG
     /// devices.
     #[must_use]
-    pub fn used(&self, processes: &[Process], uuid: &str) -> u64 {
+    pub fn used_bytes(&self, processes: &[Process], uuid: &str) -> u64 {
         let inside: Vec<&str> = match self.device(uuid) {
             Some(DeviceRef { gpu, mig: None, .. }) => {
                 gpu.instances.iter().flat_map(|gi| gi.compute.iter().map(|c| c.uuid.as_str())).chain([uuid]).collect()

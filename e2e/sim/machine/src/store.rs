@@ -23,7 +23,7 @@ pub const STATE_ENV: &str = "SIMGPU_STATE";
 const STATE_FILE: &str = "state.json";
 const LOCK_FILE: &str = "lock";
 const GENERATION_FILE: &str = "generation";
-pub(crate) const LEASES: &str = "leases";
+pub(crate) const LEASES_DIRECTORY: &str = "leases";
 
 /// A handle on a simulated machine. It is cheap to clone, and all clones share the parsed state.
 #[derive(Clone, Debug)]
@@ -66,7 +66,7 @@ impl Machine {
     pub fn init(dir: impl Into<PathBuf>, description: &Description) -> Result<Self, Error> {
         let machine = Self::handle(dir.into());
         let mut fresh = description.state()?;
-        let leases = machine.path(LEASES);
+        let leases = machine.path(LEASES_DIRECTORY);
         fs::create_dir_all(&leases).map_err(io("make", &leases))?;
         for dir in [machine.dir(), &leases] {
             fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io("open up", dir))?;
@@ -196,7 +196,7 @@ impl Machine {
     /// Whether the owner of a context is alive.
     pub(crate) fn is_alive(&self, process: &Process) -> bool {
         let held = process.lease.as_ref().is_none_or(|name| {
-            let path = self.path(LEASES).join(name);
+            let path = self.path(LEASES_DIRECTORY).join(name);
             File::open(path).is_ok_and(|f| flock(&f, FlockOperation::NonBlockingLockShared).is_err())
         });
         held && !process.pid.is_dead()
@@ -209,7 +209,7 @@ impl Machine {
             let alive = self.is_alive(p);
             if let (false, Some(lease)) = (alive, &p.lease) {
                 // A leftover file is harmless, so errors are ignored.
-                let _ = fs::remove_file(self.path(LEASES).join(lease));
+                let _ = fs::remove_file(self.path(LEASES_DIRECTORY).join(lease));
             }
             alive
         });

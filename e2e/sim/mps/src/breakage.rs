@@ -14,7 +14,7 @@ const EXITS_PER_BREAKAGE: u64 = 12;
 
 /// Which exits break the neighbours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rule {
+pub enum BreakageRule {
     /// Kernels of 100 ms or more always, kernels below 1 ms never. In between, every twelfth exit.
     Measured {
         /// Number of exits with kernels of 1 to 100 ms, plus the seed.
@@ -26,7 +26,7 @@ pub enum Rule {
     Never,
 }
 
-impl Rule {
+impl BreakageRule {
     /// The rule from [`RULE_ENV`] and [`SEED_ENV`].
     pub fn from_environment(rule: Option<&str>, seed: Option<&str>) -> Self {
         match rule {
@@ -55,26 +55,30 @@ impl Rule {
 mod tests {
     use super::*;
 
-    fn breakages_of_twelve(mut rule: Rule, kernel_ms: f64) -> usize {
+    fn breakages_of_twelve(mut rule: BreakageRule, kernel_ms: f64) -> usize {
         (0..12).filter(|_| rule.breaks_neighbours(kernel_ms)).count()
     }
 
     #[test]
     fn the_odds_match_the_measurements() {
         for (kernel_ms, expected) in [(0.1, 0), (0.5, 0), (10.0, 1), (100.0, 12), (1000.0, 12)] {
-            assert_eq!(breakages_of_twelve(Rule::from_environment(None, None), kernel_ms), expected, "{kernel_ms} ms");
+            assert_eq!(
+                breakages_of_twelve(BreakageRule::from_environment(None, None), kernel_ms),
+                expected,
+                "{kernel_ms} ms"
+            );
         }
     }
 
     #[test]
     fn the_seed_selects_the_killed_client_that_breaks_its_neighbours() {
-        assert!(Rule::from_environment(None, Some("11")).breaks_neighbours(10.0));
-        assert!(!Rule::from_environment(None, Some("3")).breaks_neighbours(10.0));
+        assert!(BreakageRule::from_environment(None, Some("11")).breaks_neighbours(10.0));
+        assert!(!BreakageRule::from_environment(None, Some("3")).breaks_neighbours(10.0));
     }
 
     #[test]
     fn the_environment_selects_the_rule() {
-        assert_eq!(breakages_of_twelve(Rule::from_environment(Some("always"), None), 0.1), 12);
-        assert_eq!(breakages_of_twelve(Rule::from_environment(Some("never"), None), 1000.0), 0);
+        assert_eq!(breakages_of_twelve(BreakageRule::from_environment(Some("always"), None), 0.1), 12);
+        assert_eq!(breakages_of_twelve(BreakageRule::from_environment(Some("never"), None), 1000.0), 0);
     }
 }

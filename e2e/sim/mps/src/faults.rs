@@ -18,12 +18,12 @@ use sim_machine::Machine;
 
 /// The faults of one daemon or server.
 #[derive(Debug)]
-pub struct Faults {
+pub struct InjectedFaults {
     machine: OnceLock<Machine>,
     visible: Option<String>,
 }
 
-impl Faults {
+impl InjectedFaults {
     /// The faults of the process that sees these devices.
     pub fn new(visible: Option<String>) -> Self {
         Self { machine: OnceLock::new(), visible }

@@ -47,11 +47,11 @@ pub const END_OF_COMMANDS: [u8; 8] = [0; 8];
 pub const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 
 /// The number of descriptors that the server sends to a client.
-const DESCRIPTORS: usize = 4;
+const MAX_DESCRIPTORS: usize = 4;
 /// The maximum length of an administrator's command.
-pub const MAX_COMMAND: usize = 4096;
+pub const MAX_COMMAND_BYTES: usize = 4096;
 /// The maximum length of a reply's line, in bytes.
-const MAX_LINE: usize = 64 * 1024;
+const MAX_LINE_BYTES: usize = 64 * 1024;
 
 /// The peer of a connection, after its introduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,10 +124,10 @@ pub fn next_command(connection: &Connection) -> Result<Option<String>, Refusal> 
     if length == 0 {
         return Ok(None);
     }
-    if length > MAX_COMMAND {
+    if length > MAX_COMMAND_BYTES {
         return Err(Refusal::Malformed("the command is too long"));
     }
-    let Packet { data, truncated, .. } = connection.recv(MAX_COMMAND)?.ok_or(Refusal::Closed)?;
+    let Packet { data, truncated, .. } = connection.recv(MAX_COMMAND_BYTES)?.ok_or(Refusal::Closed)?;
     if truncated || data.len() != length {
         return Err(Refusal::Malformed("the command does not have the announced length"));
     }
@@ -146,7 +146,7 @@ pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
 /// It reads the three packets of the introduction before it checks them, like the real server.
 pub fn receive(connection: &Connection, channel: &Connection) -> Result<(Subject, Credentials), Refusal> {
     let other = File::open("/dev/null")?;
-    for number in 0..DESCRIPTORS {
+    for number in 0..MAX_DESCRIPTORS {
         let fd = if number == 0 { channel.as_fd() } else { other.as_fd() };
         connection.send_fd(DESCRIPTOR, fd).map_err(|_| Refusal::Closed)?;
     }
@@ -220,7 +220,7 @@ impl Entrance {
         // Turns off attestation: credentials would use the space of the descriptors.
         rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| Closed::ByServer)?;
         let mut channel = None;
-        for _ in 0..DESCRIPTORS {
+        for _ in 0..MAX_DESCRIPTORS {
             let packet = self.server.recv_fd(64).ok().flatten().ok_or(Closed::ByServer)?;
             let fd = packet.fd.ok_or(Closed::ByServer)?;
             channel.get_or_insert(Connection::from_fd(fd));
@@ -268,7 +268,7 @@ pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>>
         }
     }
     let mut answer = String::new();
-    while let Some(packet) = connection.recv(4 + MAX_LINE)? {
+    while let Some(packet) = connection.recv(4 + MAX_LINE_BYTES)? {
         if packet.data == END_OF_REPLIES {
             return Ok(Some(answer));
         }

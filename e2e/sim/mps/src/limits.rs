@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 /// contexts with error 808.
 pub const MAX_CONTEXTS: usize = 48;
 /// The memory that NVML reports for the server process, in bytes.
-pub const SERVER_MEMORY: u64 = 66 << 20;
+pub const SERVER_MEMORY_BYTES: u64 = 66 << 20;
 /// The memory that NVML reports for a client without allocations, in bytes.
-pub const CLIENT_MEMORY: u64 = 274 << 20;
+pub const CLIENT_MEMORY_BYTES: u64 = 274 << 20;
 
 /// The names of a device in limits.
 #[derive(Debug, Clone, Copy)]
@@ -22,7 +22,7 @@ pub struct DeviceName<'a> {
 
 impl DeviceName<'_> {
     /// Whether `name` is the device's ordinal, its UUID or a prefix of its UUID.
-    fn is(self, name: &str) -> bool {
+    fn matches_device(self, name: &str) -> bool {
         match name.parse::<usize>() {
             Ok(ordinal) => ordinal == self.ordinal,
             Err(_) => name.len() > 4 && self.uuid.starts_with(name),
@@ -86,7 +86,11 @@ impl Settings {
 
     /// The limit of a device in bytes.
     pub fn memory_of(&self, device: DeviceName<'_>) -> Option<u64> {
-        self.memory.iter().rev().find(|limit| device.is(&limit.device)).and_then(|limit| bytes(&limit.value))
+        self.memory
+            .iter()
+            .rev()
+            .find(|limit| device.matches_device(&limit.device))
+            .and_then(|limit| bytes(&limit.value))
     }
 }
 
@@ -124,7 +128,9 @@ pub fn client_memory(text: Option<&str>, devices: &[DeviceName<'_>], used: usize
     let mut outcome = ClientMemory::Unset;
     for entry in text.split(',') {
         let Some((name, value)) = entry.split_once('=') else { return ClientMemory::Escaped };
-        let Some(device) = devices.iter().position(|device| device.is(name)) else { return ClientMemory::Escaped };
+        let Some(device) = devices.iter().position(|device| device.matches_device(name)) else {
+            return ClientMemory::Escaped;
+        };
         let Some(limit) = bytes(value) else { return ClientMemory::Escaped };
         if device == used {
             outcome = ClientMemory::Lowered(limit);
@@ -160,7 +166,7 @@ mod tests {
     use super::*;
 
     const UUID: &str = "GPU-8f3c1a52-0000-4000-8000-000000000001";
-    const ONE: [DeviceName<'_>; 1] = [DeviceName { ordinal: 0, uuid: UUID }];
+    const ONE_DEVICE: [DeviceName<'_>; 1] = [DeviceName { ordinal: 0, uuid: UUID }];
 
     #[test]
     fn free_memory_under_a_limit_matches_the_measurements() {
@@ -183,18 +189,18 @@ mod tests {
     #[test]
     fn a_client_lowers_its_memory_by_ordinal_uuid_or_prefix() {
         for text in ["0=8G", "0=8192M", &format!("{UUID}=8G"), "GPU-8f3c=8G"] {
-            assert_eq!(client_memory(Some(text), &ONE, 0), ClientMemory::Lowered(8 << 30), "{text}");
+            assert_eq!(client_memory(Some(text), &ONE_DEVICE, 0), ClientMemory::Lowered(8 << 30), "{text}");
         }
-        assert_eq!(client_memory(Some("0=8.5G"), &ONE, 0), ClientMemory::Lowered(8));
-        assert_eq!(client_memory(None, &ONE, 0), ClientMemory::Unset);
-        assert_eq!(client_memory(Some(""), &ONE, 0), ClientMemory::Unset);
+        assert_eq!(client_memory(Some("0=8.5G"), &ONE_DEVICE, 0), ClientMemory::Lowered(8));
+        assert_eq!(client_memory(None, &ONE_DEVICE, 0), ClientMemory::Unset);
+        assert_eq!(client_memory(Some(""), &ONE_DEVICE, 0), ClientMemory::Unset);
     }
 
     #[test]
     fn one_invalid_entry_removes_every_memory_limit() {
         for text in ["0=2G,1=4G", "1=8G", "8G", "junk", "0=", "0=junk", "0=2G,", "GPU-ffff=8G", "GPU-=8G"] {
-            assert_eq!(client_memory(Some(text), &ONE, 0), ClientMemory::Escaped, "{text}");
-            assert_eq!(effective_memory(Some(10 << 30), client_memory(Some(text), &ONE, 0)), None);
+            assert_eq!(client_memory(Some(text), &ONE_DEVICE, 0), ClientMemory::Escaped, "{text}");
+            assert_eq!(effective_memory(Some(10 << 30), client_memory(Some(text), &ONE_DEVICE, 0)), None);
         }
     }
 
@@ -219,15 +225,15 @@ mod tests {
     #[test]
     fn the_last_setting_for_a_device_applies() {
         let mut settings = Settings::from_environment(Some("50"), Some("0=10G,junk,7=1G"));
-        assert_eq!(settings.memory_of(ONE[0]), Some(10 << 30));
+        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(10 << 30));
         settings.set_memory(UUID, "4G");
-        assert_eq!(settings.memory_of(ONE[0]), Some(4 << 30));
+        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(4 << 30));
         settings.set_memory("0", "2G");
-        assert_eq!(settings.memory_of(ONE[0]), Some(2 << 30));
+        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(2 << 30));
         settings.set_memory("5", "1G");
-        assert_eq!(settings.memory_of(ONE[0]), Some(2 << 30));
+        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(2 << 30));
         settings.set_memory("0", "0");
-        assert_eq!(settings.memory_of(ONE[0]), Some(4 << 30));
+        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(4 << 30));
     }
 
     #[test]

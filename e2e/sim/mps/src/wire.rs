@@ -11,7 +11,7 @@ use crate::limits::Settings;
 use crate::seqpacket::Connection;
 
 /// The maximum length of a packet, in bytes.
-pub const MAX_PACKET: usize = 64 * 1024;
+pub const MAX_PACKET_BYTES: usize = 64 * 1024;
 
 /// A server's state, as `get_server_status` prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -198,5 +198,9 @@ pub fn try_send<T: Serialize>(connection: &Connection, message: &T) -> io::Resul
 
 /// Waits for a message. `None` means that the peer has closed.
 pub fn recv<T: DeserializeOwned>(connection: &Connection) -> io::Result<Option<T>> {
-    connection.recv(MAX_PACKET)?.map(|packet| serde_json::from_slice(&packet.data)).transpose().map_err(io::Error::from)
+    connection
+        .recv(MAX_PACKET_BYTES)?
+        .map(|packet| serde_json::from_slice(&packet.data))
+        .transpose()
+        .map_err(io::Error::from)
 }

@@ -20,7 +20,7 @@ pub(crate) struct Memory {
 /// Returns the device's current memory use.
 pub(crate) fn memory(view: &View, device: &DeviceRef<'_>) -> Result<Memory> {
     let (total, usable) = (device.nvml_memory(), device.cuda_memory());
-    let used = view.state.used(&view.machine.processes()?, device.uuid()).min(usable);
+    let used = view.state.used_bytes(&view.machine.processes()?, device.uuid()).min(usable);
     Ok(Memory { total, reserved: total.saturating_sub(usable), used, free: usable - used })
 }
 

@@ -83,7 +83,7 @@ fn library() -> MutexGuard<'static, Library> {
 
 /// `nvmlInit`. Each call requires an `nvmlShutdown`.
 pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
-    guarded(|| {
+    catch_panic(|| {
         // The first call reopens the machine, because `simgpu init` may have replaced it.
         let known = library().machine.clone();
         let machine = match known {
@@ -108,7 +108,7 @@ pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
 
 /// `nvmlShutdown`.
 pub(crate) fn shutdown() -> sys::nvmlReturn_t {
-    guarded(|| {
+    catch_panic(|| {
         let mut library = library();
         library.users = library.users.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
         if library.users == 0 {
@@ -171,7 +171,7 @@ fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
 }
 
 /// Runs the body of a call. A panic must not unwind into C.
-pub(crate) fn guarded(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
+pub(crate) fn catch_panic(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
     // Tables remain consistent after a panic, because every entry is written at once. The library
     // therefore ignores poisoned locks.
     match catch_unwind(AssertUnwindSafe(body)) {
@@ -183,7 +183,7 @@ pub(crate) fn guarded(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
 
 /// Runs a call about the machine.
 pub(crate) fn call(name: &str, body: impl FnOnce(&View) -> Result<()>) -> sys::nvmlReturn_t {
-    guarded(|| body(&View::new(name, None)?))
+    catch_panic(|| body(&View::new(name, None)?))
 }
 
 /// Runs a call about a GPU's instance. Faults of the GPU apply.
@@ -197,7 +197,7 @@ pub(crate) fn on_device(
     device: Handle,
     body: impl FnOnce(&View, DeviceRef<'_>) -> Result<()>,
 ) -> sys::nvmlReturn_t {
-    guarded(|| {
+    catch_panic(|| {
         let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
         let view = View::new(name, Some(&uuid))?;
         let device = view.state.device(&uuid).ok_or(Code::NOT_FOUND)?;
@@ -225,12 +225,12 @@ pub(crate) fn as_root(
     body: impl FnOnce(&View, &Gpu, &Model) -> Result<()>,
 ) -> sys::nvmlReturn_t {
     on_gpu(name, device, |view, gpu, model| {
-        permitted()?;
+        require_root()?;
         body(view, gpu, model)
     })
 }
 
 /// Only root may change a GPU.
-pub(crate) fn permitted() -> Result<()> {
+pub(crate) fn require_root() -> Result<()> {
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err(Code::NO_PERMISSION) }
 }

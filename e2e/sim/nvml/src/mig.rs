@@ -71,7 +71,11 @@ pub(crate) fn compute_instance(instance: Handle) -> Result<(String, u32, u32)> {
 }
 
 /// Returns a GPU instance in its current state.
-pub(crate) fn find<'v>(view: &'v View, gpu: &str, id: u32) -> Result<(&'v Gpu, &'v Model, &'v GpuInstance)> {
+pub(crate) fn find_gpu_instance<'v>(
+    view: &'v View,
+    gpu: &str,
+    id: u32,
+) -> Result<(&'v Gpu, &'v Model, &'v GpuInstance)> {
     let (gpu, model) = view.gpu(gpu)?;
     let found = gpu.instances.iter().find(|i| i.id == id).ok_or(Code::NOT_FOUND)?;
     Ok((gpu, model, found))
@@ -94,24 +98,30 @@ pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlRet
 }
 
 /// Creates a GPU instance.
-pub(crate) fn create(view: &View, uuid: &str, profile: u32, at: Option<Placement>) -> Result<Handle> {
+pub(crate) fn create_gpu_instance(view: &View, uuid: &str, profile: u32, at: Option<Placement>) -> Result<Handle> {
     let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
     Ok(handle(Object::GpuInstance(uuid.to_owned(), id)))
 }
 
 /// Destroys a GPU instance.
-pub(crate) fn destroy(view: &View, uuid: &str, id: u32) -> Result<()> {
+pub(crate) fn destroy_gpu_instance(view: &View, uuid: &str, id: u32) -> Result<()> {
     change(&view.machine, uuid, |gpu, _| Ok(gpu.destroy_gpu_instance(id)?))
 }
 
 /// Creates a compute instance.
-pub(crate) fn create_compute(view: &View, uuid: &str, gi: u32, profile: u32, at: Option<Placement>) -> Result<Handle> {
+pub(crate) fn create_compute_instance(
+    view: &View,
+    uuid: &str,
+    gi: u32,
+    profile: u32,
+    at: Option<Placement>,
+) -> Result<Handle> {
     let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
     Ok(handle(Object::ComputeInstance(uuid.to_owned(), gi, id)))
 }
 
 /// Destroys a compute instance that no process uses.
-pub(crate) fn destroy_compute(view: &View, uuid: &str, gi: u32, id: u32) -> Result<()> {
+pub(crate) fn destroy_compute_instance(view: &View, uuid: &str, gi: u32, id: u32) -> Result<()> {
     // Processes register under the same lock, so none can appear in between.
     view.machine.update(|state| {
         let processes = view.machine.live_processes(state);

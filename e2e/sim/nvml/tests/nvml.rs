@@ -105,7 +105,7 @@ fn nvml() -> Nvml {
     load().unwrap()
 }
 
-fn change(machine: &Machine, change: impl FnOnce(&mut State)) {
+fn change_state(machine: &Machine, change: impl FnOnce(&mut State)) {
     machine.change(change).unwrap();
 }
 
@@ -123,7 +123,12 @@ fn handle(device: &Device<'_>) -> sys::nvmlDevice_t {
     unsafe { device.handle() }
 }
 
-fn create(nvml: &Nvml, gpu: &Device<'_>, profile: u32, at: Option<(u32, u32)>) -> Result<sys::nvmlGpuInstance_t, u32> {
+fn create_gpu_instance(
+    nvml: &Nvml,
+    gpu: &Device<'_>,
+    profile: u32,
+    at: Option<(u32, u32)>,
+) -> Result<sys::nvmlGpuInstance_t, u32> {
     let mut made = std::ptr::null_mut();
     let code = match at {
         None => raw!(nvml, nvmlDeviceCreateGpuInstance(handle(gpu), profile, &raw mut made)),
@@ -135,7 +140,11 @@ fn create(nvml: &Nvml, gpu: &Device<'_>, profile: u32, at: Option<(u32, u32)>) -
     if code == 0 { Ok(made) } else { Err(code) }
 }
 
-fn create_compute(nvml: &Nvml, gi: sys::nvmlGpuInstance_t, profile: u32) -> Result<sys::nvmlComputeInstance_t, u32> {
+fn create_compute_instance(
+    nvml: &Nvml,
+    gi: sys::nvmlGpuInstance_t,
+    profile: u32,
+) -> Result<sys::nvmlComputeInstance_t, u32> {
     let mut made = std::ptr::null_mut();
     match raw!(nvml, nvmlGpuInstanceCreateComputeInstance(gi, profile, &raw mut made)) {
         0 => Ok(made),
@@ -241,17 +250,21 @@ fn mig_instances_are_created_used_and_destroyed() {
     run_alone("mig_instances_are_created_used_and_destroyed", &["H100-80"], |machine| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
-        assert_eq!(create(&nvml, &gpu, 9, None).unwrap_err(), 3, "MIG is off");
+        assert_eq!(create_gpu_instance(&nvml, &gpu, 9, None).unwrap_err(), 3, "MIG is off");
         assert_eq!(set_mig(&nvml, &gpu, 1), (0, 0));
         assert_eq!(gpu.mig_mode().unwrap(), MigMode { current: 1, pending: 1 });
         assert_eq!(gpu.mig_device_count().unwrap(), 7);
         assert!(matches!(gpu.mig_device_by_index(0), Err(NvmlError::NotFound)));
 
-        let gi = create(&nvml, &gpu, 9, Some((4, 4))).unwrap();
-        assert_eq!(create(&nvml, &gpu, 9, Some((4, 4))).unwrap_err(), 23, "taken");
-        assert_eq!(create(&nvml, &gpu, 9, Some((2, 4))).unwrap_err(), 2, "the profile has no such placement");
-        assert_eq!(create(&nvml, &gpu, 0, None).unwrap_err(), 23, "not enough free slices");
-        assert_eq!(create(&nvml, &gpu, 77, None).unwrap_err(), 2, "no such profile");
+        let gi = create_gpu_instance(&nvml, &gpu, 9, Some((4, 4))).unwrap();
+        assert_eq!(create_gpu_instance(&nvml, &gpu, 9, Some((4, 4))).unwrap_err(), 23, "taken");
+        assert_eq!(
+            create_gpu_instance(&nvml, &gpu, 9, Some((2, 4))).unwrap_err(),
+            2,
+            "the profile has no such placement"
+        );
+        assert_eq!(create_gpu_instance(&nvml, &gpu, 0, None).unwrap_err(), 23, "not enough free slices");
+        assert_eq!(create_gpu_instance(&nvml, &gpu, 77, None).unwrap_err(), 2, "no such profile");
         let mut info = zeroed::<sys::nvmlGpuInstanceInfo_t>();
         assert_eq!(raw!(nvml, nvmlGpuInstanceGetInfo(gi, &raw mut info)), 0);
         assert_eq!((info.id, info.profileId, info.placement.start, info.placement.size), (2, 9, 4, 4));
@@ -262,8 +275,8 @@ fn mig_instances_are_created_used_and_destroyed() {
         let mut profile = zeroed::<sys::nvmlComputeInstanceProfileInfo_t>();
         assert_eq!(raw!(nvml, nvmlGpuInstanceGetComputeInstanceProfileInfo(gi, 2, 0, &raw mut profile)), 0);
         assert_eq!((profile.id, profile.multiprocessorCount, profile.instanceCount), (2, 60, 1));
-        let ci = create_compute(&nvml, gi, profile.id).unwrap();
-        assert_eq!(create_compute(&nvml, gi, 0).unwrap_err(), 23);
+        let ci = create_compute_instance(&nvml, gi, profile.id).unwrap();
+        assert_eq!(create_compute_instance(&nvml, gi, 0).unwrap_err(), 23);
         let mig = gpu.mig_device_by_index(0).unwrap();
         let uuid = mig.uuid().unwrap();
         assert!(uuid.starts_with("MIG-") && mig.mig_is_mig_device_handle().unwrap());
@@ -291,7 +304,7 @@ fn mig_instances_are_created_used_and_destroyed() {
         let gpu_uuid = gpu.uuid().unwrap();
         let call = "nvmlComputeInstanceDestroy".to_owned();
         let fault = Fault { id: 1, call, gpu: Some(gpu_uuid), effect: Effect::Code(999), remaining: Some(1) };
-        change(machine, |s| s.faults.push(fault));
+        change_state(machine, |s| s.faults.push(fault));
         assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 999);
         assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 0);
         assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 0);
@@ -340,8 +353,8 @@ fn an_event_names_its_mig_device() {
         assert_eq!(raw!(nvml, nvmlDeviceRegisterEvents(gpu, 1 << 40, set)), 3, "no such event");
         assert_eq!(raw!(nvml, nvmlDeviceRegisterEvents(gpu, 8, set)), 0);
         let uuid = machine.snapshot().unwrap().gpus[0].uuid.clone();
-        change(machine, |s| s.push_event(&uuid, EventKind::Xid, 94, Some((3, 0))));
-        change(machine, |s| s.push_event(&uuid, EventKind::Xid, 79, None));
+        change_state(machine, |s| s.push_event(&uuid, EventKind::Xid, 94, Some((3, 0))));
+        change_state(machine, |s| s.push_event(&uuid, EventKind::Xid, 79, None));
         let mut data = zeroed::<sys::nvmlEventData_t>();
         let mut next = || {
             assert_eq!(raw!(nvml, nvmlEventSetWait_v2(set, &raw mut data, 60_000)), 0);
@@ -361,7 +374,8 @@ fn events_reach_registered_sets() {
     run_alone("events_reach_registered_sets", &["H100-80", "H100-80"], |machine| {
         let nvml = nvml();
         let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
-        let xid = |gpu: usize, code: u64| change(machine, |s| s.push_event(&uuids[gpu], EventKind::Xid, code, None));
+        let xid =
+            |gpu: usize, code: u64| change_state(machine, |s| s.push_event(&uuids[gpu], EventKind::Xid, code, None));
         xid(0, 1);
         let first = nvml.device_by_index(0).unwrap();
         let second = nvml.device_by_index(1).unwrap();
@@ -373,9 +387,9 @@ fn events_reach_registered_sets() {
         let set = second.register_events(ecc, set).unwrap();
         assert!(matches!(set.wait(20), Err(NvmlError::Timeout)), "earlier events are not delivered");
         xid(0, 79);
-        change(machine, |s| s.push_event(&uuids[0], EventKind::DoubleBitEcc, 0, None));
-        change(machine, |s| s.push_event(&uuids[1], EventKind::DoubleBitEcc, 0, None));
-        change(machine, |s| s.push_event(&uuids[1], EventKind::Xid, 94, Some((3, 0))));
+        change_state(machine, |s| s.push_event(&uuids[0], EventKind::DoubleBitEcc, 0, None));
+        change_state(machine, |s| s.push_event(&uuids[1], EventKind::DoubleBitEcc, 0, None));
+        change_state(machine, |s| s.push_event(&uuids[1], EventKind::Xid, 94, Some((3, 0))));
         let got = set.wait(60_000).unwrap();
         assert_eq!((got.device.uuid().unwrap(), xid_of(&got)), (uuids[0].clone(), 79));
         let got = set.wait(60_000).unwrap();
@@ -389,10 +403,10 @@ fn events_reach_registered_sets() {
         });
         // A GPU's last event is delivered before the error that it is lost.
         xid(1, 79);
-        change(machine, |s| s.gpus[1].lost = true);
+        change_state(machine, |s| s.gpus[1].lost = true);
         assert_eq!(next_xid(&set), 79);
         assert!(matches!(set.wait(60_000), Err(NvmlError::GpuLost)));
-        change(machine, |s| s.gpus[1].lost = false);
+        change_state(machine, |s| s.gpus[1].lost = false);
         assert!(matches!(set.wait(0), Err(NvmlError::Timeout)));
     });
 }
@@ -403,7 +417,7 @@ fn a_lost_gpu_does_not_affect_others() {
         let nvml = nvml();
         let (lost, well) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let uuid = lost.uuid().unwrap();
-        change(machine, |s| s.gpus[0].lost = true);
+        change_state(machine, |s| s.gpus[0].lost = true);
         assert!(matches!(lost.uuid(), Err(NvmlError::GpuLost)));
         assert!(matches!(lost.memory_info(), Err(NvmlError::GpuLost)));
         assert!(matches!(lost.running_compute_processes(), Err(NvmlError::GpuLost)));
@@ -416,7 +430,7 @@ fn a_lost_gpu_does_not_affect_others() {
         drop(nvml);
         let nvml = self::nvml();
         assert!(matches!(nvml.device_by_index(0), Err(NvmlError::GpuLost)));
-        change(machine, |s| s.gpus[0].lost = false);
+        change_state(machine, |s| s.gpus[0].lost = false);
         assert_eq!(nvml.device_by_index(0).unwrap().uuid().unwrap(), uuid);
     });
 }
@@ -469,9 +483,9 @@ fn settings_are_visible_to_other_processes() {
         assert_eq!(machine.snapshot().unwrap().gpus[0].compute_mode, sim_machine::ComputeMode::ExclusiveProcess);
         let _holder = Holder::new(machine, &gpu.uuid().unwrap());
         assert!(machine.open_context(&gpu.uuid().unwrap(), ContextKind::Compute, 0).is_err());
-        change(machine, |s| s.gpus[0].compute_mode = sim_machine::ComputeMode::Prohibited);
+        change_state(machine, |s| s.gpus[0].compute_mode = sim_machine::ComputeMode::Prohibited);
         assert_eq!(gpu.compute_mode().unwrap(), ComputeMode::Prohibited);
-        change(machine, |s| s.gpus[0].ecc = [3, 1]);
+        change_state(machine, |s| s.gpus[0].ecc = [3, 1]);
         let errors = |kind| gpu.total_ecc_errors(kind, EccCounter::Volatile).unwrap();
         assert_eq!((errors(MemoryError::Corrected), errors(MemoryError::Uncorrected)), (3, 1));
     });
@@ -493,7 +507,7 @@ fn only_root_can_change_a_gpu() {
         }
         assert!(matches!(gpu.set_compute_mode(ComputeMode::Prohibited), Err(NvmlError::NoPermission)));
         assert_eq!(set_mig(&nvml, &gpu, 1).0, 4);
-        assert_eq!(create(&nvml, &gpu, 0, None).unwrap_err(), 4);
+        assert_eq!(create_gpu_instance(&nvml, &gpu, 0, None).unwrap_err(), 4);
         assert_eq!(gpu.compute_mode().unwrap(), ComputeMode::Default);
     });
 }
@@ -505,7 +519,7 @@ fn injected_errors_and_hangs_take_precedence() {
         let (one, two) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let gpu = Some(one.uuid().unwrap());
         let inject = |id: u64, call: &str, gpu: Option<String>, effect, remaining| {
-            change(machine, |s| s.faults.push(Fault { id, call: call.to_owned(), gpu, effect, remaining }));
+            change_state(machine, |s| s.faults.push(Fault { id, call: call.to_owned(), gpu, effect, remaining }));
         };
         inject(1, "nvmlDeviceGetUUID", gpu, Effect::Code(999), Some(1));
         two.uuid().unwrap();
@@ -518,7 +532,7 @@ fn injected_errors_and_hangs_take_precedence() {
             // The library is not locked during the hang, so other threads continue.
             two.memory_info().unwrap();
             assert!(!hanging.is_finished());
-            change(machine, |s| s.faults.clear());
+            change_state(machine, |s| s.faults.clear());
             assert_eq!(hanging.join().unwrap(), "Tesla T4");
         });
         inject(3, "nvmlInit*", None, Effect::Code(18), None);
@@ -530,7 +544,7 @@ fn injected_errors_and_hangs_take_precedence() {
 fn nvml_fails_without_a_driver() {
     run_alone("nvml_fails_without_a_driver", &[], |machine| {
         assert_eq!(nvml().device_count().unwrap(), 0, "a driver without a GPU");
-        change(machine, |s| s.driver.present = false);
+        change_state(machine, |s| s.driver.present = false);
         assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));
         std::fs::remove_dir_all(machine.dir()).unwrap();
         assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));

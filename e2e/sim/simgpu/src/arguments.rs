@@ -65,7 +65,7 @@ pub(crate) enum Command {
         /// The XID, such as 79.
         code: u64,
         /// The MIG device concerned, as GPU instance and compute instance.
-        #[arg(long, value_name = "GI,CI", value_parser = instance)]
+        #[arg(long, value_name = "GI,CI", value_parser = parse_instance)]
         instance: Option<(u32, u32)>,
     },
     /// Add ECC errors to the counters, and report them as events.
@@ -105,7 +105,7 @@ pub(crate) enum Command {
         #[arg(long)]
         gpu: Option<String>,
         /// The return code, by NVML's name or number.
-        #[arg(long, default_value = "UNKNOWN", value_parser = code)]
+        #[arg(long, default_value = "UNKNOWN", value_parser = parse_code)]
         code: i32,
         /// Apply only to this number of calls.
         #[arg(long)]
@@ -201,7 +201,7 @@ pub(crate) enum Output {
 }
 
 /// Parses an NVML return code, by name or number.
-pub(crate) fn code(text: &str) -> Result<i32, String> {
+pub(crate) fn parse_code(text: &str) -> Result<i32, String> {
     let name = text.to_ascii_uppercase();
     let name = name.strip_prefix("NVML_ERROR_").unwrap_or(&name);
     let code = match name {
@@ -231,7 +231,7 @@ pub(crate) fn code(text: &str) -> Result<i32, String> {
 }
 
 /// Parses `1,0` as GPU instance and compute instance.
-pub(crate) fn instance(text: &str) -> Result<(u32, u32), String> {
+pub(crate) fn parse_instance(text: &str) -> Result<(u32, u32), String> {
     let parts = text.split_once(',').and_then(|(gi, ci)| Some((gi.parse().ok()?, ci.parse().ok()?)));
     parts.ok_or_else(|| format!("{text} is not GI,CI"))
 }

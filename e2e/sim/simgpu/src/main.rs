@@ -54,12 +54,12 @@ fn describe(gpus: &[String], file: Option<&PathBuf>, name: &str) -> Result<Descr
         return serde_json::from_slice(&text)
             .with_context(|| format!("{} does not describe a machine", file.display()));
     }
-    let gpus = gpus.iter().map(|entry| group(entry)).collect::<Result<_>>()?;
+    let gpus = gpus.iter().map(|entry| parse_gpu_group(entry)).collect::<Result<_>>()?;
     Ok(Description { name: name.to_owned(), gpus, ..Description::default() })
 }
 
 /// Parses `4xH100-80`, or `T4` for one GPU. No model's name begins with digits and an x.
-fn group(entry: &str) -> Result<GpuDescription> {
+fn parse_gpu_group(entry: &str) -> Result<GpuDescription> {
     let counted = entry.split_once(['x', 'X']).filter(|(n, _)| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
     let (count, model) = match counted {
         Some((count, model)) => (count.parse().with_context(|| format!("too many GPUs: {entry}"))?, model),

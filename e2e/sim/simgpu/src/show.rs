@@ -51,7 +51,7 @@ pub(crate) fn table(machine: &Machine) -> Result<String> {
     writeln!(out, "{:<4} {:<41} {:<22} {:>4} {:>15}  STATE", "GPU", "UUID", "MODEL", "SMS", "MIB USED/TOTAL")?;
     for gpu in &state.gpus {
         let model = state.model(gpu)?;
-        let used = state.used(&processes, &gpu.uuid) >> 20;
+        let used = state.used_bytes(&processes, &gpu.uuid) >> 20;
         let mut notes = vec![format!("{:?}", gpu.compute_mode)];
         match (gpu.mig, gpu.mig_pending) {
             (true, true) => notes.push("MIG".to_owned()),

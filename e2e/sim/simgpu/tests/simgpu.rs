@@ -15,7 +15,7 @@ struct Simgpu(tempfile::TempDir);
 impl Simgpu {
     fn new(arguments: &[&str]) -> Self {
         let simgpu = Self(tempfile::tempdir().unwrap());
-        simgpu.ok(&[&["init"], arguments].concat());
+        simgpu.run_successfully(&[&["init"], arguments].concat());
         simgpu
     }
 
@@ -26,14 +26,14 @@ impl Simgpu {
     }
 
     /// Runs a command that must succeed, and returns its output.
-    fn ok(&self, arguments: &[&str]) -> String {
+    fn run_successfully(&self, arguments: &[&str]) -> String {
         let output = self.command(arguments).output().unwrap();
         assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     }
 
     /// Runs a command that must fail without a change, and returns its error text.
-    fn refused(&self, arguments: &[&str]) -> String {
+    fn run_refused(&self, arguments: &[&str]) -> String {
         let before = self.machine().snapshot().unwrap().generation;
         let output = self.command(arguments).output().unwrap();
         assert!(!output.status.success(), "{arguments:?}");
@@ -82,10 +82,10 @@ fn init_creates_the_described_machine() {
     assert_eq!(models, [h100, h100, h100, h100, "Tesla T4", "NVIDIA L4", "NVIDIA L4"]);
     let other = Simgpu::new(&["--gpus", "T4", "--machine", "node-2"]);
     assert_ne!(other.machine().snapshot().unwrap().gpus[0].uuid, state.gpus[0].uuid);
-    let shown = simgpu.ok(&["show"]);
+    let shown = simgpu.run_successfully(&["show"]);
     assert!(state.gpus.iter().all(|g| shown.contains(&g.uuid)), "{shown}");
-    assert!(simgpu.refused(&["init", "--gpus", "3xH900"]).contains("H900"));
-    assert!(simgpu.refused(&["init", "--gpus", "99999999999xT4"]).contains("too many"));
+    assert!(simgpu.run_refused(&["init", "--gpus", "3xH900"]).contains("H900"));
+    assert!(simgpu.run_refused(&["init", "--gpus", "99999999999xT4"]).contains("too many"));
 }
 
 #[test]
@@ -96,91 +96,92 @@ fn a_file_describes_more_than_the_options() {
         "models":[{"name":"Own","architecture":"Hopper","computeCapability":[9,0],"sms":4,"coresPerSm":128,"memoryMib":100,
         "cudaMemoryMib":90,"memoryBusWidth":64,"pciDeviceId":1,"pciSubsystemId":2,"powerWatts":[10,5]}]}"#;
     std::fs::write(&file, text).unwrap();
-    simgpu.ok(&["init", "--file", file.to_str().unwrap()]);
+    simgpu.run_successfully(&["init", "--file", file.to_str().unwrap()]);
     let state = simgpu.machine().snapshot().unwrap();
     assert_eq!((state.gpus[0].uuid.as_str(), state.gpus[0].numa_node), ("GPU-a", Some(1)));
     assert_eq!(state.model(&state.gpus[1]).unwrap().sms, 4);
     std::fs::write(&file, r#"{"name":"x","gpu":[]}"#).unwrap();
-    assert!(simgpu.refused(&["init", "--file", file.to_str().unwrap()]).contains("unknown field"));
+    assert!(simgpu.run_refused(&["init", "--file", file.to_str().unwrap()]).contains("unknown field"));
 }
 
 #[test]
 fn faults_are_injected_and_cleared() {
     let simgpu = Simgpu::new(&["--gpus", "2xT4"]);
-    simgpu.ok(&["fail", "nvmlDeviceGetUUID", "--gpu", "1", "--code", "gpu_is_lost", "--count", "3"]);
-    let second = simgpu.ok(&["hang", "nvmlEventSetWait", "--seconds", "2.5"]);
-    simgpu.ok(&["fail", "mps:start", "--code", "7"]);
+    simgpu.run_successfully(&["fail", "nvmlDeviceGetUUID", "--gpu", "1", "--code", "gpu_is_lost", "--count", "3"]);
+    let second = simgpu.run_successfully(&["hang", "nvmlEventSetWait", "--seconds", "2.5"]);
+    simgpu.run_successfully(&["fail", "mps:start", "--code", "7"]);
     let state = simgpu.machine().snapshot().unwrap();
     assert_eq!(state.faults[0].gpu.as_ref(), Some(&state.gpus[1].uuid));
     let seen: Vec<_> = state.faults.iter().map(|f| (f.effect, f.remaining)).collect();
     assert_eq!(seen, [(Effect::Code(15), Some(3)), (Effect::Hang(Some(2.5)), None), (Effect::Code(7), None)]);
-    assert!(simgpu.ok(&["show"]).contains("nvmlEventSetWait hangs for 2.5 s"));
-    simgpu.ok(&["clear", second.trim().strip_prefix("fault ").unwrap()]);
+    assert!(simgpu.run_successfully(&["show"]).contains("nvmlEventSetWait hangs for 2.5 s"));
+    simgpu.run_successfully(&["clear", second.trim().strip_prefix("fault ").unwrap()]);
     assert_eq!(simgpu.machine().snapshot().unwrap().faults.len(), 2);
-    simgpu.ok(&["clear"]);
+    simgpu.run_successfully(&["clear"]);
     assert!(simgpu.machine().snapshot().unwrap().faults.is_empty());
-    assert!(simgpu.refused(&["clear", "77"]).contains("fault 77 does not exist"));
-    assert!(simgpu.refused(&["fail", "x", "--code", "NONSENSE"]).contains("NONSENSE"));
-    assert!(simgpu.refused(&["fail", "x", "--gpu", "7"]).contains("no GPU 7"));
-    assert!(simgpu.refused(&["hang", "x", "--seconds=-1"]).contains("not a duration"));
+    assert!(simgpu.run_refused(&["clear", "77"]).contains("fault 77 does not exist"));
+    assert!(simgpu.run_refused(&["fail", "x", "--code", "NONSENSE"]).contains("NONSENSE"));
+    assert!(simgpu.run_refused(&["fail", "x", "--gpu", "7"]).contains("no GPU 7"));
+    assert!(simgpu.run_refused(&["hang", "x", "--seconds=-1"]).contains("not a duration"));
 }
 
 #[test]
 fn xids_are_injected_and_a_gpu_can_be_lost() {
     let simgpu = Simgpu::new(&["--gpus", "2xH100-80"]);
-    simgpu.ok(&["xid", "0", "79"]);
-    simgpu.ok(&["xid", "1", "94", "--instance", "3,0"]);
-    simgpu.ok(&["ecc", "1", "--uncorrected", "2"]);
-    simgpu.ok(&["lose", "0"]);
+    simgpu.run_successfully(&["xid", "0", "79"]);
+    simgpu.run_successfully(&["xid", "1", "94", "--instance", "3,0"]);
+    simgpu.run_successfully(&["ecc", "1", "--uncorrected", "2"]);
+    simgpu.run_successfully(&["lose", "0"]);
     let state = simgpu.machine().snapshot().unwrap();
     let seen: Vec<_> = state.events.iter().map(|e| (e.kind, e.data, e.gpu_instance)).collect();
     assert_eq!(seen, [(EventKind::Xid, 79, None), (EventKind::Xid, 94, Some(3)), (EventKind::DoubleBitEcc, 0, None)]);
     assert_eq!((state.gpus[0].lost, state.gpus[1].ecc), (true, [0, 2]));
-    assert!(simgpu.ok(&["show"]).contains("LOST"));
-    simgpu.ok(&["restore", "0"]);
+    assert!(simgpu.run_successfully(&["show"]).contains("LOST"));
+    simgpu.run_successfully(&["restore", "0"]);
     assert!(!simgpu.machine().snapshot().unwrap().gpus[0].lost);
-    assert!(simgpu.refused(&["xid", "9", "79"]).contains("no GPU 9"));
+    assert!(simgpu.run_refused(&["xid", "9", "79"]).contains("no GPU 9"));
 }
 
 #[test]
 fn settings_of_a_gpu_can_be_changed() {
     let simgpu = Simgpu::new(&["--gpus", "H100-80"]);
-    simgpu.ok(&["set", "0", "compute-mode=exclusive-process", "temperature=91", "numa=1", "cpus=0-3"]);
+    simgpu.run_successfully(&["set", "0", "compute-mode=exclusive-process", "temperature=91", "numa=1", "cpus=0-3"]);
     let gpu = simgpu.machine().snapshot().unwrap().gpus[0].clone();
     assert_eq!((gpu.compute_mode, gpu.temperature, gpu.numa_node), (ComputeMode::ExclusiveProcess, Some(91), Some(1)));
     // The changes are atomic: the first of the two is not applied.
-    assert!(simgpu.refused(&["set", "0", "temperature=50", "speed=9"]).contains("speed"));
+    assert!(simgpu.run_refused(&["set", "0", "temperature=50", "speed=9"]).contains("speed"));
     assert_eq!(simgpu.machine().snapshot().unwrap().gpus[0].temperature, Some(91));
-    simgpu.ok(&["driver", "--present", "false", "--version", "570.1"]);
+    simgpu.run_successfully(&["driver", "--present", "false", "--version", "570.1"]);
     let state = simgpu.machine().snapshot().unwrap();
     assert_eq!((state.driver.present, state.driver.version.as_str()), (false, "570.1"));
-    assert!(simgpu.ok(&["show"]).contains("not loaded"));
+    assert!(simgpu.run_successfully(&["show"]).contains("not loaded"));
 }
 
 #[test]
 fn processes_are_listed_and_keep_their_devices() {
     let simgpu = Simgpu::new(&["--gpus", "A100-40"]);
-    simgpu.ok(&["set", "0", "mig=on"]);
-    let uuid = simgpu.ok(&["mig", "create", "0", "3g.20gb", "--at", "0"]).trim().to_owned();
-    assert!(simgpu.refused(&["mig", "create", "0", "3g.20gb", "--at", "0"]).contains("insufficient resources"));
-    assert!(simgpu.refused(&["mig", "create", "0", "9g.90gb"]).contains("no profile"));
+    simgpu.run_successfully(&["set", "0", "mig=on"]);
+    let uuid = simgpu.run_successfully(&["mig", "create", "0", "3g.20gb", "--at", "0"]).trim().to_owned();
+    assert!(simgpu.run_refused(&["mig", "create", "0", "3g.20gb", "--at", "0"]).contains("insufficient resources"));
+    assert!(simgpu.run_refused(&["mig", "create", "0", "9g.90gb"]).contains("no profile"));
     let held = start_holder(&simgpu, &uuid);
-    let listed: serde_json::Value = serde_json::from_str(&simgpu.ok(&["processes", "-o", "json"])).unwrap();
+    let listed: serde_json::Value =
+        serde_json::from_str(&simgpu.run_successfully(&["processes", "-o", "json"])).unwrap();
     assert_eq!((&listed[0]["visiblePid"], &listed[0]["used"]), (&held.0.id().into(), &(700_u64 << 20).into()));
-    assert!(simgpu.refused(&["mig", "destroy", &uuid]).contains("in use"));
-    assert!(simgpu.refused(&["reset", "0"]).contains("in use"));
+    assert!(simgpu.run_refused(&["mig", "destroy", &uuid]).contains("in use"));
+    assert!(simgpu.run_refused(&["reset", "0"]).contains("in use"));
     drop(held);
-    assert_eq!(simgpu.ok(&["processes", "-o", "json"]).trim(), "[]");
-    simgpu.ok(&["mig", "destroy", &uuid]);
-    simgpu.ok(&["set", "0", "mig=off"]);
-    assert!(simgpu.ok(&["show"]).contains("Default\n"));
+    assert_eq!(simgpu.run_successfully(&["processes", "-o", "json"]).trim(), "[]");
+    simgpu.run_successfully(&["mig", "destroy", &uuid]);
+    simgpu.run_successfully(&["set", "0", "mig=off"]);
+    assert!(simgpu.run_successfully(&["show"]).contains("Default\n"));
 }
 
 #[test]
 fn a_reboot_ends_processes() {
     let simgpu = Simgpu::new(&["--gpus", "T4"]);
     let mut held = start_holder(&simgpu, "0");
-    simgpu.ok(&["reboot"]);
+    simgpu.run_successfully(&["reboot"]);
     assert!(!held.0.wait().unwrap().success());
     assert!(simgpu.machine().processes().unwrap().is_empty());
 }

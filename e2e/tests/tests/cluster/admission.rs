@@ -4,13 +4,14 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::{NODE, SHARES};
+use crate::{NODE, SHARES_RESOURCE};
 
 /// API path of the policies and their bindings.
-const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
+const REGISTRATIONS_PATH: &str = "/apis/admissionregistration.k8s.io/v1";
 /// Options of `kubectl` that impersonate the operator's service account. The administrators' group
 /// grants all rights, because these tests do not cover the operator's role.
-const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
+const AS_OPERATOR_ARGUMENTS: [&str; 2] =
+    ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// Returns a pod with these limits, after `change` has modified its spec.
 pub(crate) fn pod_with(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
@@ -20,12 +21,12 @@ pub(crate) fn pod_with(limits: &Value, change: impl FnOnce(&mut Value)) -> Value
 }
 
 /// A pod with these limits and this environment variable.
-pub(crate) fn with_env(limits: &Value, env: &Value) -> Value {
+pub(crate) fn pod_with_env(limits: &Value, env: &Value) -> Value {
     pod_with(limits, |spec| spec["containers"][0]["env"] = json!([env]))
 }
 
 /// The environment variable that requests all GPUs from the container runtime.
-pub(crate) fn all_gpus() -> Value {
+pub(crate) fn env_for_all_gpus() -> Value {
     json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})
 }
 
@@ -84,7 +85,7 @@ fn the_policies_are_type_checked_and_deny() -> Result<()> {
         "cleave-agent",
         "cleave-agent-events",
     ] {
-        let path = format!("{REGISTRATIONS}/validatingadmissionpolicies/{name}");
+        let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicies/{name}");
         wait_until(&format!("{name} was type-checked"), || {
             let policy = cluster.get(&path)?;
             Ok(policy["status"]["observedGeneration"] == policy["metadata"]["generation"])
@@ -92,7 +93,7 @@ fn the_policies_are_type_checked_and_deny() -> Result<()> {
         let policy = cluster.get(&path)?;
         let warnings = &policy["status"]["typeChecking"]["expressionWarnings"];
         ensure!(warnings.is_null(), "{name}: {warnings}");
-        let binding = cluster.get(&format!("{REGISTRATIONS}/validatingadmissionpolicybindings/{name}"))?;
+        let binding = cluster.get(&format!("{REGISTRATIONS_PATH}/validatingadmissionpolicybindings/{name}"))?;
         ensure!(binding["spec"] == json!({"policyName": name, "validationActions": ["Deny"]}), "{}", binding["spec"]);
     }
     Ok(())
@@ -102,7 +103,7 @@ fn the_policies_are_type_checked_and_deny() -> Result<()> {
 fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "environment")?;
-    let shares = json!({SHARES: 2});
+    let shares = json!({SHARES_RESOURCE: 2});
     let help = "cleave.dev/allow=environment";
     for (env, name) in [
         (json!({"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"}), "CUDA_MPS_PIPE_DIRECTORY"),
@@ -110,20 +111,25 @@ fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
             json!({"name": "CUDA_MPS_LOG_DIRECTORY", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}),
             "CUDA_MPS_LOG_DIRECTORY",
         ),
-        (all_gpus(), "NVIDIA_VISIBLE_DEVICES"),
+        (env_for_all_gpus(), "NVIDIA_VISIBLE_DEVICES"),
         (json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}), "NVIDIA_VISIBLE_DEVICES"),
     ] {
-        check_refused(&scope, &with_env(&shares, &env), &["container \"main\" sets", name, help])?;
+        check_refused(&scope, &pod_with_env(&shares, &env), &["container \"main\" sets", name, help])?;
     }
     for resource in
         ["nvidia.com/gpu-10gb", "nvidia.com/gpu-timeslice", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb"]
     {
-        check_refused(&scope, &with_env(&json!({resource: 1}), &all_gpus()), &["NVIDIA_VISIBLE_DEVICES", help])?;
+        check_refused(
+            &scope,
+            &pod_with_env(&json!({resource: 1}), &env_for_all_gpus()),
+            &["NVIDIA_VISIBLE_DEVICES", help],
+        )?;
     }
-    let sidecar = pod_with(&shares, |spec| spec["initContainers"] = json!([extra_container("first", &all_gpus())]));
+    let sidecar =
+        pod_with(&shares, |spec| spec["initContainers"] = json!([extra_container("first", &env_for_all_gpus())]));
     check_refused(&scope, &sidecar, &["container \"first\" sets NVIDIA_VISIBLE_DEVICES"])?;
     let asking = pod_with(&json!({}), |spec| {
-        spec["initContainers"] = json!([extra_container("first", &all_gpus())]);
+        spec["initContainers"] = json!([extra_container("first", &env_for_all_gpus())]);
         spec["initContainers"][0]["resources"] = json!({"limits": shares});
     });
     check_refused(&scope, &asking, &["container \"first\" sets NVIDIA_VISIBLE_DEVICES"])
@@ -134,11 +140,11 @@ fn an_ephemeral_container_cannot_set_what_cleave_sets() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ephemeral")?;
     // No node offers shares, so the pod remains Pending, which is sufficient for this test.
-    scope.pod("waits", &json!({SHARES: 1}), "true")?;
+    scope.create_pod("waits", &json!({SHARES_RESOURCE: 1}), "true")?;
     let path = format!("{}/ephemeralcontainers", scope.pod_path("waits"));
     let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [extra_container("debug", env)]}});
-    let message =
-        refusal_of(cluster.patch(&path, &debug(&all_gpus())))?.context("the ephemeral container was admitted")?;
+    let message = refusal_of(cluster.patch(&path, &debug(&env_for_all_gpus())))?
+        .context("the ephemeral container was admitted")?;
     ensure!(message.contains("container \"debug\" sets NVIDIA_VISIBLE_DEVICES"), "{message}");
     cluster.patch(&path, &debug(&json!({"name": "A", "value": "b"})))?;
     Ok(())
@@ -148,7 +154,7 @@ fn an_ephemeral_container_cannot_set_what_cleave_sets() -> Result<()> {
 fn more_shares_than_any_gpu_has_are_refused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "size")?;
-    for (resource, most) in [(SHARES, 48), ("nvidia.com/gpu-10gb", 48), ("nvidia.com/gpu-timeslice", 100)] {
+    for (resource, most) in [(SHARES_RESOURCE, 48), ("nvidia.com/gpu-10gb", 48), ("nvidia.com/gpu-timeslice", 100)] {
         check_admitted(&scope, &pod("t", &json!({resource: most}), "true"))?;
         let asked = format!("requests {} {resource}", most + 1);
         let at_most = format!("one GPU has at most {most}");
@@ -165,13 +171,13 @@ fn a_pod_with_shares_cannot_name_its_node() -> Result<()> {
     let on_node = |limits: Value| pod_with(&limits, |spec| spec["nodeName"] = json!(NODE));
     check_refused(
         &scope,
-        &on_node(json!({SHARES: 1})),
+        &on_node(json!({SHARES_RESOURCE: 1})),
         &["spec.nodeName is set", "kubernetes.io/hostname", "cleave.dev/allow=node-name"],
     )?;
     check_admitted(&scope, &on_node(json!({})))?;
     check_admitted(
         &scope,
-        &pod_with(&json!({SHARES: 1}), |spec| spec["nodeSelector"] = json!({"kubernetes.io/hostname": NODE})),
+        &pod_with(&json!({SHARES_RESOURCE: 1}), |spec| spec["nodeSelector"] = json!({"kubernetes.io/hostname": NODE})),
     )
 }
 
@@ -191,7 +197,7 @@ fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
     )?;
     check_refused(&scope, &annotated(json!({"placement.cleave.dev/slice": "x"})), &["cleave.dev/allow=annotations"])?;
     check_admitted(&scope, &annotated(json!({"cleave.dev.example.com/slice": "x", "notcleave.dev/slice": "y"})))?;
-    scope.pod("t", &json!({SHARES: 1}), "true")?;
+    scope.create_pod("t", &json!({SHARES_RESOURCE: 1}), "true")?;
     let annotate = |value: &Value| json!({"metadata": {"annotations": {"cleave.dev/slice": value}}});
     let path = scope.pod_path("t");
     for path in [path.clone(), format!("{path}/status")] {
@@ -199,7 +205,10 @@ fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
             .context("a forged annotation was accepted")?;
         ensure!(message.contains("(cleave.dev/slice)"), "{message}");
     }
-    kubectl(&[&OPERATOR[..], &["-n", &scope.namespace, "annotate", "pod", "t", "cleave.dev/slice=true"]].concat())?;
+    kubectl(
+        &[&AS_OPERATOR_ARGUMENTS[..], &["-n", &scope.namespace, "annotate", "pod", "t", "cleave.dev/slice=true"]]
+            .concat(),
+    )?;
     for value in [json!("changed"), Value::Null] {
         let message =
             refusal_of(cluster.patch(&path, &annotate(&value)))?.context("a changed annotation was accepted")?;
@@ -219,17 +228,20 @@ fn pods_without_shares_are_not_affected() -> Result<()> {
     let anything = |limits: Value| {
         pod_with(&limits, |spec| {
             spec["nodeName"] = json!(NODE);
-            spec["containers"][0]["env"] = json!([all_gpus(), {"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"}]);
+            spec["containers"][0]["env"] =
+                json!([env_for_all_gpus(), {"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"}]);
         })
     };
-    for limits in [json!({}), json!({"nvidia.com/gpu": 2}), json!({SHARES: 0}), json!({"example.com/gpu-mps": 60})] {
+    for limits in
+        [json!({}), json!({"nvidia.com/gpu": 2}), json!({SHARES_RESOURCE: 0}), json!({"example.com/gpu-mps": 60})]
+    {
         check_admitted(&scope, &anything(limits))?;
     }
     // CUDA images request all GPUs by default, so a container without shares may explicitly request
     // none.
     for value in ["", "void", "none"] {
         let env = json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": value});
-        let pod = pod_with(&json!({SHARES: 1}), |spec| {
+        let pod = pod_with(&json!({SHARES_RESOURCE: 1}), |spec| {
             if let Some(containers) = spec["containers"].as_array_mut() {
                 containers.push(extra_container("log", &env));
             }
@@ -243,12 +255,12 @@ fn pods_without_shares_are_not_affected() -> Result<()> {
 fn a_label_on_the_namespace_makes_exceptions() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "allow")?;
-    let shares = json!({SHARES: 1});
+    let shares = json!({SHARES_RESOURCE: 1});
     let mut forged = pod("t", &shares, "true");
     forged["metadata"]["annotations"] = json!({"cleave.dev/slice": "x"});
     let broken = [
-        ("environment", with_env(&shares, &all_gpus())),
-        ("size", pod("t", &json!({SHARES: 49}), "true")),
+        ("environment", pod_with_env(&shares, &env_for_all_gpus())),
+        ("size", pod("t", &json!({SHARES_RESOURCE: 49}), "true")),
         ("node-name", pod_with(&shares, |spec| spec["nodeName"] = json!(NODE))),
         ("annotations", forged),
     ];
@@ -271,7 +283,7 @@ fn a_label_on_the_namespace_makes_exceptions() -> Result<()> {
 fn the_status_of_a_deployment_says_why_its_pods_are_refused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "template")?;
-    let mut template = with_env(&json!({SHARES: 1}), &all_gpus());
+    let mut template = pod_with_env(&json!({SHARES_RESOURCE: 1}), &env_for_all_gpus());
     template["metadata"] = json!({"labels": {"app": "t"}});
     template["spec"]["restartPolicy"] = json!("Always");
     let deployments = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);

@@ -2,7 +2,7 @@
 use std::io::Write as _;
 
 use anyhow::Result;
-use cleave_e2e::{SYSTEM, run};
+use cleave_e2e::{SYSTEM_NAMESPACE, run_program};
 use serde_json::Value;
 
 /// A changed chart value. Dropping it restores the earlier value.
@@ -15,7 +15,7 @@ impl Setting {
     /// Changes a value. `path` is a path of `helm --set`, without lists. Returns when all changed
     /// objects are ready.
     pub(crate) fn change(path: &'static str, value: impl Into<Value>) -> Result<Self> {
-        let values = run("helm", &["get", "values", "cleave", "-n", SYSTEM, "--all", "-o", "json"])?;
+        let values = run_program("helm", &["get", "values", "cleave", "-n", SYSTEM_NAMESPACE, "--all", "-o", "json"])?;
         let values: Value = serde_json::from_str(&values)?;
         let before = path.split('.').fold(&values, |values, key| &values[key]).clone();
         // Construct the value first, so that dropping it also undoes a change that fails halfway.
@@ -29,7 +29,7 @@ impl Setting {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         let set = format!("{}={value}", self.path);
         let how = ["--reuse-values", "--set-json", &set, "--wait", "--timeout", "3m"];
-        run("helm", &[&["upgrade", "cleave", chart, "-n", SYSTEM][..], &how].concat()).map(drop)
+        run_program("helm", &[&["upgrade", "cleave", chart, "-n", SYSTEM_NAMESPACE][..], &how].concat()).map(drop)
     }
 }
 

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM, Scope, allocation_errors, find_pid, kubectl, not_deleted, on_node, pod, run, text, wait_until,
+    Cluster, SYSTEM_NAMESPACE, Scope, allocation_errors, find_pid, kubectl, not_deleted, on_node, pod, run_program,
+    text, wait_until,
 };
 use serde_json::{Value, json};
 
@@ -18,15 +19,16 @@ use crate::gate::is_gated;
 use crate::health::{RepairGuard, cleave_path, gpu_status, wait_for_health};
 use crate::restarts::{component_pod, is_ready};
 use crate::{
-    GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, ten_shares, wait_until_offered,
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, daemon_pids,
+    ten_shares, wait_until_offered,
 };
 
-const LIBRARY: &str = "/usr/lib/libsim_clock.so";
+const CLOCK_LIBRARY_PATH: &str = "/usr/lib/libsim_clock.so";
 /// Cleave's workloads.
 const WORKLOADS: [&str; 3] = ["daemonset/cleave-agent", "daemonset/cleave-mps-host", "deployment/cleave-operator"];
-const HOUR: i64 = 3600;
+const HOUR_SECONDS: i64 = 3600;
 /// Script of a client that ignores SIGTERM, so that it uses its whole grace period.
-const IGNORE_SIGTERM: &str = "trap '' TERM; exec cleave-client --hold forever";
+const IGNORE_SIGTERM_SCRIPT: &str = "trap '' TERM; exec cleave-client --hold forever";
 
 /// Sets the clock that Cleave's programs read. Dropping the value restores the machine's clock.
 struct Clocks<'a> {
@@ -39,9 +41,9 @@ struct Clocks<'a> {
 impl<'a> Clocks<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
         let clocks = Self { cluster, _operators: Setting::change("operator.replicas", 1)? };
-        clocks.change_environment(&format!("LD_PRELOAD={LIBRARY}"))?;
+        clocks.change_environment(&format!("LD_PRELOAD={CLOCK_LIBRARY_PATH}"))?;
         for (node, pid) in clocks.processes()? {
-            on_node(&node, &["grep", "-q", LIBRARY, &format!("/proc/{pid}/maps")])
+            on_node(&node, &["grep", "-q", CLOCK_LIBRARY_PATH, &format!("/proc/{pid}/maps")])
                 .with_context(|| format!("process {pid} of {node} reads the machine's clock"))?;
         }
         Ok(clocks)
@@ -50,16 +52,16 @@ impl<'a> Clocks<'a> {
     /// Changes the environment of all programs, and waits until they have restarted with it.
     fn change_environment(&self, change: &str) -> Result<()> {
         for workload in WORKLOADS {
-            kubectl(&["-n", SYSTEM, "set", "env", workload, change])?;
+            kubectl(&["-n", SYSTEM_NAMESPACE, "set", "env", workload, change])?;
         }
         // The update strategy is OnDelete, so delete the MPS hosts. Their MPS daemons exit with
         // them.
-        kubectl(&["-n", SYSTEM, "delete", "pod", "-l", "app.kubernetes.io/component=mps-host", "--wait"])?;
+        kubectl(&["-n", SYSTEM_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/component=mps-host", "--wait"])?;
         for workload in [WORKLOADS[0], WORKLOADS[2]] {
-            kubectl(&["-n", SYSTEM, "rollout", "status", workload, "--timeout=120s"])?;
+            kubectl(&["-n", SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=120s"])?;
         }
         wait_until("all of Cleave's pods are ready", || {
-            let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
+            let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
             let is_settled = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod);
             Ok(pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled))
         })
@@ -79,7 +81,7 @@ impl<'a> Clocks<'a> {
     }
 
     /// Sets the clock of all programs this many seconds ahead of the correct time.
-    fn set(&self, seconds: i64) -> Result<()> {
+    fn set_offset(&self, seconds: i64) -> Result<()> {
         for (node, pid) in self.processes()? {
             // Write atomically: a program that reads half a number would use a wrong time.
             let write = "printf '%s' \"$1\" >\"$0.new\" && mv \"$0.new\" \"$0\"";
@@ -101,7 +103,7 @@ impl Drop for Clocks<'_> {
 
 /// Holder and number of transitions of each lease.
 fn lease_holders(cluster: &Cluster) -> Result<Vec<Value>> {
-    let leases = cluster.list(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases"))?;
+    let leases = cluster.list(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/leases"))?;
     let of = |lease: &Value| {
         let spec = &lease["spec"];
         json!([lease["metadata"]["name"], spec["holderIdentity"], spec["leaseTransitions"]])
@@ -111,7 +113,7 @@ fn lease_holders(cluster: &Cluster) -> Result<Vec<Value>> {
 
 /// UID and restart count of each of Cleave's pods.
 fn restart_counts(cluster: &Cluster) -> Result<Vec<Value>> {
-    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
+    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
     Ok(pods
         .iter()
         .map(|pod| json!([pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"]]))
@@ -139,50 +141,55 @@ fn check_gated(scope: &Scope, name: &str) -> Result<()> {
 
 #[test]
 fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -> Result<()> {
-    const GRACE: u32 = 10;
+    const GRACE_SECONDS: u32 = 10;
     let cluster = Cluster::connect()?;
     let clocks = Clocks::new(&cluster)?;
     let scope = ten_shares(&cluster, "clocks")?;
     // Each pod is on a different GPU, so one GPU remains free.
     let full = ["a", "b", "c"];
     for name in full {
-        scope.pod_on(NODE, name, &json!({SHARES: if name == "a" { 8 } else { 10 }}), HOLD)?;
+        scope.create_pod_on_node(
+            NODE,
+            name,
+            &json!({SHARES_RESOURCE: if name == "a" { 8 } else { 10 }}),
+            HOLD_CLIENT_SCRIPT,
+        )?;
         scope.wait_until_running(name)?;
         scope.client_report(name)?;
     }
     // This pod is released, but its volume does not exist, so the scheduler finds no node. Its
     // reservation lasts for minutes.
-    let mut reserved = pod("reserved", &json!({SHARES: 10}), HOLD);
+    let mut reserved = pod("reserved", &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT);
     reserved["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     reserved["spec"]["volumes"] = json!([{"name": "nobody", "persistentVolumeClaim": {"claimName": "nobody"}}]);
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &reserved)?;
     wait_until("the pod is released", || {
         Ok(cluster.get(&scope.pod_path("reserved"))?["spec"]["schedulingGates"].as_array().is_none_or(Vec::is_empty))
     })?;
-    scope.pod_on(NODE, "next", &json!({SHARES: 10}), HOLD)?;
+    scope.create_pod_on_node(NODE, "next", &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
     let before = invariant_state(&clocks, &scope, &full)?;
 
-    for (at, off) in [HOUR, 0, -HOUR, 0].into_iter().enumerate() {
+    for (at, off) in [HOUR_SECONDS, 0, -HOUR_SECONDS, 0].into_iter().enumerate() {
         let leaving = format!("leaving-{at}");
-        let mut object = pod(&leaving, &json!({SHARES: 1}), IGNORE_SIGTERM);
-        object["spec"]["terminationGracePeriodSeconds"] = json!(GRACE);
+        let mut object = pod(&leaving, &json!({SHARES_RESOURCE: 1}), IGNORE_SIGTERM_SCRIPT);
+        object["spec"]["terminationGracePeriodSeconds"] = json!(GRACE_SECONDS);
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
         scope.wait_until_running(&leaving)?;
         wait_until(&format!("{leaving} has a client"), || Ok(count_clients(&scope, &leaving)? == 1))?;
         let deleted = Instant::now();
-        cluster.delete(&scope.pod_path(&leaving), Some(GRACE))?;
-        clocks.set(off)?;
+        cluster.delete(&scope.pod_path(&leaving), Some(GRACE_SECONDS))?;
+        clocks.set_offset(off)?;
         wait_until("the pod's client is terminated", || Ok(count_clients(&scope, &leaving)? == 0))?;
         let took = deleted.elapsed();
         ensure!(
             took >= Duration::from_secs(6),
-            "{leaving} got {took:?} of its grace of {GRACE} s while the clock is off by {off} s"
+            "{leaving} got {took:?} of its grace of {GRACE_SECONDS} s while the clock is off by {off} s"
         );
         wait_until(&format!("{leaving} is gone"), || Ok(cluster.find(&scope.pod_path(&leaving))?.is_none()))?;
         // A pod that is released and served shows that operator and agent have run since the jump.
         let probe = format!("probe-{at}");
-        scope.pod_on(NODE, &probe, &json!({SHARES: 2}), HOLD)?;
+        scope.create_pod_on_node(NODE, &probe, &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running(&probe)?;
         ensure!(scope.client_report(&probe)?["sms"] == 26, "{probe} has other limits");
         check_gated(&scope, "next")?;
@@ -194,7 +201,7 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
     }
     scope.delete_pod("reserved", 0)?;
     scope.wait_until_running("next")?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
 #[test]
@@ -203,13 +210,13 @@ fn a_fault_after_an_uncordon_lasts_although_the_clock_was_set_back() -> Result<(
     let clocks = Clocks::new(&cluster)?;
     let scope = ten_shares(&cluster, "clocks-health")?;
     let repair = RepairGuard::new(&cluster);
-    clocks.set(HOUR)?;
+    clocks.set_offset(HOUR_SECONDS)?;
     repair.faults.simgpu(&["xid", "3", "48"])?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
     let ahead = text(&gpu_status(&cluster, 3)?["health"]["last"]);
-    run(&cleave_path(), &["uncordon", NODE, "3"])?;
+    run_program(&cleave_path(), &["uncordon", NODE, "3"])?;
     wait_for_health(&cluster, 3, "")?;
-    clocks.set(0)?;
+    clocks.set_offset(0)?;
     repair.faults.simgpu(&["xid", "3", "48"])?;
     repair.faults.simgpu(&["xid", "2", "48"])?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
@@ -217,13 +224,13 @@ fn a_fault_after_an_uncordon_lasts_although_the_clock_was_set_back() -> Result<(
     let now = text(&gpu_status(&cluster, 2)?["health"]["last"]);
     ensure!(now < ahead, "the clock was not set back: it was {ahead} and is {now}");
     // Both uncordon requests are in one object, so uncordoning GPU 2 repeats the request for GPU 3.
-    run(&cleave_path(), &["uncordon", NODE, "2"])?;
+    run_program(&cleave_path(), &["uncordon", NODE, "2"])?;
     wait_for_health(&cluster, 2, "")?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
-    run(&cleave_path(), &["uncordon", NODE, "3"])?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    run_program(&cleave_path(), &["uncordon", NODE, "3"])?;
     wait_for_health(&cluster, 3, "")?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     drop(scope);
     Ok(())
 }

@@ -2,18 +2,20 @@
 //! without limits, no pod is refused, and the node reports the failure.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Faults, SYSTEM, Scope, WAIT_TIMEOUT, on_node, text, wait_for, wait_until, wait_without_violation,
+    Cluster, Faults, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, on_node, text, wait_for, wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
 use crate::restarts::{component_pod, is_ready};
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, ten_shares, wait_until_offered};
+use crate::{
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, daemon_pids, ten_shares, wait_until_offered,
+};
 
 #[test]
 fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "daemon")?;
-    scope.pod("two", &json!({SHARES: 2}), "sleep infinity")?;
+    scope.create_pod("two", &json!({SHARES_RESOURCE: 2}), "sleep infinity")?;
     scope.wait_until_running("two")?;
     wait_until("the node reports the allocation", || Ok(!allocations(&cluster, &scope, "two")?.is_empty()))?;
     let device = text(&allocations(&cluster, &scope, "two")?[0]["device"]);
@@ -22,24 +24,24 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
     on_node(NODE, &["kill", "-9", &daemon.to_string()])?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
-    scope.exec("two", &["sh", "-c", "cleave-client --once >/report 2>&1 & echo started"])?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    scope.exec_in_pod("two", &["sh", "-c", "cleave-client --once >/report 2>&1 & echo started"])?;
     wait_until("the client waits at the door", || {
-        ensure!(scope.exec("two", &["cat", "/report"])?.is_empty(), "the client ran without a daemon");
+        ensure!(scope.exec_in_pod("two", &["cat", "/report"])?.is_empty(), "the client ran without a daemon");
         is_client_waiting()
     })?;
     drop(faults);
-    wait_until("the client runs", || Ok(!scope.exec("two", &["cat", "/report"])?.trim().is_empty()))?;
-    let report: serde_json::Value = serde_json::from_str(scope.exec("two", &["cat", "/report"])?.trim())?;
+    wait_until("the client runs", || Ok(!scope.exec_in_pod("two", &["cat", "/report"])?.trim().is_empty()))?;
+    let report: serde_json::Value = serde_json::from_str(scope.exec_in_pod("two", &["cat", "/report"])?.trim())?;
     ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until("an Event reports it", || {
         let events = cluster.list("/api/v1/events")?;
         Ok(events
             .iter()
             .any(|event| text(&event["reason"]).starts_with("Mps") && text(&event["message"]).contains(&device)))
     })?;
-    scope.pod("next", &json!({SHARES: 1}), HOLD)?;
+    scope.create_pod("next", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("next")?["sms"] == 12);
     Ok(())
 }
@@ -64,7 +66,9 @@ fn read_daemon_fields(field: &str) -> Result<Vec<(String, Value)>> {
 /// Creates six pods, and returns their names.
 fn create_pods(scope: &Scope) -> Result<Vec<String>> {
     let names: Vec<String> = (0..6).map(|number| format!("comes-{number}")).collect();
-    names.iter().try_for_each(|name| scope.pod_on(NODE, name, &json!({SHARES: 1}), HOLD).map(drop))?;
+    names.iter().try_for_each(|name| {
+        scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT).map(drop)
+    })?;
     Ok(names)
 }
 
@@ -93,7 +97,7 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
         // The replacement of an earlier pod's server may still be in progress.
         let before = wait_for(&format!("each daemon has a {field}"), WAIT_TIMEOUT, || {
             let pids = read_daemon_fields(field)?;
-            Ok((pids.len() as u64 == GPUS && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))
+            Ok((pids.len() as u64 == GPUS_PER_NODE && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))
         })?;
         let faults = Faults::on(NODE);
         faults.simgpu(&["hang", late, "--seconds", "2"])?;
@@ -130,7 +134,7 @@ fn pods_created_while_the_mps_host_is_replaced_wait_and_are_not_refused() -> Res
     let scope = ten_shares(&cluster, "replaced")?;
     let name = |pod: &Value| text(&pod["metadata"]["name"]);
     let old = name(&component_pod(&cluster, "mps-host")?);
-    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), None)?;
+    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{old}"), None)?;
     let names = create_pods(&scope)?;
     wait_without_violation(
         "the new MPS host is ready",

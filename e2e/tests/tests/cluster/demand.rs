@@ -4,18 +4,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Faults, SYSTEM, Scope, signal, text, wait_until};
+use cleave_e2e::{Cluster, Faults, SYSTEM_NAMESPACE, Scope, signal_program, text, wait_until};
 use cleave_plan::mps::{self, Threads};
 use cleave_plan::units::Sms;
 use serde_json::{Value, json};
 
-use crate::HOLD;
+use crate::HOLD_CLIENT_SCRIPT;
 
 /// The node with two A100 of 40 GB.
 const NODE: &str = "node2";
-const WHOLE_GPU: &str = "nvidia.com/gpu";
-const SLICE_10GB: &str = "nvidia.com/gpu-10gb";
-const SLICE_20GB: &str = "nvidia.com/gpu-20gb";
+const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
+const SLICE_10GB_RESOURCE: &str = "nvidia.com/gpu-10gb";
+const SLICE_20GB_RESOURCE: &str = "nvidia.com/gpu-20gb";
 
 /// Creates a namespace, and a policy that repartitions these GPUs of [`NODE`] as pods request
 /// slices. `rest` contains the policy's other fields.
@@ -23,7 +23,7 @@ fn dynamic_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &V
     let scope = Scope::new(cluster, name)?;
     let mut spec = json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": indices}});
     spec.as_object_mut().into_iter().for_each(|spec| spec.extend(rest.as_object().cloned().unwrap_or_default()));
-    scope.policy("by-demand", &spec)?;
+    scope.create_policy("by-demand", &spec)?;
     Ok(scope)
 }
 
@@ -34,15 +34,15 @@ fn auto_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<S
 
 /// Creates a pod on [`NODE`] that keeps its allocation.
 fn create_pod(scope: &Scope, name: &str, resource: &str, count: u32) -> Result<()> {
-    scope.pod_on(NODE, name, &json!({resource: count}), HOLD).map(drop)
+    scope.create_pod_on_node(NODE, name, &json!({resource: count}), HOLD_CLIENT_SCRIPT).map(drop)
 }
 
-fn gpu(cluster: &Cluster, index: usize) -> Result<Value> {
+fn read_gpu(cluster: &Cluster, index: usize) -> Result<Value> {
     Ok(cluster.gpunode(NODE)?["status"]["gpus"][index].clone())
 }
 
 /// Devices of [`NODE`] on which a pod has an allocation, without duplicates.
-fn devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
+fn devices_of_pod(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
     let name = format!("{}/{name}", scope.namespace);
     let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let rows = gpus.iter().flat_map(|gpu| gpu["allocations"].as_array().cloned().unwrap_or_default());
@@ -53,9 +53,9 @@ fn devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> 
 /// Waits until the node reports an allocation of a pod, and returns its devices.
 fn allocated_devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
     wait_until(&format!("the node reports the allocation of {name}"), || {
-        Ok(!devices(cluster, scope, name)?.is_empty())
+        Ok(!devices_of_pod(cluster, scope, name)?.is_empty())
     })?;
-    devices(cluster, scope, name)
+    devices_of_pod(cluster, scope, name)
 }
 
 /// Container ID, restarts and devices, by pod.
@@ -107,7 +107,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
     for (name, profile) in wanted {
         scope.wait_until_running(name)?;
         let devices = allocated_devices(&cluster, &scope, name)?;
-        let instances = (0..2).map(|index| Ok(gpu(&cluster, index)?["mig"]["instances"].clone()));
+        let instances = (0..2).map(|index| Ok(read_gpu(&cluster, index)?["mig"]["instances"].clone()));
         let instances: Vec<Value> = instances.collect::<Result<Vec<Value>>>()?;
         let all: Vec<&Value> = instances.iter().filter_map(Value::as_array).flatten().collect();
         let instance = all.iter().find(|instance| devices.contains(&text(&instance["uuid"])));
@@ -127,19 +127,19 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
 fn an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto_scope(&cluster, "modes-by-demand", &[0])?;
-    create_pod(&scope, "mps", SLICE_10GB, 1)?;
+    create_pod(&scope, "mps", SLICE_10GB_RESOURCE, 1)?;
     scope.wait_until_running("mps")?;
     let report = scope.client_report("mps")?;
     ensure!(report["viaMps"] == true, "the client reports {report}");
     scope.delete_pod("mps", 0)?;
     create_pod(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
     scope.wait_until_running("mig")?;
-    ensure!(gpu(&cluster, 0)?["mode"] == "Mig", "{}", gpu(&cluster, 0)?);
+    ensure!(read_gpu(&cluster, 0)?["mode"] == "Mig", "{}", read_gpu(&cluster, 0)?);
     scope.delete_pod("mig", 0)?;
-    create_pod(&scope, "whole", WHOLE_GPU, 2)?;
+    create_pod(&scope, "whole", WHOLE_GPU_RESOURCE, 2)?;
     scope.wait_until_running("whole")?;
     ensure!(allocated_devices(&cluster, &scope, "whole")?.len() == 2);
-    ensure!(gpu(&cluster, 0)?["mode"] == "Whole", "{}", gpu(&cluster, 0)?);
+    ensure!(read_gpu(&cluster, 0)?["mode"] == "Whole", "{}", read_gpu(&cluster, 0)?);
     Ok(())
 }
 
@@ -147,17 +147,17 @@ fn an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole() -> Result<()> {
 fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto_scope(&cluster, "sizes", &[0])?;
-    let total = gpu(&cluster, 0)?["memoryMib"].as_u64().context("no memory in the status")?;
+    let total = read_gpu(&cluster, 0)?["memoryMib"].as_u64().context("no memory in the status")?;
     let tens = total / (10 * 1024);
     let names: Vec<String> = (0..tens).map(|index| format!("ten-{index}")).collect();
     for name in &names {
-        create_pod(&scope, name, SLICE_10GB, 1)?;
+        create_pod(&scope, name, SLICE_10GB_RESOURCE, 1)?;
     }
     for name in &names {
         scope.wait_until_running(name)?;
     }
     let before = event_notes(&cluster, "Pod", "twenty", "NoGpu")?;
-    create_pod(&scope, "twenty", SLICE_20GB, 1)?;
+    create_pod(&scope, "twenty", SLICE_20GB_RESOURCE, 1)?;
     wait_for_new_event(&cluster, ("Pod", "twenty", "NoGpu"), &before, NODE)?;
     let stay: Vec<&str> = names.iter().skip(2).map(String::as_str).collect();
     let before = pod_states(&cluster, &scope, &stay)?;
@@ -174,7 +174,7 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
     // The reverse: two small slices replace the large one.
     scope.delete_pod("twenty", 0)?;
     for name in ["again-0", "again-1"] {
-        create_pod(&scope, name, SLICE_10GB, 1)?;
+        create_pod(&scope, name, SLICE_10GB_RESOURCE, 1)?;
     }
     scope.wait_until_running("again-0")?;
     scope.wait_until_running("again-1")?;
@@ -211,14 +211,14 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
 fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto_scope(&cluster, "refused", &[0])?;
-    let uuid = text(&gpu(&cluster, 0)?["uuid"]);
+    let uuid = text(&read_gpu(&cluster, 0)?["uuid"]);
     let before = event_notes(&cluster, "Node", NODE, "GpuExcluded")?;
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "nvmlDeviceCreateGpuInstance*", "--gpu", &uuid, "--code", "INSUFFICIENT_RESOURCES"])?;
     create_pod(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuExcluded"), &before, &uuid)?;
     wait_until("no instance remains", || {
-        let gpu = gpu(&cluster, 0)?;
+        let gpu = read_gpu(&cluster, 0)?;
         Ok(gpu["mig"]["instances"].as_array().is_none_or(Vec::is_empty))
     })?;
     drop(faults);
@@ -231,7 +231,7 @@ struct StoppedAgent;
 impl Drop for StoppedAgent {
     fn drop(&mut self) {
         // Harmless if the kubelet has already restarted the agent.
-        if let Err(error) = signal(NODE, "cleave-agent", "CONT") {
+        if let Err(error) = signal_program(NODE, "cleave-agent", "CONT") {
             eprintln!("failed to continue the agent: {error:#}");
         }
     }
@@ -241,15 +241,15 @@ impl Drop for StoppedAgent {
 fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "silent")?;
-    scope.policy("by-demand", &json!({"mode": "Auto", "dynamic": {"timeout": "5s"}}))?;
+    scope.create_policy("by-demand", &json!({"mode": "Auto", "dynamic": {"timeout": "5s"}}))?;
     let excluded = event_notes(&cluster, "Node", NODE, "GpuNodeExcluded")?;
     let included = event_notes(&cluster, "Node", NODE, "GpuNodeIncluded")?;
     let stopped = StoppedAgent;
-    signal(NODE, "cleave-agent", "STOP")?;
+    signal_program(NODE, "cleave-agent", "STOP")?;
     // Both nodes could serve these pods. The pods must run on the node with the running agent, even
     // if a plan first places them on the other node.
     for index in 0..2 {
-        scope.pod(&format!("any-{index}"), &json!({SLICE_20GB: 1}), HOLD)?;
+        scope.create_pod(&format!("any-{index}"), &json!({SLICE_20GB_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     }
     for index in 0..2 {
         let running = scope.wait_until_running(&format!("any-{index}"))?;
@@ -257,7 +257,7 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     }
     // Only the stopped node can serve this pod. The operator plans for the node, receives no
     // response, and excludes the node.
-    create_pod(&scope, "there", SLICE_10GB, 1)?;
+    create_pod(&scope, "there", SLICE_10GB_RESOURCE, 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeExcluded"), &excluded, "exclude")?;
     drop(stopped);
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeIncluded"), &included, "again")?;
@@ -290,19 +290,19 @@ enum Step {
 fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
     let component = match victim {
         Victim::Agent => {
-            signal(NODE, "cleave-supervise", "KILL")?;
+            signal_program(NODE, "cleave-supervise", "KILL")?;
             "agent"
         }
         Victim::Operator => "operator",
     };
-    let pods = format!("/api/v1/namespaces/{SYSTEM}/pods");
+    let pods = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods");
     for pod in cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io/component={component}"))? {
         if component == "operator" || pod["spec"]["nodeName"] == NODE {
             cluster.delete(&format!("{pods}/{}", text(&pod["metadata"]["name"])), Some(0))?;
         }
     }
     if let Victim::Agent = victim {
-        wait_until("an agent runs", || signal(NODE, "cleave-agent", "CONT").map(|()| true))?;
+        wait_until("an agent runs", || signal_program(NODE, "cleave-agent", "CONT").map(|()| true))?;
     }
     Ok(())
 }
@@ -330,11 +330,11 @@ fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
 fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto_scope(&cluster, "killed", &[0, 1])?;
-    create_pod(&scope, "holder", SLICE_10GB, 1)?;
+    create_pod(&scope, "holder", SLICE_10GB_RESOURCE, 1)?;
     scope.wait_until_running("holder")?;
     let before = pod_states(&cluster, &scope, &["holder"])?;
     // Each repartition has a different target: MIG, MPS, or a whole GPU.
-    let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE_GPU];
+    let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE_GPU_RESOURCE];
     let mut resources = wants.iter().cycle();
     for victim in [Victim::Agent, Victim::Operator] {
         for step in [Step::Requested, Step::Planned, Step::Started, Step::Applied] {
@@ -362,7 +362,7 @@ fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -
 
 /// Times from a pod's creation.
 #[derive(Debug, Default, Clone, Copy)]
-struct Times {
+struct StartTimes {
     /// Time until the plan is in the `GpuNode`'s spec.
     planned: Duration,
     /// Time until the node has applied the plan.
@@ -376,11 +376,11 @@ struct Times {
 }
 
 /// Creates a pod, and measures its times until it runs.
-fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -> Result<Times> {
+fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -> Result<StartTimes> {
     let before = text(&cluster.gpunode(NODE)?["spec"]["planId"]);
     let started = Instant::now();
     create_pod(scope, name, resource, 1)?;
-    let mut times = Times::default();
+    let mut times = StartTimes::default();
     let first = |at: &mut Duration, holds: bool| {
         if holds && at.is_zero() {
             *at = started.elapsed();
@@ -408,10 +408,15 @@ fn time_from_creation_to_running_with_a_repartition() -> Result<()> {
     let mut all = Vec::new();
     // Each request differs from the previous one, so that every request requires a repartition of
     // the only GPU.
-    for (round, resource) in
-        ["nvidia.com/mig-3g.20gb", SLICE_20GB, "nvidia.com/mig-2g.10gb", SLICE_10GB, "nvidia.com/mig-1g.5gb"]
-            .iter()
-            .enumerate()
+    for (round, resource) in [
+        "nvidia.com/mig-3g.20gb",
+        SLICE_20GB_RESOURCE,
+        "nvidia.com/mig-2g.10gb",
+        SLICE_10GB_RESOURCE,
+        "nvidia.com/mig-1g.5gb",
+    ]
+    .iter()
+    .enumerate()
     {
         let name = format!("round-{round}");
         let times = measure_start(&cluster, &scope, &name, resource)?;
@@ -427,10 +432,10 @@ fn time_from_creation_to_running_with_a_repartition() -> Result<()> {
         // The next measurement must not include the termination of this pod.
         scope.delete_pod(&name, 1)?;
         wait_until("the node reports no allocation", || {
-            Ok(gpu(&cluster, 0)?["allocations"].as_array().is_none_or(Vec::is_empty))
+            Ok(read_gpu(&cluster, 0)?["allocations"].as_array().is_none_or(Vec::is_empty))
         })?;
     }
-    let median = |part: fn(&Times) -> Duration| {
+    let median = |part: fn(&StartTimes) -> Duration| {
         let mut parts: Vec<Duration> = all.iter().map(part).collect();
         parts.sort();
         parts[parts.len() / 2]

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use cleave_docs_commands::{Block, Test, blocks};
-use cleave_e2e::{Cluster, GPUNODES, Scope, apply, kubectl, wait_until};
+use cleave_e2e::{Cluster, GPU_NODES_PATH, Scope, apply_manifest, kubectl, wait_until};
 use serde_json::json;
 
 use crate::health::cleave_path;
-use crate::{GPUS, HOLD, NODE, SHARES, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_offered};
 
 /// Timeout of one block, in seconds. The longest block waits a minute for a pod.
 const BLOCK_SECONDS: u64 = 90;
@@ -52,7 +52,7 @@ fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
     run_page("tutorial/first-shares.md")?;
     delete_demo(&cluster)?;
     // A pod for `cleave explain`. It waits until the first guide applies a policy to all nodes.
-    scope.pod_on("node2", "waits", &json!({SHARES: 1}), HOLD)?;
+    scope.create_pod_on_node("node2", "waits", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     for guide in GUIDES {
         run_page(&format!("how-to/{guide}.md"))?;
     }
@@ -109,7 +109,7 @@ impl<'a> Cleanup<'a> {
             delete_demo(self.0),
             kubectl(&["delete", "namespace", "e2e-docs-system", "--ignore-not-found"]).map(drop),
             kubectl(&["delete", "clusterrolebinding", "gpu-administrators", "--ignore-not-found"]).map(drop),
-            self.0.patch(&format!("{GPUNODES}/{NODE}"), &uncordoned).map(drop),
+            self.0.patch(&format!("{GPU_NODES_PATH}/{NODE}"), &uncordoned).map(drop),
         ];
         for error in results.into_iter().filter_map(Result::err) {
             let _ = writeln!(std::io::stderr(), "failed to remove what the pages' commands created: {error:#}");
@@ -127,8 +127,8 @@ impl Drop for Cleanup<'_> {
 fn start_demo(cluster: &Cluster) -> Result<()> {
     delete_demo(cluster)?;
     let policy = std::fs::read_to_string(repository_root().join("e2e/demo.yaml"))?;
-    apply(&format!("{}\n  nodeSelector: {{kubernetes.io/hostname: {NODE}}}\n", policy.trim_end()))?;
-    wait_until_offered(cluster, SHARES, 10 * GPUS)?;
+    apply_manifest(&format!("{}\n  nodeSelector: {{kubernetes.io/hostname: {NODE}}}\n", policy.trim_end()))?;
+    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     kubectl(&["apply", "-f", &repository_root().join("e2e/demo-pods.yaml").to_string_lossy()])?;
     kubectl(&["-n", DEMO_NAMESPACE, "wait", "--for=condition=Ready", "pod", "--all", "--timeout=90s"]).map(drop)
 }

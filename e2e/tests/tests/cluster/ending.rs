@@ -5,21 +5,21 @@ use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use cleave_e2e::{Cluster, Refused, Scope, WAIT_TIMEOUT, on_node, pod, signal, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, Refused, Scope, WAIT_TIMEOUT, on_node, pod, signal_program, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::gate_admission::{GATING, REGISTRATIONS, admit_in_dry_run, set_exceptions};
-use crate::{NODE, SHARES, allocations, ten_shares};
+use crate::gate_admission::{GATE_VALUE, REGISTRATIONS_PATH, admit_in_dry_run, set_exceptions};
+use crate::{NODE, SHARES_RESOURCE, allocations, ten_shares};
 
 /// Number of pods deleted for each combination of grace period and program.
-const ROUNDS: usize = 4;
+const DELETION_ROUNDS: usize = 4;
 /// Script that runs long kernels. Killing the program during a kernel always breaks its neighbours.
-const BUSY: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
+const BUSY_SCRIPT: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
 /// Script that runs long kernels, and exits cleanly on SIGTERM.
-const BUSY_UNTIL_SIGTERM: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
+const BUSY_UNTIL_SIGTERM_SCRIPT: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
 /// Script that runs short kernels.
-const NEIGHBOUR: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
+const NEIGHBOUR_SCRIPT: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
 /// Chart value: seconds that an injected `preStop` hook sleeps.
 const PRE_STOP_VALUE: &str = "admission.preStopSeconds";
 
@@ -55,15 +55,16 @@ fn check_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<
 
 /// Checks which containers get a hook. The rules are the same for the policy and the webhook.
 fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
-    wait_for_sleeps(scope, &pod_requesting(&json!({SHARES: 2})), &[Some(1)])?;
-    for limits in [json!({SHARES: "1"}), json!({"nvidia.com/gpu-10gb": 1}), json!({"nvidia.com/mig-1g.10gb.shared": 1})]
+    wait_for_sleeps(scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[Some(1)])?;
+    for limits in
+        [json!({SHARES_RESOURCE: "1"}), json!({"nvidia.com/gpu-10gb": 1}), json!({"nvidia.com/mig-1g.10gb.shared": 1})]
     {
         check_sleeps(scope, &pod_requesting(&limits), &[Some(1)])?;
     }
     for limits in [
         json!({}),
         json!({"cpu": "10m"}),
-        json!({SHARES: 0}),
+        json!({SHARES_RESOURCE: 0}),
         json!({"nvidia.com/gpu": 1}),
         json!({"nvidia.com/gpu-timeslice": 1}),
         json!({"nvidia.com/mig-1g.10gb": 1}),
@@ -71,7 +72,7 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
         check_sleeps(scope, &pod_requesting(&limits), &[None])?;
     }
     // Several containers with and without hooks, and init containers.
-    let mut pod = pod_requesting(&json!({SHARES: 1}));
+    let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     let main = pod["spec"]["containers"][0].clone();
     let container = |name: &str, change: Value| {
         let mut container = main.clone();
@@ -111,22 +112,22 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
 fn check_exceptions_from_sleeps(scope: &Scope) -> Result<()> {
     // No hook is injected if its sleep would use up the grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
-        let mut pod = pod_requesting(&json!({SHARES: 1}));
+        let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
         pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
         check_sleeps(scope, &pod, &[expected])?;
     }
-    let mut opted_out = pod_requesting(&json!({SHARES: 1}));
+    let mut opted_out = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     opted_out["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "none"});
     check_sleeps(scope, &opted_out, &[None])?;
     opted_out["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "please"});
     check_sleeps(scope, &opted_out, &[Some(1)])?;
-    let mut forged = pod_requesting(&json!({SHARES: 1}));
+    let mut forged = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     forged["metadata"]["annotations"] = json!({"cleave.dev/pre-stopped": "none"});
     let refused =
         admit_in_dry_run(scope, &forged).err().context("an unknown annotation was accepted")?.downcast::<Refused>()?;
     ensure!(refused.message.contains("cleave.dev/pre-stopped"), "{refused}");
     // Validation, not the policy, refuses an invalid pod.
-    let mut empty = pod_requesting(&json!({SHARES: 1}));
+    let mut empty = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     empty["spec"]["containers"] = Value::Null;
     let refused = admit_in_dry_run(scope, &empty)
         .err()
@@ -137,7 +138,7 @@ fn check_exceptions_from_sleeps(scope: &Scope) -> Result<()> {
         [("pre-stop", None), ("size.pre-stop", None), ("placement", Some(1)), ("all", None), ("", Some(1))]
     {
         set_exceptions(scope, allow)?;
-        wait_for_sleeps(scope, &pod_requesting(&json!({SHARES: 1})), &[expected])?;
+        wait_for_sleeps(scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[expected])?;
     }
     Ok(())
 }
@@ -146,20 +147,20 @@ fn check_exceptions_from_sleeps(scope: &Scope) -> Result<()> {
 fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-policy")?;
-    let gating = Setting::change(GATING, "policy")?;
-    let policy = cluster.get(&format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-pre-stop"))?;
+    let gating = Setting::change(GATE_VALUE, "policy")?;
+    let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Ignore", "{}", policy["spec"]);
     check_which_containers_sleep(&scope)?;
     drop(gating);
     // The hook does not depend on the gate.
-    let gating = Setting::change(GATING, "none")?;
-    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[Some(1)])?;
+    let gating = Setting::change(GATE_VALUE, "none")?;
+    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(1)])?;
     drop(gating);
     let seconds = Setting::change(PRE_STOP_VALUE, 3)?;
-    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[Some(3)])?;
+    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(3)])?;
     drop(seconds);
     let off = Setting::change(PRE_STOP_VALUE, 0)?;
-    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES: 1})), &[None])?;
+    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[None])?;
     drop(off);
     Ok(())
 }
@@ -168,8 +169,8 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
 fn the_webhook_injects_the_same_sleeps() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-webhook")?;
-    let _gating = Setting::change(GATING, "webhook")?;
-    let path = format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-pre-stop");
+    let _gating = Setting::change(GATE_VALUE, "webhook")?;
+    let path = format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop");
     ensure!(cluster.find(&path)?.is_none(), "the admission policy is installed too");
     check_which_containers_sleep(&scope)
 }
@@ -185,7 +186,7 @@ struct Deletion {
 
 /// Number of deletions, and number of deletions that broke the neighbour.
 #[derive(Default)]
-struct Count {
+struct DeletionCount {
     deletions: usize,
     broken: usize,
 }
@@ -195,7 +196,7 @@ fn ensure_neighbour(scope: &Scope) -> Result<bool> {
     let broken = neighbour_error(scope)?.is_some();
     if broken || scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
         scope.delete_pod("neighbour", 0)?;
-        scope.pod("neighbour", &json!({SHARES: 1}), NEIGHBOUR)?;
+        scope.create_pod("neighbour", &json!({SHARES_RESOURCE: 1}), NEIGHBOUR_SCRIPT)?;
         wait_until_busy(scope, "neighbour")?;
     }
     Ok(broken)
@@ -223,13 +224,13 @@ fn neighbour_error(scope: &Scope) -> Result<Option<String>> {
 }
 
 /// Creates and deletes busy pods beside the neighbour, one after the other.
-fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<Count> {
+fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> {
     let Deletion { grace, script, without_hook } = deletion;
-    let mut count = Count::default();
+    let mut count = DeletionCount::default();
     ensure_neighbour(scope)?;
-    for round in 0..ROUNDS {
+    for round in 0..DELETION_ROUNDS {
         let name = format!("busy-{round}");
-        let mut object = pod(&name, &json!({SHARES: 2}), script);
+        let mut object = pod(&name, &json!({SHARES_RESOURCE: 2}), script);
         object["spec"]["terminationGracePeriodSeconds"] = json!(30);
         // The pod is placed on the neighbour's GPU, which has the fewest free shares.
         if without_hook {
@@ -258,7 +259,7 @@ fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<Count> {
         // Wait by running a command in the neighbour's container. A broken neighbour reports its
         // error within milliseconds of the client's death, and the command takes longer. Ignore
         // errors: the command fails if the neighbour has exited.
-        let _ = scope.exec("neighbour", &["true"]);
+        let _ = scope.exec_in_pod("neighbour", &["true"]);
         count.broken += usize::from(ensure_neighbour(scope)?);
     }
     Ok(count)
@@ -272,7 +273,8 @@ fn deleting_busy_pods_does_not_break_their_neighbour() -> Result<()> {
     writeln!(out, "neighbours broken by the deletion of a pod that runs kernels of 1 s:")?;
     let mut graceful = 0;
     for grace in [30, 5, 0] {
-        for (what, script) in [("without a handler", BUSY), ("that handles SIGTERM", BUSY_UNTIL_SIGTERM)] {
+        for (what, script) in [("without a handler", BUSY_SCRIPT), ("that handles SIGTERM", BUSY_UNTIL_SIGTERM_SCRIPT)]
+        {
             let count = delete_busy_pods(&scope, Deletion { grace, script, without_hook: false })?;
             writeln!(out, "  grace {grace:>2} s, {what}: {} of {}", count.broken, count.deletions)?;
             if grace > 0 {
@@ -280,7 +282,7 @@ fn deleting_busy_pods_does_not_break_their_neighbour() -> Result<()> {
             }
         }
     }
-    let opted_out = delete_busy_pods(&scope, Deletion { grace: 30, script: BUSY, without_hook: true })?;
+    let opted_out = delete_busy_pods(&scope, Deletion { grace: 30, script: BUSY_SCRIPT, without_hook: true })?;
     writeln!(out, "  grace 30 s, without a handler or a hook: {} of {}", opted_out.broken, opted_out.deletions)?;
     ensure!(graceful == 0, "{graceful} neighbours were broken by deletions with a grace period");
     Ok(())
@@ -291,14 +293,14 @@ struct StoppedAgent;
 
 impl StoppedAgent {
     fn new() -> Result<Self> {
-        signal(NODE, "cleave-agent", "STOP")?;
+        signal_program(NODE, "cleave-agent", "STOP")?;
         Ok(Self)
     }
 }
 
 impl Drop for StoppedAgent {
     fn drop(&mut self) {
-        if let Err(error) = signal(NODE, "cleave-agent", "CONT") {
+        if let Err(error) = signal_program(NODE, "cleave-agent", "CONT") {
             let _ = writeln!(std::io::stderr(), "failed to continue the agent: {error:#}");
         }
     }
@@ -314,7 +316,7 @@ fn without_the_agent_deleting_a_busy_pod_breaks_its_neighbours() -> Result<()> {
         let name = format!("busy-{round}");
         // A process with PID 1 and no handler ignores SIGTERM, so the kubelet kills it after the
         // grace period.
-        let mut object = pod(&name, &json!({SHARES: 2}), BUSY);
+        let mut object = pod(&name, &json!({SHARES_RESOURCE: 2}), BUSY_SCRIPT);
         object["spec"]["terminationGracePeriodSeconds"] = json!(2);
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
         wait_until_busy(&scope, &name)?;
@@ -330,7 +332,7 @@ fn without_the_agent_deleting_a_busy_pod_breaks_its_neighbours() -> Result<()> {
 }
 
 /// File in which a kubelet records that it terminates pods for a node shutdown.
-const SHUTDOWN_STATE: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
+const SHUTDOWN_STATE_PATH: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
 
 /// Configures the agents with these shutdown periods. Dropping the value restores the
 /// configuration, and ends the simulated shutdown.
@@ -347,7 +349,7 @@ impl ShutdownPeriods {
 
 impl Drop for ShutdownPeriods {
     fn drop(&mut self) {
-        if let Err(error) = on_node(NODE, &["rm", "-f", SHUTDOWN_STATE]) {
+        if let Err(error) = on_node(NODE, &["rm", "-f", SHUTDOWN_STATE_PATH]) {
             let _ = writeln!(std::io::stderr(), "failed to end the simulated shutdown: {error:#}");
         }
     }
@@ -362,18 +364,20 @@ fn count_clients(scope: &Scope, name: &str) -> Result<u64> {
 /// node. The kubelet therefore kills no pod, so only the agent terminates programs.
 #[test]
 fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> Result<()> {
-    const PRIORITY_CLASSES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
+    const PRIORITY_CLASSES_PATH: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "ending-shutdown")?;
-    let class = format!("{PRIORITY_CLASSES}/e2e-later");
+    let class = format!("{PRIORITY_CLASSES_PATH}/e2e-later");
     if cluster.find(&class)?.is_none() {
-        cluster.create(PRIORITY_CLASSES, &json!({"metadata": {"name": "e2e-later"}, "value": 1000}))?;
+        cluster.create(PRIORITY_CLASSES_PATH, &json!({"metadata": {"name": "e2e-later"}, "value": 1000}))?;
     }
     let _periods = ShutdownPeriods::set(&[(0, 12), (1000, 60), (2_000_000_000, 10)])?;
-    for (name, script, class) in
-        [("first", BUSY, None), ("polite", BUSY_UNTIL_SIGTERM, None), ("later", NEIGHBOUR, Some("e2e-later"))]
-    {
-        let mut object = pod(name, &json!({SHARES: 2}), script);
+    for (name, script, class) in [
+        ("first", BUSY_SCRIPT, None),
+        ("polite", BUSY_UNTIL_SIGTERM_SCRIPT, None),
+        ("later", NEIGHBOUR_SCRIPT, Some("e2e-later")),
+    ] {
+        let mut object = pod(name, &json!({SHARES_RESOURCE: 2}), script);
         object["spec"]["terminationGracePeriodSeconds"] = json!(30);
         object["spec"]["priorityClassName"] = json!(class);
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
@@ -382,7 +386,7 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
     let begun = Instant::now();
     let write = "printf '{\"startTime\":\"%s\",\"endTime\":\"0001-01-01T00:00:00Z\"}' \
         \"$(date -u +%Y-%m-%dT%H:%M:%SZ)\" >$0.new && mv $0.new $0";
-    on_node(NODE, &["sh", "-c", write, SHUTDOWN_STATE])?;
+    on_node(NODE, &["sh", "-c", write, SHUTDOWN_STATE_PATH])?;
     wait_until("the program without a SIGTERM handler is terminated", || Ok(count_clients(&scope, "first")? == 0))?;
     let took = begun.elapsed();
     ensure!(took < Duration::from_secs(5), "the program was terminated after {took:?}");

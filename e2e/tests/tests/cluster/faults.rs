@@ -4,10 +4,10 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::{HOLD, NODE, SHARES, wait_until_offered};
+use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_offered};
 
 /// A program that ignores SIGTERM and CUDA errors.
-const IGNORE_SIGTERM_AND_ERRORS: &str = "trap '' TERM; exec cleave-client --hold forever --linger forever";
+const IGNORE_SIGTERM_AND_ERRORS_SCRIPT: &str = "trap '' TERM; exec cleave-client --hold forever --linger forever";
 
 /// Waits for an Event of this reason on a pod, and returns its message.
 fn event_message(scope: &Scope, pod: &str, reason: &str) -> Result<String> {
@@ -25,16 +25,16 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
     let other = Scope::new(&cluster, "fault-far")?;
     let scope = Scope::new(&cluster, "fault")?;
     // Only one GPU has shares, so that all pods are on it.
-    scope.policy(
+    scope.create_policy(
         "one-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
     )?;
-    wait_until_offered(&cluster, SHARES, 10)?;
-    scope.pod("near", &json!({SHARES: 2}), HOLD)?;
-    other.pod("far", &json!({SHARES: 3}), IGNORE_SIGTERM_AND_ERRORS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10)?;
+    scope.create_pod("near", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
+    other.create_pod("far", &json!({SHARES_RESOURCE: 3}), IGNORE_SIGTERM_AND_ERRORS_SCRIPT)?;
     scope.client_report("near")?;
     other.client_report("far")?;
-    scope.pod("culprit", &json!({SHARES: 1}), "exec cleave-client --kernel-ms 1 --fault")?;
+    scope.create_pod("culprit", &json!({SHARES_RESOURCE: 1}), "exec cleave-client --kernel-ms 1 --fault")?;
     for (of, pod) in [(&scope, "culprit"), (&scope, "near"), (&other, "far")] {
         let (phase, log) = of.wait_until_finished(pod)?;
         ensure!(phase == "Failed" && log.contains("\"error\":700"), "{pod} is {phase} and says {log}");
@@ -43,8 +43,8 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
     let exit = far["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"].as_u64();
     ensure!(exit == Some(137), "the container was not killed: {}", far["status"]);
     // All shares are healthy, and the next pod has the limits of its share.
-    wait_until_offered(&cluster, SHARES, 10)?;
-    scope.pod("next", &json!({SHARES: 5}), HOLD)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10)?;
+    scope.create_pod("next", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("next")?["sms"] == 66);
 
     let caused = event_message(&scope, "culprit", "NamedInGpuFault")?;

@@ -6,22 +6,22 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Random, SYSTEM, Scope, WAIT_TIMEOUT, allocation_errors, launcher, not_deleted, pod, signal,
-    signal_component, text, wait_for, wait_until,
+    Cluster, Random, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, allocation_errors, not_deleted, pod, run_launcher,
+    signal_component, signal_program, text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
-use crate::gate_admission::GATE;
+use crate::gate_admission::GATE_NAME;
 use crate::restarts::{component_pod, query_agent};
-use crate::{GPUS, NODE, SHARES, allocations, ten_shares};
+use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares};
 
 /// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
 /// the machine.
-pub(crate) const SLEEP_FOREVER: &str = "exec sleep 1000000";
+pub(crate) const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
 
 /// Whether a pod has the placement gate.
 pub(crate) fn is_gated(pod: &Value) -> bool {
-    pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| gates.iter().any(|gate| gate["name"] == GATE))
+    pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| gates.iter().any(|gate| gate["name"] == GATE_NAME))
 }
 
 /// Events of a pod, as `REASON: NOTE`.
@@ -58,25 +58,25 @@ pub(crate) fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: us
 fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "fragments")?;
-    for index in 0..GPUS {
-        scope.pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER)?;
+    for index in 0..GPUS_PER_NODE {
+        scope.create_pod(&format!("seven-{index}"), &json!({SHARES_RESOURCE: 7}), SLEEP_FOREVER_SCRIPT)?;
     }
     let mut devices = BTreeSet::new();
-    for index in 0..GPUS {
+    for index in 0..GPUS_PER_NODE {
         let name = format!("seven-{index}");
         scope.wait_until_running(&name)?;
         devices.insert(on_one_gpu(&cluster, &scope, &name, 7)?);
     }
-    ensure!(devices.len() as u64 == GPUS, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
+    ensure!(devices.len() as u64 == GPUS_PER_NODE, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
     // Twelve shares are free, three on each GPU: a scheduler that adds them up would bind the pod.
-    scope.pod("five", &json!({SHARES: 5}), SLEEP_FOREVER)?;
+    scope.create_pod("five", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
     wait_for_event(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
     let waiting = cluster.get(&scope.pod_path("five"))?;
     ensure!(is_gated(&waiting) && waiting["spec"]["nodeName"].is_null(), "{waiting}");
-    scope.pod("three", &json!({SHARES: 3}), SLEEP_FOREVER)?;
+    scope.create_pod("three", &json!({SHARES_RESOURCE: 3}), SLEEP_FOREVER_SCRIPT)?;
     scope.wait_until_running("three")?;
     let taken = on_one_gpu(&cluster, &scope, "three", 3)?;
-    let sevens = (0..GPUS).map(|index| format!("seven-{index}"));
+    let sevens = (0..GPUS_PER_NODE).map(|index| format!("seven-{index}"));
     let deleted = sevens
         .map(|name| Ok((on_one_gpu(&cluster, &scope, &name, 7)?, name)))
         .find(|found: &Result<_>| found.as_ref().is_ok_and(|(device, _)| *device != taken))
@@ -91,7 +91,7 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
 fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "never")?;
-    scope.pod("eleven", &json!({SHARES: 11}), SLEEP_FOREVER)?;
+    scope.create_pod("eleven", &json!({SHARES_RESOURCE: 11}), SLEEP_FOREVER_SCRIPT)?;
     let condition = wait_for("the scheduler reports the pod as unschedulable", WAIT_TIMEOUT, || {
         let pod = cluster.get(&scope.pod_path("eleven"))?;
         let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
@@ -103,7 +103,7 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
 
 /// A pod template with one container.
 fn pod_template(app: &str, shares: u32) -> Value {
-    let spec = pod(app, &json!({SHARES: shares}), SLEEP_FOREVER)["spec"].take();
+    let spec = pod(app, &json!({SHARES_RESOURCE: shares}), SLEEP_FOREVER_SCRIPT)["spec"].take();
     json!({"metadata": {"labels": {"app": app}}, "spec": spec})
 }
 
@@ -142,16 +142,16 @@ fn create_controllers(scope: &Scope) -> Result<()> {
 /// Creates a pod `several` with two containers that request shares, a sidecar, and an init
 /// container whose shares the other containers reuse.
 fn create_pod_with_several_containers(scope: &Scope) -> Result<()> {
-    let mut several = pod("several", &json!({SHARES: 4}), SLEEP_FOREVER);
+    let mut several = pod("several", &json!({SHARES_RESOURCE: 4}), SLEEP_FOREVER_SCRIPT);
     let container = |name: &str, shares: u32, script: &str| {
         let mut container = several["spec"]["containers"][0].clone();
         container["name"] = json!(name);
         container["command"] = json!(["sh", "-c", script]);
-        container["resources"]["limits"] = json!({SHARES: shares.to_string()});
+        container["resources"]["limits"] = json!({SHARES_RESOURCE: shares.to_string()});
         container
     };
-    let (second, first) = (container("second", 5, SLEEP_FOREVER), container("first", 2, "true"));
-    let mut sidecar = container("sidecar", 1, SLEEP_FOREVER);
+    let (second, first) = (container("second", 5, SLEEP_FOREVER_SCRIPT), container("first", 2, "true"));
+    let mut sidecar = container("sidecar", 1, SLEEP_FOREVER_SCRIPT);
     sidecar["restartPolicy"] = json!("Always");
     several["spec"]["containers"].as_array_mut().context("containers")?.push(second);
     several["spec"]["initContainers"] = json!([first, sidecar]);
@@ -206,7 +206,7 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
 }
 
 /// Number of shares of [`NODE`] that are in use.
-fn in_use(cluster: &Cluster) -> Result<u64> {
+fn count_shares_in_use(cluster: &Cluster) -> Result<u64> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let slices = gpus.iter().flat_map(|gpu| gpu["slices"].as_array().cloned().unwrap_or_default());
@@ -220,26 +220,28 @@ fn in_use(cluster: &Cluster) -> Result<u64> {
 fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "forgotten")?;
-    let names: Vec<String> = (0..GPUS).map(|index| format!("full-{index}")).collect();
-    names.iter().try_for_each(|name| scope.pod(name, &json!({SHARES: 10}), SLEEP_FOREVER).map(drop))?;
+    let names: Vec<String> = (0..GPUS_PER_NODE).map(|index| format!("full-{index}")).collect();
+    names
+        .iter()
+        .try_for_each(|name| scope.create_pod(name, &json!({SHARES_RESOURCE: 10}), SLEEP_FOREVER_SCRIPT).map(drop))?;
     names.iter().try_for_each(|name| scope.wait_until_running(name).map(drop))?;
-    wait_until("all shares are in use", || Ok(in_use(&cluster)? == 10 * GPUS))?;
+    wait_until("all shares are in use", || Ok(count_shares_in_use(&cluster)? == 10 * GPUS_PER_NODE))?;
     scope.delete_pod(&names[0], 0)?;
-    wait_until("a GPU is free", || Ok(in_use(&cluster)? == 10 * (GPUS - 1)))?;
+    wait_until("a GPU is free", || Ok(count_shares_in_use(&cluster)? == 10 * (GPUS_PER_NODE - 1)))?;
     // The kubelet exits while the pod is in transit to it.
     let kubelet = format!("kubelet@{NODE}");
     signal_component(&kubelet, "STOP")?;
-    scope.pod("next", &json!({SHARES: 10}), SLEEP_FOREVER)?;
+    scope.create_pod("next", &json!({SHARES_RESOURCE: 10}), SLEEP_FOREVER_SCRIPT)?;
     wait_until("the pod is bound", || Ok(cluster.get(&scope.pod_path("next"))?["spec"]["nodeName"] == NODE))?;
-    launcher(&["kill", &kubelet])?;
-    launcher(&["start", &kubelet])?;
+    run_launcher(&["kill", &kubelet])?;
+    run_launcher(&["start", &kubelet])?;
     scope.wait_until_running("next")?;
     on_one_gpu(&cluster, &scope, "next", 10).map(drop)
 }
 
 /// Observations during a storm of pods.
 #[derive(Debug, Default)]
-struct Observed {
+struct StormObservations {
     created: u64,
     ran: BTreeSet<String>,
     /// Pods that the kubelet permanently rejected, with the reason.
@@ -249,7 +251,7 @@ struct Observed {
 }
 
 /// Reads all pods and their allocations, and adds them to `observed`.
-fn observe(scope: &Scope, observed: &mut Observed) -> Result<Vec<Value>> {
+fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>> {
     let pods = scope.pods()?;
     for pod in &pods {
         let name = text(&pod["metadata"]["name"]);
@@ -269,17 +271,18 @@ fn observe(scope: &Scope, observed: &mut Observed) -> Result<Vec<Value>> {
 }
 
 /// Number of pods created between two kills.
-const KILL_EVERY: u64 = 12;
+const PODS_BETWEEN_KILLS: u64 = 12;
 
-/// Creates and deletes pods of 1 to 10 shares in bursts. Calls `kill` after every [`KILL_EVERY`]
-/// pods, with the number of earlier calls. At the end waits until each remaining pod has run.
+/// Creates and deletes pods of 1 to 10 shares in bursts. Calls `kill` after every
+/// [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end waits until each
+/// remaining pod has run.
 fn run_storm(
     scope: &Scope,
     count: u64,
     random: &mut Random,
     mut kill: impl FnMut(u64) -> Result<()>,
-) -> Result<Observed> {
-    let mut observed = Observed::default();
+) -> Result<StormObservations> {
+    let mut observed = StormObservations::default();
     let mut kills = 0;
     let delete =
         |pod: &Value, grace| scope.cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(grace));
@@ -288,10 +291,14 @@ fn run_storm(
         // The kubelet accepts at most 110 pods. Limit the test to 70 at a time.
         for _ in 0..(1 + random.below(16)).min(count - observed.created).min(70_u64.saturating_sub(living)) {
             let shares = 1 + random.below(10);
-            scope.pod(&format!("p{}", observed.created), &json!({SHARES: shares}), SLEEP_FOREVER)?;
+            scope.create_pod(
+                &format!("p{}", observed.created),
+                &json!({SHARES_RESOURCE: shares}),
+                SLEEP_FOREVER_SCRIPT,
+            )?;
             observed.created += 1;
         }
-        if observed.created / KILL_EVERY > kills {
+        if observed.created / PODS_BETWEEN_KILLS > kills {
             kill(kills)?;
             kills += 1;
         }
@@ -332,7 +339,7 @@ fn kill_agent(scope: &Scope) -> Result<()> {
         quiet_checks = if scope.pods()?.iter().any(in_transit) { 0 } else { quiet_checks + 1 };
         Ok(quiet_checks == 2)
     })
-    .and_then(|()| signal(NODE, "cleave-agent", "KILL"))
+    .and_then(|()| signal_program(NODE, "cleave-agent", "KILL"))
     .and_then(|()| wait_until("the agent serves again", || query_agent(scope.cluster, "readyz").map(|_| true)));
     signal_component("scheduler", "CONT").and(killed)
 }
@@ -354,11 +361,14 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
             // Only the leader, so that the other replica takes over. If the last leader is gone and
             // nobody leads yet, there is nothing to kill.
             "operator" => component_pod(&cluster, "operator").map_or(Ok(()), |pod| {
-                cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&pod["metadata"]["name"])), Some(0))
+                cluster.delete(
+                    &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&pod["metadata"]["name"])),
+                    Some(0),
+                )
             }),
             _ => {
-                launcher(&["kill", &format!("kubelet@{NODE}")])?;
-                launcher(&["start", &format!("kubelet@{NODE}")]).map(drop)
+                run_launcher(&["kill", &format!("kubelet@{NODE}")])?;
+                run_launcher(&["start", &format!("kubelet@{NODE}")]).map(drop)
             }
         }
     })?;

@@ -5,23 +5,24 @@
 //! release it.
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, kubectl, pod, text, wait_until, wait_without_violation};
+use cleave_e2e::{Cluster, Refused, SYSTEM_NAMESPACE, Scope, kubectl, pod, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::{NODE, SHARES};
+use crate::{NODE, SHARES_RESOURCE};
 
 /// Cleave's placement gate.
-pub(crate) const GATE: &str = "cleave.dev/placement";
+pub(crate) const GATE_NAME: &str = "cleave.dev/placement";
 /// A scheduling gate of another controller.
-pub(crate) const OTHER: &str = "example.com/hold";
-pub(crate) const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
+pub(crate) const OTHER_GATE_NAME: &str = "example.com/hold";
+pub(crate) const REGISTRATIONS_PATH: &str = "/apis/admissionregistration.k8s.io/v1";
 /// Options of `kubectl` that impersonate the operator's service account. The administrators' group
 /// grants all rights, because these tests do not cover the operator's role.
-const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
+const AS_OPERATOR_ARGUMENTS: [&str; 2] =
+    ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// Chart value that selects the mechanism that gates pods.
-pub(crate) const GATING: &str = "admission.gate";
+pub(crate) const GATE_VALUE: &str = "admission.gate";
 
 /// Returns a pod as the API server admits it in a dry run.
 pub(crate) fn admit_in_dry_run(scope: &Scope, pod: &Value) -> Result<Value> {
@@ -82,27 +83,30 @@ fn check_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
 /// Checks that exactly the pods that request GPUs are gated. The rules are the same for both
 /// mechanisms.
 fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
-    let two = json!({SHARES: 2});
-    wait_for_gates(scope, &pod_requesting(&two), &[GATE])?;
+    let two = json!({SHARES_RESOURCE: 2});
+    wait_for_gates(scope, &pod_requesting(&two), &[GATE_NAME])?;
     for limits in [
-        json!({SHARES: "1"}),
+        json!({SHARES_RESOURCE: "1"}),
         json!({"nvidia.com/gpu-10gb": 1}),
         json!({"nvidia.com/gpu-timeslice": 1}),
         json!({"nvidia.com/gpu.shared": 1}),
         json!({"nvidia.com/mig-1g.10gb": 1}),
-        json!({SHARES: 1, "nvidia.com/mig-1g.10gb": 1, "nvidia.com/gpu": 1}),
+        json!({SHARES_RESOURCE: 1, "nvidia.com/mig-1g.10gb": 1, "nvidia.com/gpu": 1}),
         json!({"nvidia.com/gpu": 1}),
     ] {
-        check_gates(scope, &pod_requesting(&limits), &[GATE])?;
+        check_gates(scope, &pod_requesting(&limits), &[GATE_NAME])?;
     }
     let mut both = pod_requesting(&two);
     both["spec"]["containers"][0]["resources"]["requests"] = two.clone();
-    check_gates(scope, &both, &[GATE])?;
-    check_gates(scope, &requesting_in_init(&two, false), &[GATE])?;
-    check_gates(scope, &requesting_in_init(&two, true), &[GATE])?;
+    check_gates(scope, &both, &[GATE_NAME])?;
+    check_gates(scope, &requesting_in_init(&two, false), &[GATE_NAME])?;
+    check_gates(scope, &requesting_in_init(&two, true), &[GATE_NAME])?;
     // The gate is added once, and other gates are kept.
-    for (given, expected) in [(&[GATE][..], &[GATE][..]), (&[OTHER], &[OTHER, GATE]), (&[GATE, OTHER], &[GATE, OTHER])]
-    {
+    for (given, expected) in [
+        (&[GATE_NAME][..], &[GATE_NAME][..]),
+        (&[OTHER_GATE_NAME], &[OTHER_GATE_NAME, GATE_NAME]),
+        (&[GATE_NAME, OTHER_GATE_NAME], &[GATE_NAME, OTHER_GATE_NAME]),
+    ] {
         let mut pod = pod_requesting(&two);
         set_gates(&mut pod, given);
         check_gates(scope, &pod, expected)?;
@@ -111,7 +115,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
         json!({}),
         json!({"cpu": "10m"}),
         json!({"nvidia.com/gpu": 0}),
-        json!({SHARES: 0}),
+        json!({SHARES_RESOURCE: 0}),
         json!({"example.com/gpu-mps": 1}),
     ] {
         check_gates(scope, &pod_requesting(&limits), &[])?;
@@ -138,7 +142,7 @@ fn check_tolerations(scope: &Scope) -> Result<()> {
     let other = json!({"key": "team", "operator": "Equal", "value": "a", "effect": "NoSchedule"});
     let own = json!({"key": "nvidia.com/gpu", "operator": "Equal", "value": "team-a"});
     let all = json!({"operator": "Exists"});
-    let (shares, whole, plain) = (json!({SHARES: 1}), json!({"nvidia.com/gpu": 1}), json!({"cpu": "10m"}));
+    let (shares, whole, plain) = (json!({SHARES_RESOURCE: 1}), json!({"nvidia.com/gpu": 1}), json!({"cpu": "10m"}));
     for (limits, given, expected) in [
         (&shares, vec![], vec![&added]),
         (&shares, vec![&other], vec![&other, &added]),
@@ -163,15 +167,15 @@ fn check_tolerations(scope: &Scope) -> Result<()> {
 
 /// Checks which exceptions of a namespace turn the gate off.
 fn check_exceptions(scope: &Scope) -> Result<()> {
-    let two = json!({SHARES: 2});
+    let two = json!({SHARES_RESOURCE: 2});
     for (allow, expected) in [
         ("placement", &[][..]),
-        ("size", &[GATE]),
+        ("size", &[GATE_NAME]),
         ("size.placement", &[]),
         ("placement.environment", &[]),
-        ("placements", &[GATE]),
+        ("placements", &[GATE_NAME]),
         ("all", &[]),
-        ("", &[GATE]),
+        ("", &[GATE_NAME]),
     ] {
         set_exceptions(scope, allow)?;
         wait_for_gates(scope, &pod_requesting(&two), expected)?;
@@ -182,7 +186,7 @@ fn check_exceptions(scope: &Scope) -> Result<()> {
     set_exceptions(scope, "node-name")?;
     wait_until("a pod may name its node", || Ok(gate_names(&admit_in_dry_run(scope, &pinned)?).is_empty()))?;
     set_exceptions(scope, "")?;
-    wait_for_gates(scope, &pod_requesting(&two), &[GATE])
+    wait_for_gates(scope, &pod_requesting(&two), &[GATE_NAME])
 }
 
 /// Checks that only the operator removes the gate, unless the namespace has an exception.
@@ -196,32 +200,33 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
     let create = |name: &str, limits: &Value| {
         // The operator does not release a pod that has another gate too.
         let mut pod = pod(name, limits, "true");
-        set_gates(&mut pod, &[OTHER, GATE]);
+        set_gates(&mut pod, &[OTHER_GATE_NAME, GATE_NAME]);
         scope.cluster.create(&pods, &pod)
     };
-    create("waits", &json!({SHARES: 1}))?;
+    create("waits", &json!({SHARES_RESOURCE: 1}))?;
     let path = scope.pod_path("waits");
-    for change in [keep(&[OTHER]), keep(&[])] {
+    for change in [keep(&[OTHER_GATE_NAME]), keep(&[])] {
         let refused = scope.cluster.patch(&path, &change).err().context("the gate was removed")?;
         let refused = refused.downcast::<Refused>()?;
         ensure!(refused.code == 403, "{refused}");
-        for part in ["only the Cleave operator may remove the scheduling gate", GATE, "cleave.dev/allow=placement"] {
+        for part in ["only the Cleave operator may remove the scheduling gate", GATE_NAME, "cleave.dev/allow=placement"]
+        {
             ensure!(refused.message.contains(part), "{refused} does not say {part:?}");
         }
     }
     // Other fields of the pod can still be changed.
     scope.cluster.patch(&path, &json!({"metadata": {"labels": {"mine": "yes"}}}))?;
-    let change = keep(&[OTHER]).to_string();
+    let change = keep(&[OTHER_GATE_NAME]).to_string();
     let args = ["-n", &scope.namespace, "patch", "pod", "waits", "--type=merge", "-p", &change];
-    kubectl(&[&OPERATOR[..], &args].concat())?;
-    ensure!(gate_names(&scope.cluster.get(&path)?) == [OTHER], "the operator failed to remove the gate");
+    kubectl(&[&AS_OPERATOR_ARGUMENTS[..], &args].concat())?;
+    ensure!(gate_names(&scope.cluster.get(&path)?) == [OTHER_GATE_NAME], "the operator failed to remove the gate");
     // Any user may remove the gate from a pod without shares.
     create("plain", &json!({}))?;
-    scope.cluster.patch(&scope.pod_path("plain"), &keep(&[OTHER]))?;
-    create("allowed", &json!({SHARES: 1}))?;
+    scope.cluster.patch(&scope.pod_path("plain"), &keep(&[OTHER_GATE_NAME]))?;
+    create("allowed", &json!({SHARES_RESOURCE: 1}))?;
     set_exceptions(scope, "placement")?;
     wait_until("the API server applies the namespace's label", || {
-        scope.cluster.patch(&scope.pod_path("allowed"), &keep(&[OTHER])).map(|_| true)
+        scope.cluster.patch(&scope.pod_path("allowed"), &keep(&[OTHER_GATE_NAME])).map(|_| true)
     })?;
     set_exceptions(scope, "")?;
     for name in ["waits", "plain", "allowed"] {
@@ -234,10 +239,10 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
 fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-policy")?;
-    let gating = Setting::change(GATING, "policy")?;
-    let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
+    let gating = Setting::change(GATE_VALUE, "policy")?;
+    let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
     ensure!(cluster.find(&path)?.is_none(), "the webhook is installed too");
-    let policy = cluster.get(&format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-gate"))?;
+    let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-gate"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Fail", "{}", policy["spec"]);
     check_which_pods_are_gated(&scope)?;
     check_gate_is_protected(&scope)?;
@@ -248,8 +253,8 @@ fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
 #[test]
 fn the_policy_on_gates_was_type_checked() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _gating = Setting::change(GATING, "policy")?;
-    let path = format!("{REGISTRATIONS}/validatingadmissionpolicies/cleave-gate");
+    let _gating = Setting::change(GATE_VALUE, "policy")?;
+    let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicies/cleave-gate");
     wait_until("the policy was type-checked", || {
         let policy = cluster.get(&path)?;
         Ok(policy["status"]["observedGeneration"] == policy["metadata"]["generation"])
@@ -263,13 +268,13 @@ fn the_policy_on_gates_was_type_checked() -> Result<()> {
 fn with_gating_off_no_pod_is_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-none")?;
-    let _gating = Setting::change(GATING, "none")?;
-    wait_for_gates(&scope, &pod_requesting(&json!({SHARES: 2})), &[])?;
+    let _gating = Setting::change(GATE_VALUE, "none")?;
+    wait_for_gates(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[])?;
     // A user may remove a gate that the user has set.
-    let mut pod = pod_requesting(&json!({SHARES: 2}));
-    set_gates(&mut pod, &[OTHER, GATE]);
+    let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 2}));
+    set_gates(&mut pod, &[OTHER_GATE_NAME, GATE_NAME]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)?;
-    let change = json!({"spec": {"schedulingGates": [{"name": OTHER}]}});
+    let change = json!({"spec": {"schedulingGates": [{"name": OTHER_GATE_NAME}]}});
     // The API server observes the deletion of each policy separately. The policy that protects the
     // gate may therefore outlast the policy that adds the gate.
     wait_until("a user removes the gate", || {
@@ -283,10 +288,10 @@ fn with_gating_off_no_pod_is_gated() -> Result<()> {
 fn the_webhook_gates_the_same_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-webhook")?;
-    let gating = Setting::change(GATING, "webhook")?;
-    let policy = format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-gate");
+    let gating = Setting::change(GATE_VALUE, "webhook")?;
+    let policy = format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-gate");
     ensure!(cluster.find(&policy)?.is_none(), "the admission policy is installed too");
-    let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
+    let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
     let webhook = &cluster.get(&path)?["webhooks"][0];
     ensure!(webhook["failurePolicy"] == "Fail" && webhook["sideEffects"] == "None", "{webhook}");
     check_which_pods_are_gated(&scope)?;
@@ -299,10 +304,10 @@ fn the_webhook_gates_the_same_pods() -> Result<()> {
 fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-certificate")?;
-    let _gating = Setting::change(GATING, "webhook")?;
-    let pod = pod_requesting(&json!({SHARES: 2}));
-    wait_for_gates(&scope, &pod, &[GATE])?;
-    let secret = format!("/api/v1/namespaces/{SYSTEM}/secrets/cleave-webhook");
+    let _gating = Setting::change(GATE_VALUE, "webhook")?;
+    let pod = pod_requesting(&json!({SHARES_RESOURCE: 2}));
+    wait_for_gates(&scope, &pod, &[GATE_NAME])?;
+    let secret = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/secrets/cleave-webhook");
     let certificate = || Ok::<_, anyhow::Error>(text(&cluster.get(&secret)?["data"]["tls.crt"]));
     let before = certificate()?;
     ensure!(!before.is_empty(), "the Secret is empty");
@@ -316,18 +321,18 @@ fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
         },
         || match admit_in_dry_run(&scope, &pod) {
             Ok(admitted) => {
-                Ok((gate_names(&admitted) != [GATE]).then(|| format!("gates: {:?}", gate_names(&admitted))))
+                Ok((gate_names(&admitted) != [GATE_NAME]).then(|| format!("gates: {:?}", gate_names(&admitted))))
             }
             Err(error) => Ok(Some(format!("refused: {error:#}"))),
         },
     )?;
     // The operator restores a removed CA bundle.
-    let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
+    let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
     let change = json!([{"op": "remove", "path": "/webhooks/0/clientConfig/caBundle"}]).to_string();
     kubectl(&["patch", "mutatingwebhookconfiguration", "cleave-webhook", "--type=json", "-p", &change])?;
     wait_until(
         "the CA is restored",
         || Ok(cluster.get(&path)?["webhooks"][0]["clientConfig"]["caBundle"].is_string()),
     )?;
-    wait_for_gates(&scope, &pod, &[GATE])
+    wait_for_gates(&scope, &pod, &[GATE_NAME])
 }

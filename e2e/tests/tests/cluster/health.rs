@@ -4,14 +4,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Faults, GPUNODES, Scope, find_pid, kubectl, output, run, signal, text, wait_until, wait_without_violation,
+    Cluster, Faults, GPU_NODES_PATH, Scope, find_pid, kubectl, program_output, run_program, signal_program, text,
+    wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
 use crate::{
-    GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, gpus_without_ten_shares, ten_shares,
-    wait_until_offered,
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, daemon_pids,
+    gpus_without_ten_shares, ten_shares, wait_until_offered,
 };
 
 /// Quiet time of a suspect GPU: `agent.suspectQuietSeconds` in e2e/values.yaml.
@@ -43,16 +44,16 @@ impl<'a> RepairGuard<'a> {
 impl Drop for RepairGuard<'_> {
     fn drop(&mut self) {
         let nothing = json!({"metadata": {"annotations": {"cleave.dev/cordon": null}}});
-        let _ = self.cluster.patch(&format!("{GPUNODES}/{NODE}"), &nothing);
-        for gpu in 0..GPUS {
+        let _ = self.cluster.patch(&format!("{GPU_NODES_PATH}/{NODE}"), &nothing);
+        for gpu in 0..GPUS_PER_NODE {
             let gpu = gpu.to_string();
             for set in ["remap-failed=off", "remap-pending=off", "recovery=none"] {
                 let _ = self.faults.simgpu(&["set", &gpu, set]);
             }
             let _ = self.faults.simgpu(&["restore", &gpu]);
         }
-        for gpu in 0..GPUS {
-            let _ = run(&cleave_path(), &["uncordon", NODE, &gpu.to_string()]);
+        for gpu in 0..GPUS_PER_NODE {
+            let _ = run_program(&cleave_path(), &["uncordon", NODE, &gpu.to_string()]);
         }
     }
 }
@@ -75,7 +76,7 @@ pub(crate) fn wait_for_health(cluster: &Cluster, index: u64, class: &str) -> Res
 
 /// Creates a pod of ten shares, and checks that it runs on a GPU other than the unhealthy one.
 fn check_runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, unhealthy: u64) -> Result<()> {
-    scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
+    scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running(name)?;
     let unhealthy = text(&gpu_status(cluster, unhealthy)?["uuid"]);
     let report = scope.client_report(name)?;
@@ -88,7 +89,7 @@ fn each_class_of_xid_has_its_effect_and_its_recovery() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "xids")?;
     let repair = RepairGuard::new(&cluster);
-    scope.pod_on(NODE, "stays", &json!({SHARES: 2}), HOLD)?;
+    scope.create_pod_on_node(NODE, "stays", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("stays")?;
     let before = container_and_restarts(&cluster, &scope, "stays")?;
 
@@ -96,7 +97,7 @@ fn each_class_of_xid_has_its_effect_and_its_recovery() -> Result<()> {
     // so the effect of the second one shows that it has handled the first.
     repair.faults.simgpu(&["xid", "0", "31"])?;
     repair.faults.simgpu(&["xid", "1", "999"])?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_for_health(&cluster, 1, "Suspect")?;
     let message = text(&gpu_status(&cluster, 1)?["health"]["message"]);
     ensure!(message.contains(&format!("after {} s without another", QUIET_TIME.as_secs())), "{message}");
@@ -108,14 +109,14 @@ fn each_class_of_xid_has_its_effect_and_its_recovery() -> Result<()> {
     let quiet = Instant::now();
     repair.faults.simgpu(&["xid", "1", "999"])?;
     repair.faults.simgpu(&["xid", "2", "48"])?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 2))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
     check_runs_elsewhere(&cluster, &scope, "beside-unhealthy", 2)?;
 
     // GPU 1 recovers after the quiet time, when NVML answers.
     wait_for_health(&cluster, 1, "")?;
     ensure!(quiet.elapsed() >= QUIET_TIME, "GPU 1 was healthy again after {:?}", quiet.elapsed());
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
@@ -127,21 +128,21 @@ fn a_restart_of_the_agent_clears_no_fault_and_uncordon_does() -> Result<()> {
     let scope = ten_shares(&cluster, "heals")?;
     let repair = RepairGuard::new(&cluster);
     repair.faults.simgpu(&["xid", "3", "119"])?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
     let old = find_pid(NODE, "cleave-agent")?;
-    signal(NODE, "cleave-agent", "KILL")?;
+    signal_program(NODE, "cleave-agent", "KILL")?;
     wait_until("another agent runs", || Ok(find_pid(NODE, "cleave-agent").is_ok_and(|pid| pid != old)))?;
     // Only the new agent can report this XID.
     repair.faults.simgpu(&["xid", "1", "48"])?;
     wait_for_health(&cluster, 1, "NeedsReset")?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 2))?;
-    run(&cleave_path(), &["uncordon", NODE, "3"])?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
+    run_program(&cleave_path(), &["uncordon", NODE, "3"])?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_for_health(&cluster, 1, "NeedsReset")?;
-    run(&cleave_path(), &["uncordon", NODE, "1"])?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    run_program(&cleave_path(), &["uncordon", NODE, "1"])?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     drop(scope);
     Ok(())
 }
@@ -155,14 +156,14 @@ fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<(
     repair.faults.simgpu(&["xid", "1", "79"])?;
     for (at, shares) in [10, 1, 5, 3].into_iter().enumerate() {
         let name = format!("p{at}");
-        scope.pod_on(NODE, &name, &json!({SHARES: shares}), HOLD)?;
+        scope.create_pod_on_node(NODE, &name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;
         // Fails at once if the pod fails.
         scope.wait_until_running(&name)?;
     }
     wait_for_health(&cluster, 1, "Lost")?;
     repair.faults.simgpu(&["restore", "1"])?;
     wait_for_health(&cluster, 1, "")?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     Ok(())
 }
 
@@ -175,7 +176,7 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "hangs")?;
     let repair = RepairGuard::new(&cluster);
-    scope.pod_on(NODE, "stays", &json!({SHARES: 2}), HOLD)?;
+    scope.create_pod_on_node(NODE, "stays", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("stays")?;
     let before = container_and_restarts(&cluster, &scope, "stays")?;
     let uuid = text(&gpu_status(&cluster, 3)?["uuid"]);
@@ -184,9 +185,9 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     let begun = Instant::now();
     // Checked repeatedly during the hang.
     let violation = || {
-        let offered = cluster.allocatable(NODE, SHARES)?;
-        if offered < 10 * (GPUS - 1) {
-            return Ok(Some(format!("{NODE} offers {offered} {SHARES}")));
+        let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;
+        if offered < 10 * (GPUS_PER_NODE - 1) {
+            return Ok(Some(format!("{NODE} offers {offered} {SHARES_RESOURCE}")));
         }
         let others = gpus_without_ten_shares(&cluster, |gpu| gpu["index"] != 3)?;
         Ok((!others.is_empty()).then(|| format!("other GPUs: {others:?}")))
@@ -198,9 +199,9 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     wait_without_violation("GPU 3 is unreachable", unreachable, violation)?;
     let message = text(&gpu_status(&cluster, 3)?["health"]["message"]);
     ensure!(message.contains("NVML did not answer for"), "{message}");
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
 
-    scope.pod_on(NODE, "new", &json!({SHARES: 5}), HOLD)?;
+    scope.create_pod_on_node(NODE, "new", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     // Fails at once if the pod fails.
     scope.wait_until_running("new")?;
     ensure!(text(&scope.client_report("new")?["uuid"]) != uuid, "the new pod is on the GPU that hangs");
@@ -212,12 +213,12 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     // XIDs of other GPUs still arrive.
     repair.faults.simgpu(&["xid", "2", "48"])?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
-    run(&cleave_path(), &["uncordon", NODE, "2"])?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    run_program(&cleave_path(), &["uncordon", NODE, "2"])?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
 
     repair.faults.simgpu(&["clear"])?;
     wait_for_health(&cluster, 3, "")?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
 }
@@ -227,48 +228,48 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "cordon")?;
     let _repair = RepairGuard::new(&cluster);
-    scope.pod_on(NODE, "holder", &json!({SHARES: 3}), HOLD)?;
+    scope.create_pod_on_node(NODE, "holder", &json!({SHARES_RESOURCE: 3}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("holder")?;
     wait_until("the node reports the allocation", || Ok(!allocations(&cluster, &scope, "holder")?.is_empty()))?;
     let device = text(&allocations(&cluster, &scope, "holder")?[0]["device"]);
     let before = container_and_restarts(&cluster, &scope, "holder")?;
     let daemons = daemon_pids(&cluster)?;
 
-    let printed = run(&cleave_path(), &["cordon", NODE, &device, "--reason", "new fan"])?;
+    let printed = run_program(&cleave_path(), &["cordon", NODE, &device, "--reason", "new fan"])?;
     ensure!(printed.contains("is cordoned"), "{printed}");
-    ensure!(run(&cleave_path(), &["cordon", NODE, &device])?.contains("already"));
+    ensure!(run_program(&cleave_path(), &["cordon", NODE, &device])?.contains("already"));
     // Shares in use on the cordoned GPU still count as allocatable.
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1) + 3)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1) + 3)?;
     let index = gpu_index(&cluster, &device)?;
     for name in ["one", "two"] {
         check_runs_elsewhere(&cluster, &scope, name, index)?;
     }
     ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "a running pod was disturbed");
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
-    let status = run(&cleave_path(), &["status"])?;
+    let status = run_program(&cleave_path(), &["status"])?;
     ensure!(status.contains("Healthy,Cordoned") && status.contains("is cordoned: new fan"), "{status}");
     // The pods request more shares than the other GPUs have: one pod waits, and `explain` reports
     // the reason.
     for name in ["a", "b", "c"] {
-        scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
+        scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running(name)?;
     }
-    scope.pod_on(NODE, "d", &json!({SHARES: 5}), HOLD)?;
-    let explained = run(&cleave_path(), &["explain", "pod", &format!("{}/d", scope.namespace)])?;
+    scope.create_pod_on_node(NODE, "d", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
+    let explained = run_program(&cleave_path(), &["explain", "pod", &format!("{}/d", scope.namespace)])?;
     ensure!(explained.contains("cordoned: new fan"), "{explained}");
 
-    let refused = output(&cleave_path(), &["drain", NODE, &device])?;
+    let refused = program_output(&cleave_path(), &["drain", NODE, &device])?;
     ensure!(!refused.status.success(), "a pod without a controller was evicted");
-    let drained = run(&cleave_path(), &["drain", NODE, &device, "--force", "--grace", "1", "--timeout", "80"])?;
+    let drained = run_program(&cleave_path(), &["drain", NODE, &device, "--force", "--grace", "1", "--timeout", "80"])?;
     ensure!(drained.contains("is free"), "{drained}");
     ensure!(gpu_status(&cluster, index)?["allocations"] == json!([]), "the drained GPU has allocations");
     wait_until("the evicted pod is gone", || {
         let pod = cluster.find(&scope.pod_path("holder"))?;
         Ok(pod.is_none_or(|pod| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded")))
     })?;
-    run(&cleave_path(), &["uncordon", NODE, &device])?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
-    let unknown = output(&cleave_path(), &["cordon", NODE, "77"])?;
+    run_program(&cleave_path(), &["uncordon", NODE, &device])?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    let unknown = program_output(&cleave_path(), &["cordon", NODE, "77"])?;
     let stderr = String::from_utf8_lossy(&unknown.stderr).into_owned();
     ensure!(!unknown.status.success() && stderr.contains("has no GPU \"77\""), "{stderr}");
     Ok(())
@@ -312,7 +313,7 @@ fn a_node_without_a_healthy_gpu_is_tainted_if_enabled_and_other_taints_stay() ->
     let tainting = Tainting::enable()?;
     let repair = RepairGuard::new(&cluster);
     kubectl(&other)?;
-    for index in 0..GPUS {
+    for index in 0..GPUS_PER_NODE {
         ensure!(read_taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule"], "{:?}", read_taints(&cluster)?);
         repair.faults.simgpu(&["xid", &index.to_string(), "48"])?;
         wait_for_health(&cluster, index, "NeedsReset")?;
@@ -320,11 +321,11 @@ fn a_node_without_a_healthy_gpu_is_tainted_if_enabled_and_other_taints_stay() ->
     wait_until("the node is tainted", || {
         Ok(read_taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule", "cleave.dev/unhealthy:NoSchedule"])
     })?;
-    run(&cleave_path(), &["uncordon", NODE, "0"])?;
+    run_program(&cleave_path(), &["uncordon", NODE, "0"])?;
     wait_for_health(&cluster, 0, "")?;
     wait_until("the node is not tainted", || Ok(read_taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule"]))?;
     kubectl(&["taint", "node", NODE, "e2e.cleave.dev/other-"])?;
     drop(repair);
     drop(tainting);
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }

@@ -51,7 +51,7 @@ struct Attempt {
 
 impl Expected {
     /// First words of the result in the documentation.
-    const fn word(self) -> &'static str {
+    const fn outcome_words(self) -> &'static str {
         match self {
             Self::Refused(_) => "refused",
             Self::NoEffect => "no effect",
@@ -91,7 +91,7 @@ struct TestBed<'a> {
 }
 
 /// Service account of the owner.
-const TENANT: &str = "tenant";
+const TENANT_NAME: &str = "tenant";
 
 impl<'a> TestBed<'a> {
     fn new(scope: Scope<'a>) -> Result<Self> {
@@ -101,7 +101,7 @@ impl<'a> TestBed<'a> {
         let rules = json!([{"apiGroups": [""], "resources": pods, "verbs": ["*"]}]);
         let roles = format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles", scope.namespace);
         scope.cluster.create(&roles, &json!({"metadata": {"name": "owner"}, "rules": rules}))?;
-        let token = create_owner(&scope, TENANT)?;
+        let token = create_owner(&scope, TENANT_NAME)?;
         Ok(Self { tenant: Cluster::by_token(&token, None)?, token, scope })
     }
 
@@ -113,12 +113,12 @@ impl<'a> TestBed<'a> {
     /// Reads the state that attempts must not change.
     fn read_state(&self) -> Result<State> {
         let cluster = self.scope.cluster;
-        let neighbour = cluster.find(&self.scope.pod_path(programs::NEIGHBOUR))?;
+        let neighbour = cluster.find(&self.scope.pod_path(programs::NEIGHBOUR_POD))?;
         Ok(State {
             pods: cleave_pods(cluster)?,
             daemons: daemon_pids(cluster)?,
             neighbour: neighbour
-                .map(|_| container_and_restarts(cluster, &self.scope, programs::NEIGHBOUR))
+                .map(|_| container_and_restarts(cluster, &self.scope, programs::NEIGHBOUR_POD))
                 .transpose()?,
         })
     }
@@ -139,7 +139,9 @@ impl<'a> TestBed<'a> {
                 before = after;
             }
             match result {
-                Ok(said) => writeln!(out, "  {}: {}: {}", attempt.name, attempt.expected.word(), start(&said))?,
+                Ok(said) => {
+                    writeln!(out, "  {}: {}: {}", attempt.name, attempt.expected.outcome_words(), start(&said))?
+                }
                 Err(error) => {
                     writeln!(out, "  {}: FAILED: {error:#}", attempt.name)?;
                     failed.push(attempt.name);
@@ -227,7 +229,7 @@ fn hostile_programs_and_floods_of_pods_harm_no_other_pod() -> Result<()> {
     let bed = programs::test_bed(&cluster)?;
     let programs = bed.run(programs::ATTEMPTS);
     let floods = bed.run(floods::ATTEMPTS);
-    let log = bed.scope.pod_log(programs::NEIGHBOUR)?;
+    let log = bed.scope.pod_log(programs::NEIGHBOUR_POD)?;
     ensure!(!log.contains("\"error\""), "the neighbour's program failed: {log}");
     programs.and(floods)
 }
@@ -253,6 +255,6 @@ fn the_documentation_lists_exactly_these_attempts() {
         names(attempts.iter().map(|attempt| attempt.name).collect())
     );
     for ((name, result), attempt) in listed.iter().zip(attempts) {
-        assert!(result.starts_with(attempt.expected.word()), "{name}: {result}");
+        assert!(result.starts_with(attempt.expected.outcome_words()), "{name}: {result}");
     }
 }

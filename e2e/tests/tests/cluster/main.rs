@@ -33,23 +33,23 @@ use serde_json::{Value, json};
 
 /// The node that most tests use, and the number of its simulated GPUs.
 const NODE: &str = "node1";
-const GPUS: u64 = 4;
+const GPUS_PER_NODE: u64 = 4;
 /// SMs of an H100.
-const SMS: u32 = 132;
+const SMS_PER_GPU: u32 = 132;
 /// Resource of MPS shares, unless a policy sets another name.
-const SHARES: &str = "nvidia.com/gpu-mps";
+const SHARES_RESOURCE: &str = "nvidia.com/gpu-mps";
 /// Script of an MPS client that reports its view of the GPU, and keeps running.
-const HOLD: &str = "exec cleave-client --hold forever";
+const HOLD_CLIENT_SCRIPT: &str = "exec cleave-client --hold forever";
 
 /// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten strict shares.
 /// Waits until it is applied.
 fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
-    scope.policy(
+    scope.create_policy(
         "ten-shares",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
     )?;
-    wait_until_offered(cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     // The agent updates the kubelet first, and the `GpuNode`'s status up to 0.2 s later.
     wait_until("the node reports ten shares of each GPU", || {
         Ok(gpus_without_ten_shares(cluster, |_| true)?.is_empty())

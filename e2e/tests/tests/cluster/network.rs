@@ -1,17 +1,17 @@
 //! Tests the chart's network policies on a network that enforces them: who can read metrics, and
 //! which addresses Cleave can connect to. Cleave must work with the policies.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM, Scope, find_pid, on_node, text, wait_until};
+use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, Scope, find_pid, on_node, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
 use crate::restarts::{component_pod, is_ready};
-use crate::{GPUS, HOLD, NODE, SHARES, ten_shares, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares, wait_until_offered};
 
 /// Port of `/metrics`.
 const METRICS_PORT: &str = "8080";
 /// Script of a server on port 8081 that accepts every connection and closes it.
-const LISTEN_ON_8081: &str = "exec busybox nc -ll -p 8081 -e true";
+const LISTEN_ON_8081_SCRIPT: &str = "exec busybox nc -ll -p 8081 -e true";
 
 fn pod_address(pod: &Value) -> Result<String> {
     let address = text(&pod["status"]["podIP"]);
@@ -29,7 +29,7 @@ fn connect_command(address: &str, port: &str) -> String {
 
 /// Whether a pod of the scope can connect to an address.
 fn can_connect(scope: &Scope, pod: &str, address: &str, port: &str) -> Result<bool> {
-    Ok(scope.exec(pod, &["sh", "-c", &connect_command(address, port)])?.trim() == "yes")
+    Ok(scope.exec_in_pod(pod, &["sh", "-c", &connect_command(address, port)])?.trim() == "yes")
 }
 
 /// Whether a program of Cleave on [`NODE`] can connect to an address, from the network of its pod.
@@ -42,13 +42,13 @@ fn cleave_reaches(program: &str, address: &str, port: &str) -> Result<bool> {
 
 /// Creates a namespace with a pod `caller`, in which tests run commands. If `labelled` is true, the
 /// namespace has the label that admits it to metrics.
-fn caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<'a>> {
+fn scope_for_caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     if labelled {
         let label = json!({"metadata": {"labels": {"metrics": "enabled"}}});
         cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &label)?;
     }
-    scope.pod_on("node2", "caller", &json!({}), "exec sleep 1000000")?;
+    scope.create_pod_on_node("node2", "caller", &json!({}), "exec sleep 1000000")?;
     scope.wait_until_running("caller")?;
     Ok(scope)
 }
@@ -56,7 +56,7 @@ fn caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<
 /// Waits until all of Cleave's pods are ready.
 fn wait_all_ready(cluster: &Cluster) -> Result<()> {
     wait_until("all of Cleave's pods are ready", || {
-        let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
+        let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
         Ok(pods.iter().all(is_ready))
     })
 }
@@ -64,10 +64,10 @@ fn wait_all_ready(cluster: &Cluster) -> Result<()> {
 #[test]
 fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api_server() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let stranger = caller(&cluster, "network-stranger", false)?;
-    let reader = caller(&cluster, "network-reader", true)?;
+    let stranger = scope_for_caller(&cluster, "network-stranger", false)?;
+    let reader = scope_for_caller(&cluster, "network-reader", true)?;
     // A server that no policy protects.
-    stranger.pod_on("node2", "listener", &json!({}), LISTEN_ON_8081)?;
+    stranger.create_pod_on_node("node2", "listener", &json!({}), LISTEN_ON_8081_SCRIPT)?;
     let listener = pod_address(&stranger.wait_until_running("listener")?)?;
     wait_until("the listener accepts connections", || can_connect(&reader, "caller", &listener, "8081"))?;
 
@@ -97,9 +97,9 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     drop((stranger, reader));
     // Pods are still allocated shares.
     let scope = ten_shares(&cluster, "network")?;
-    scope.pod("two", &json!({SHARES: 2}), HOLD)?;
+    scope.create_pod("two", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("two")?["sms"] == 26, "the client reports {}", scope.client_report("two")?);
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
 /// Shows that the policies cause the refusals of the other test: without them all connections
@@ -107,8 +107,8 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
 #[test]
 fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_anywhere() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let stranger = caller(&cluster, "network-open", false)?;
-    stranger.pod_on("node2", "listener", &json!({}), LISTEN_ON_8081)?;
+    let stranger = scope_for_caller(&cluster, "network-open", false)?;
+    stranger.create_pod_on_node("node2", "listener", &json!({}), LISTEN_ON_8081_SCRIPT)?;
     let listener = pod_address(&stranger.wait_until_running("listener")?)?;
     let without = Setting::change("networkPolicy.enabled", false)?;
     let metrics = pod_address(&component_pod(&cluster, "agent").context("no agent")?)?;

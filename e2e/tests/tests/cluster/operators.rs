@@ -1,23 +1,23 @@
 //! Tests the replicas of the operator: where they run, how another one takes over, and what the
 //! operator's and the agents' tokens can change.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, pod, text, wait_until};
+use cleave_e2e::{Cluster, Refused, SYSTEM_NAMESPACE, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate_admission::{GATE, OTHER};
-use crate::restarts::{component_pod, is_ready, leader};
-use crate::{HOLD, NODE, SHARES, ten_shares};
+use crate::gate_admission::{GATE_NAME, OTHER_GATE_NAME};
+use crate::restarts::{component_pod, is_ready, leader_identity};
+use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares};
 
 /// The operator's pods that are not being deleted.
-fn operators(cluster: &Cluster) -> Result<Vec<Value>> {
-    let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=operator");
+fn operator_pods(cluster: &Cluster) -> Result<Vec<Value>> {
+    let path = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector=app.kubernetes.io/component=operator");
     Ok(cluster.list(&path)?.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null()).collect())
 }
 
 /// Waits until two operators are ready and one of them leads.
-fn wait_for_two(cluster: &Cluster) -> Result<()> {
+fn wait_for_two_operators(cluster: &Cluster) -> Result<()> {
     wait_until("two operators are ready and one leads", || {
-        let (pods, leader) = (operators(cluster)?, leader(cluster)?);
+        let (pods, leader) = (operator_pods(cluster)?, leader_identity(cluster)?);
         Ok(pods.len() == 2
             && pods.iter().all(is_ready)
             && pods.iter().any(|pod| text(&pod["metadata"]["name"]) == leader))
@@ -27,13 +27,14 @@ fn wait_for_two(cluster: &Cluster) -> Result<()> {
 #[test]
 fn two_operators_run_and_a_drain_may_evict_one() -> Result<()> {
     let cluster = Cluster::connect()?;
-    wait_for_two(&cluster)?;
-    let budget = format!("/apis/policy/v1/namespaces/{SYSTEM}/poddisruptionbudgets/cleave-operator");
+    wait_for_two_operators(&cluster)?;
+    let budget = format!("/apis/policy/v1/namespaces/{SYSTEM_NAMESPACE}/poddisruptionbudgets/cleave-operator");
     wait_until("the disruption budget allows one eviction", || {
         let status = cluster.get(&budget)?["status"].clone();
         Ok(status["disruptionsAllowed"] == 1 && status["expectedPods"] == 2)
     })?;
-    let deployment = cluster.get(&format!("/apis/apps/v1/namespaces/{SYSTEM}/deployments/cleave-operator"))?;
+    let deployment =
+        cluster.get(&format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/deployments/cleave-operator"))?;
     let spread = &deployment["spec"]["template"]["spec"]["topologySpreadConstraints"];
     ensure!(
         spread[0]["topologyKey"] == "kubernetes.io/hostname" && spread[0]["whenUnsatisfiable"] == "ScheduleAnyway",
@@ -46,27 +47,27 @@ fn two_operators_run_and_a_drain_may_evict_one() -> Result<()> {
 fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "takeover")?;
-    wait_for_two(&cluster)?;
-    scope.pod("before", &json!({SHARES: 7}), HOLD)?;
+    wait_for_two_operators(&cluster)?;
+    scope.create_pod("before", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("before")?;
-    let old = leader(&cluster)?;
-    let names: Vec<String> = operators(&cluster)?.iter().map(|pod| text(&pod["metadata"]["name"])).collect();
+    let old = leader_identity(&cluster)?;
+    let names: Vec<String> = operator_pods(&cluster)?.iter().map(|pod| text(&pod["metadata"]["name"])).collect();
     let standby = names.iter().find(|name| **name != old).context("no second operator")?;
-    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), Some(0))?;
+    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{old}"), Some(0))?;
     // Created while nobody leads. The new leader must see the shares of both.
-    scope.pod("first", &json!({SHARES: 7}), HOLD)?;
-    scope.pod("second", &json!({SHARES: 7}), HOLD)?;
-    wait_until("the standby leads", || Ok(leader(&cluster)? == *standby))?;
+    scope.create_pod("first", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
+    scope.create_pod("second", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
+    wait_until("the standby leads", || Ok(leader_identity(&cluster)? == *standby))?;
     for name in ["first", "second"] {
         scope.wait_until_running(name)?;
     }
-    let marked = cluster.get(&format!("/api/v1/namespaces/{SYSTEM}/pods/{standby}"))?;
+    let marked = cluster.get(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{standby}"))?;
     ensure!(
         marked["metadata"]["annotations"]["cleave.dev/leading-since"].is_string(),
         "the new leader has not waited for its watch of pods: {}",
         marked["metadata"]["annotations"]
     );
-    wait_for_two(&cluster)
+    wait_for_two_operators(&cluster)
 }
 
 /// Checks that a request is forbidden by a policy, with this text.
@@ -80,12 +81,12 @@ fn check_forbidden(result: Result<Value>, says: &str) -> Result<()> {
 fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "operator-token")?;
-    let mut waits = pod("waits", &json!({SHARES: 1}), "true");
+    let mut waits = pod("waits", &json!({SHARES_RESOURCE: 1}), "true");
     // The operator itself does not release a pod that has another gate too.
-    waits["spec"]["schedulingGates"] = json!([{"name": OTHER}, {"name": GATE}]);
+    waits["spec"]["schedulingGates"] = json!([{"name": OTHER_GATE_NAME}, {"name": GATE_NAME}]);
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &waits)?;
     let path = scope.pod_path("waits");
-    let operator = Cluster::by_token(&cluster.token(SYSTEM, "cleave-operator", None)?, None)?;
+    let operator = Cluster::by_token(&cluster.token(SYSTEM_NAMESPACE, "cleave-operator", None)?, None)?;
     let only = "may change only the placement gate";
     let container = cluster.get(&path)?["spec"]["containers"][0].clone();
     let mut other = container.clone();
@@ -94,7 +95,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
         (json!({"spec": {"containers": [other]}}), "spec.containers"),
         (json!({"spec": {"activeDeadlineSeconds": 1}}), "spec.activeDeadlineSeconds"),
         (json!({"spec": {"nodeSelector": {"a": "b"}}}), "spec.nodeSelector"),
-        (json!({"spec": {"schedulingGates": [{"name": GATE}]}}), "spec.schedulingGates"),
+        (json!({"spec": {"schedulingGates": [{"name": GATE_NAME}]}}), "spec.schedulingGates"),
         (json!({"metadata": {"labels": {"a": "b"}}}), "metadata.labels"),
         (json!({"metadata": {"annotations": {"a": "b"}}}), "metadata.annotations[a]"),
         (json!({"metadata": {"finalizers": ["example.com/hold"]}}), "metadata.finalizers"),
@@ -122,7 +123,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
         &json!({
             "metadata": {"annotations": {"cleave.dev/placement": "{}"}},
             "spec": {
-                "schedulingGates": [{"name": OTHER}],
+                "schedulingGates": [{"name": OTHER_GATE_NAME}],
                 "tolerations": cluster.get(&path)?["spec"]["tolerations"].as_array().into_iter().flatten().cloned()
                     .chain([json!({"key": "nvidia.com/gpu", "operator": "Exists"})]).collect::<Vec<_>>(),
                 "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
@@ -132,7 +133,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
         }),
     )?;
     let agent = component_pod(&cluster, "agent")?;
-    let path = format!("/api/v1/namespaces/{SYSTEM}/pods/{}?dryRun=All", text(&agent["metadata"]["name"]));
+    let path = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}?dryRun=All", text(&agent["metadata"]["name"]));
     let deleted = operator.delete(&path, None).err().context("the operator may delete an agent's pod")?;
     let refused = deleted.downcast::<Refused>()?;
     ensure!(refused.code == 403 && refused.message.contains("only pods of MPS hosts"), "{refused}");
@@ -144,7 +145,7 @@ fn an_agents_token_writes_only_events_of_its_own_node_and_of_pods() -> Result<()
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "agent-events")?;
     let agent = component_pod(&cluster, "agent")?;
-    let agent = Cluster::by_token(&cluster.token(SYSTEM, "cleave-agent", Some(&agent))?, None)?;
+    let agent = Cluster::by_token(&cluster.token(SYSTEM_NAMESPACE, "cleave-agent", Some(&agent))?, None)?;
     let events = |namespace: &str| format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events?dryRun=All");
     let event = |reporter: &str, kind: &str, name: &str| {
         json!({

@@ -1,17 +1,17 @@
 //! Tests that an invalid sharing policy is refused with an explanation, and that a valid one is
 //! applied without a restart.
 use anyhow::{Result, ensure};
-use cleave_e2e::{Cluster, POLICIES, Refused, Scope, text, wait_until, wait_without_violation};
+use cleave_e2e::{Cluster, POLICIES_PATH, Refused, Scope, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
 use crate::{
-    GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, gpus_without_ten_shares, ten_shares,
-    wait_until_offered,
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, container_and_restarts, daemon_pids,
+    gpus_without_ten_shares, ten_shares, wait_until_offered,
 };
 
 /// Status, reason and message of a condition of a policy.
-fn condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
-    let policy = cluster.get(&format!("{POLICIES}/{policy}"))?;
+fn read_condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
+    let policy = cluster.get(&format!("{POLICIES_PATH}/{policy}"))?;
     let conditions = policy["status"]["conditions"].as_array().cloned().unwrap_or_default();
     let found = conditions.iter().find(|condition| condition["type"] == kind);
     Ok(found.map(|found| (text(&found["status"]), text(&found["reason"]), text(&found["message"]))))
@@ -24,10 +24,10 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     let before = daemon_pids(&cluster)?;
     let pods = cleave_pods(&cluster)?;
     ensure!(before.len() == 4, "daemons: {before:?}");
-    cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
-    wait_until_offered(&cluster, SHARES, 5 * GPUS)?;
+    cluster.patch(&format!("{POLICIES_PATH}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 5 * GPUS_PER_NODE)?;
     ensure!(pods == cleave_pods(&cluster)?, "a pod of Cleave was restarted");
-    scope.pod("one", &json!({SHARES: 1}), HOLD)?;
+    scope.create_pod("one", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     let report = scope.client_report("one")?;
     ensure!(report["sms"] == 26, "with one of five shares reports {report}");
     ensure!(before == daemon_pids(&cluster)?, "the MPS daemons were restarted");
@@ -50,22 +50,24 @@ pub(crate) fn cleave_pods(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
 fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "inuse")?;
-    scope.pod("holder", &json!({SHARES: 2}), HOLD)?;
+    scope.create_pod("holder", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("holder")?;
     let before = container_and_restarts(&cluster, &scope, "holder")?;
-    cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
+    cluster.patch(&format!("{POLICIES_PATH}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
     // The three idle GPUs change. The GPU in use keeps its ten shares.
-    wait_until_offered(&cluster, SHARES, 5 * (GPUS - 1) + 10)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 5 * (GPUS_PER_NODE - 1) + 10)?;
     wait_until("the policy names the pod that it waits for", || {
-        let Some((status, reason, message)) = condition(&cluster, "ten-shares", "Ready")? else { return Ok(false) };
+        let Some((status, reason, message)) = read_condition(&cluster, "ten-shares", "Ready")? else {
+            return Ok(false);
+        };
         ensure!(message.contains(&format!("{}/holder", scope.namespace)), "{status} {reason}: {message}");
         Ok(status == "False")
     })?;
     ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "the running pod was disturbed");
     scope.delete_pod("holder", 0)?;
-    wait_until_offered(&cluster, SHARES, 5 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 5 * GPUS_PER_NODE)?;
     wait_until("the policy is Ready", || {
-        Ok(condition(&cluster, "ten-shares", "Ready")?.is_some_and(|(status, ..)| status == "True"))
+        Ok(read_condition(&cluster, "ten-shares", "Ready")?.is_some_and(|(status, ..)| status == "True"))
     })
 }
 
@@ -78,14 +80,17 @@ fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
         spec.as_object_mut().into_iter().for_each(|spec| spec.extend(rest.as_object().cloned().unwrap_or_default()));
         spec
     };
-    scope.policy("shares", &on(json!([0, 1]), json!({"mode": "Mps", "mps": {"units": 4, "threads": "Strict"}})))?;
-    scope.policy("turns", &on(json!([2]), json!({"mode": "TimeSlicing", "timeSlicing": {"replicas": 6}})))?;
-    wait_until_offered(&cluster, SHARES, 8)?;
+    scope.create_policy(
+        "shares",
+        &on(json!([0, 1]), json!({"mode": "Mps", "mps": {"units": 4, "threads": "Strict"}})),
+    )?;
+    scope.create_policy("turns", &on(json!([2]), json!({"mode": "TimeSlicing", "timeSlicing": {"replicas": 6}})))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 8)?;
     wait_until_offered(&cluster, "nvidia.com/gpu-timeslice", 6)?;
     wait_until_offered(&cluster, "nvidia.com/gpu", 1)?;
-    let pods = [("mps", SHARES), ("turn", "nvidia.com/gpu-timeslice"), ("whole", "nvidia.com/gpu")];
+    let pods = [("mps", SHARES_RESOURCE), ("turn", "nvidia.com/gpu-timeslice"), ("whole", "nvidia.com/gpu")];
     for (name, resource) in pods {
-        scope.pod_on(NODE, name, &json!({resource: 1}), HOLD)?;
+        scope.create_pod_on_node(NODE, name, &json!({resource: 1}), HOLD_CLIENT_SCRIPT)?;
     }
     let mut gpus = Vec::new();
     for (name, _) in pods {
@@ -115,7 +120,7 @@ fn an_invalid_policy_is_refused_with_a_reason() -> Result<()> {
         (json!({"mode": "Mps", "mps": {"units": 4, "unitMemory": "4.5Gi"}}), "unitMemory"),
     ];
     for (spec, says) in wrong {
-        let refused = scope.policy("wrong", &spec);
+        let refused = scope.create_policy("wrong", &spec);
         let Err(error) = refused else { anyhow::bail!("accepted: {spec}") };
         let refused = error.downcast_ref::<Refused>().map(|refused| refused.message.clone()).unwrap_or_default();
         ensure!(refused.contains(says), "{spec} is refused with {refused:?}, which does not say {says:?}");
@@ -127,40 +132,40 @@ fn an_invalid_policy_is_refused_with_a_reason() -> Result<()> {
 fn a_policy_that_selects_no_gpu_is_not_accepted_and_changes_nothing() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "nothing")?;
-    scope.policy("unknown", &json!({"gpus": {"models": ["RTX 9999"]}, "mode": "Mps", "mps": {"units": 2}}))?;
+    scope.create_policy("unknown", &json!({"gpus": {"models": ["RTX 9999"]}, "mode": "Mps", "mps": {"units": 2}}))?;
     wait_until("the policy reports that no GPU is of that model", || {
-        Ok(condition(&cluster, "unknown", "Accepted")?
+        Ok(read_condition(&cluster, "unknown", "Accepted")?
             .is_some_and(|(status, _, message)| status == "False" && message.contains("RTX 9999")))
     })?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
 #[test]
 fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_reports_a_conflict() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "conflict")?;
-    scope.policy(
+    scope.create_policy(
         "first-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "TimeSlicing", "timeSlicing": {"replicas": 3}}),
     )?;
     wait_until_offered(&cluster, "nvidia.com/gpu-timeslice", 3)?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_until("the wider policy names the one that overrides it", || {
-        Ok(condition(&cluster, "ten-shares", "Conflict")?
+        Ok(read_condition(&cluster, "ten-shares", "Conflict")?
             .is_some_and(|(status, _, message)| status == "True" && message.contains("first-gpu")))
     })?;
-    cluster.delete(&format!("{POLICIES}/first-gpu"), None)?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)
+    cluster.delete(&format!("{POLICIES_PATH}/first-gpu"), None)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
 #[test]
 fn without_a_policy_gpus_are_offered_whole() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "whole")?;
-    cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
-    wait_until_offered(&cluster, SHARES, 0)?;
-    wait_until_offered(&cluster, "nvidia.com/gpu", GPUS)?;
-    scope.pod_on(NODE, "whole", &json!({"nvidia.com/gpu": 2}), HOLD)?;
+    cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 0)?;
+    wait_until_offered(&cluster, "nvidia.com/gpu", GPUS_PER_NODE)?;
+    scope.create_pod_on_node(NODE, "whole", &json!({"nvidia.com/gpu": 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("whole")?;
     let report = scope.client_report("whole")?;
     ensure!(report["viaMps"] == false && report["sms"] == 132, "the client reports {report}");
@@ -171,7 +176,7 @@ fn without_a_policy_gpus_are_offered_whole() -> Result<()> {
 fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "flap")?;
-    scope.policy(
+    scope.create_policy(
         "last-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [3]}, "mode": "Mps", "mps": {"units": 20}}),
     )?;
@@ -179,7 +184,7 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
     // Node later.
     wait_without_violation(
         "the last GPU has twenty shares",
-        || Ok(cluster.allocatable(NODE, SHARES)? == 50),
+        || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 50),
         || {
             let others = gpus_without_ten_shares(&cluster, |gpu| gpu["index"] != 3)?;
             Ok((!others.is_empty()).then(|| others.join(", ")))

@@ -7,13 +7,13 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate::{SLEEP_FOREVER, is_gated, on_one_gpu, wait_for_event};
-use crate::{GPUS, NODE, SHARES, container_and_restarts, ten_shares};
+use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, on_one_gpu, wait_for_event};
+use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
 
 /// Two priority classes, `e2e-high` and `e2e-patient`. Dropping the value deletes them.
 struct Priorities<'a>(&'a Cluster);
 
-const PRIORITIES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
+const PRIORITY_CLASSES_PATH: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
 
 impl<'a> Priorities<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
@@ -21,13 +21,15 @@ impl<'a> Priorities<'a> {
         priorities.delete()?;
         for (name, policy) in [("e2e-high", "PreemptLowerPriority"), ("e2e-patient", "Never")] {
             let class = json!({"metadata": {"name": name}, "value": 1000, "preemptionPolicy": policy});
-            cluster.create(PRIORITIES, &class)?;
+            cluster.create(PRIORITY_CLASSES_PATH, &class)?;
         }
         Ok(priorities)
     }
 
     fn delete(&self) -> Result<()> {
-        ["e2e-high", "e2e-patient"].iter().try_for_each(|name| self.0.delete(&format!("{PRIORITIES}/{name}"), None))
+        ["e2e-high", "e2e-patient"]
+            .iter()
+            .try_for_each(|name| self.0.delete(&format!("{PRIORITY_CLASSES_PATH}/{name}"), None))
     }
 }
 
@@ -46,8 +48,8 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     let scope = ten_shares(&cluster, "preempt")?;
     let ns = &scope.namespace;
     let pods = format!("/api/v1/namespaces/{ns}/pods");
-    for index in 0..GPUS {
-        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER);
+    for index in 0..GPUS_PER_NODE {
+        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES_RESOURCE: 7}), SLEEP_FOREVER_SCRIPT);
         if index > 0 {
             pod["metadata"]["labels"] = json!({"keep": "me"});
         }
@@ -58,9 +60,9 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     }
     cluster.create(
         &format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets"),
-        &json!({"metadata": {"name": "keep"}, "spec": {"minAvailable": GPUS - 1, "selector": {"matchLabels": {"keep": "me"}}}}),
+        &json!({"metadata": {"name": "keep"}, "spec": {"minAvailable": GPUS_PER_NODE - 1, "selector": {"matchLabels": {"keep": "me"}}}}),
     )?;
-    let before: Vec<(String, u64)> = (0..GPUS)
+    let before: Vec<(String, u64)> = (0..GPUS_PER_NODE)
         .map(|index| {
             let name = format!("seven-{index}");
             scope.wait_until_running(&name)?;
@@ -70,10 +72,10 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         .collect::<Result<_>>()?;
     wait_until("the PodDisruptionBudget counts its pods", || {
         let budget = cluster.get(&format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets/keep"))?;
-        Ok(budget["status"]["currentHealthy"] == GPUS - 1)
+        Ok(budget["status"]["currentHealthy"] == GPUS_PER_NODE - 1)
     })?;
     let with = |name: &str, class: &str| {
-        let mut pod = pod(name, &json!({SHARES: 6}), SLEEP_FOREVER);
+        let mut pod = pod(name, &json!({SHARES_RESOURCE: 6}), SLEEP_FOREVER_SCRIPT);
         pod["spec"]["priorityClassName"] = json!(class);
         pod
     };
@@ -94,18 +96,18 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
 }
 
 /// A pod on [`NODE`] with this number of shares and these thousandths of a CPU.
-fn with_cpu(name: &str, shares: u64, milli: u64) -> Value {
-    let mut pod = pod(name, &json!({SHARES: shares}), SLEEP_FOREVER);
+fn pod_with_cpu(name: &str, shares: u64, milli: u64) -> Value {
+    let mut pod = pod(name, &json!({SHARES_RESOURCE: shares}), SLEEP_FOREVER_SCRIPT);
     pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": format!("{milli}m")});
     pod
 }
 
-fn create(scope: &Scope, pod: &Value) -> Result<()> {
+fn create_pod(scope: &Scope, pod: &Value) -> Result<()> {
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), pod).map(drop)
 }
 
-fn with_priority(mut pod: Value) -> Value {
+fn pod_with_high_priority(mut pod: Value) -> Value {
     pod["spec"]["priorityClassName"] = json!("e2e-high");
     pod
 }
@@ -138,10 +140,10 @@ fn a_pod_preempts_on_a_node_without_free_cpu() -> Result<()> {
     let _priorities = Priorities::new(&cluster)?;
     let scope = ten_shares(&cluster, "preempt-cpu")?;
     let free = free_cpu(&cluster)?;
-    create(&scope, &with_cpu("low", 1, free * 3 / 4))?;
+    create_pod(&scope, &pod_with_cpu("low", 1, free * 3 / 4))?;
     scope.wait_until_running("low")?;
     on_one_gpu(&cluster, &scope, "low", 1)?;
-    create(&scope, &with_priority(with_cpu("high", 1, free / 2)))?;
+    create_pod(&scope, &pod_with_high_priority(pod_with_cpu("high", 1, free / 2)))?;
     scope.wait_until_running("high")?;
     ensure!(cluster.find(&scope.pod_path("low"))?.is_none(), "both pods fit, so the test proves nothing");
     wait_for_event(&scope, "low", "Preempted")
@@ -154,10 +156,10 @@ fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<
     let scope = ten_shares(&cluster, "preempt-turns")?;
     let free = free_cpu(&cluster)?;
     // This pod cannot be evicted and uses half of the CPU.
-    let mut fixed = with_priority(with_cpu("fixed", 1, free / 2));
+    let mut fixed = pod_with_high_priority(pod_with_cpu("fixed", 1, free / 2));
     fixed["metadata"]["labels"] = json!({"app": "fixed"});
-    create(&scope, &fixed)?;
-    create(&scope, &with_cpu("low", 1, free / 4))?;
+    create_pod(&scope, &fixed)?;
+    create_pod(&scope, &pod_with_cpu("low", 1, free / 4))?;
     for name in ["fixed", "low"] {
         scope.wait_until_running(name)?;
         on_one_gpu(&cluster, &scope, name, 1)?;
@@ -165,10 +167,10 @@ fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<
     // Each pod requests another amount, so that each needs its own search.
     for index in 0..8 {
         let name = format!("hopeless-{index}");
-        create(&scope, &with_priority(with_cpu(&name, 1, free * 3 / 4 + 50 + index)))?;
+        create_pod(&scope, &pod_with_high_priority(pod_with_cpu(&name, 1, free * 3 / 4 + 50 + index)))?;
         wait_for_event(&scope, &name, "does not have enough CPU")?;
     }
-    create(&scope, &with_priority(with_cpu("ninth", 1, free * 3 / 8)))?;
+    create_pod(&scope, &pod_with_high_priority(pod_with_cpu("ninth", 1, free * 3 / 8)))?;
     scope.wait_until_running("ninth")?;
     for index in 0..8 {
         let waiting = cluster.get(&scope.pod_path(&format!("hopeless-{index}")))?;
@@ -187,25 +189,25 @@ fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
         let spec = json!({"minAvailable": 1, "selector": {"matchLabels": {"app": "twice"}}});
         cluster.create(&budgets, &json!({"metadata": {"name": name}, "spec": spec}))?;
     }
-    for index in 0..GPUS {
-        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER);
+    for index in 0..GPUS_PER_NODE {
+        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES_RESOURCE: 7}), SLEEP_FOREVER_SCRIPT);
         if index > 0 {
             pod["metadata"]["labels"] = json!({"app": "twice"});
         }
-        create(&scope, &pod)?;
+        create_pod(&scope, &pod)?;
         // Of pods with equal priority, the youngest is preferred as a victim, and creation times
         // are whole seconds. The first pod is the only one without budgets.
         std::thread::sleep(Duration::from_millis(1100));
     }
-    for index in 0..GPUS {
+    for index in 0..GPUS_PER_NODE {
         let name = format!("seven-{index}");
         scope.wait_until_running(&name)?;
         on_one_gpu(&cluster, &scope, &name, 7)?;
     }
-    create(&scope, &with_priority(pod("high", &json!({SHARES: 6}), SLEEP_FOREVER)))?;
+    create_pod(&scope, &pod_with_high_priority(pod("high", &json!({SHARES_RESOURCE: 6}), SLEEP_FOREVER_SCRIPT)))?;
     scope.wait_until_running("high")?;
     ensure!(cluster.find(&scope.pod_path("seven-0"))?.is_none(), "the pod without a budget was not evicted");
-    for index in 1..GPUS {
+    for index in 1..GPUS_PER_NODE {
         ensure!(cluster.find(&scope.pod_path(&format!("seven-{index}")))?.is_some(), "seven-{index} was evicted");
     }
     Ok(())

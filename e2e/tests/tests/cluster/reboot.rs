@@ -13,13 +13,16 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{
-    Cluster, LABEL, SYSTEM, Scope, WAIT_TIMEOUT, allocation_errors, launcher, not_deleted, on_node, pod, text,
-    wait_for, wait_until,
+    Cluster, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, allocation_errors, not_deleted, on_node, pod,
+    run_launcher, text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
 use crate::health::{RepairGuard, wait_for_health};
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, ten_shares, wait_until_offered};
+use crate::{
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, ten_shares,
+    wait_until_offered,
+};
 
 /// The node that does not reboot.
 const OTHER_NODE: &str = "node2";
@@ -43,7 +46,7 @@ impl PowerCut {
     /// Cuts the power of [`NODE`], and makes its GPUs and its checkpoint look rebooted.
     fn new() -> Result<Self> {
         let guard = Self;
-        launcher(&["kill", NODE_COMPONENT])?;
+        run_launcher(&["kill", NODE_COMPONENT])?;
         let simgpu = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/demo/driver/bin/simgpu");
         let rebooted =
             Command::new(simgpu).arg("reboot").env("SIMGPU_STATE", node_file("/var/lib/simgpu")?).status()?;
@@ -59,7 +62,7 @@ impl PowerCut {
 
 impl Drop for PowerCut {
     fn drop(&mut self) {
-        if let Err(error) = launcher(&["start", NODE_COMPONENT]) {
+        if let Err(error) = run_launcher(&["start", NODE_COMPONENT]) {
             let _ = writeln!(std::io::stderr(), "failed to start {NODE}: {error:#}");
         }
     }
@@ -71,27 +74,27 @@ struct ApiServerDown;
 impl ApiServerDown {
     fn new() -> Result<Self> {
         let guard = Self;
-        launcher(&["kill", "apiserver"])?;
+        run_launcher(&["kill", "apiserver"])?;
         Ok(guard)
     }
 }
 
 impl Drop for ApiServerDown {
     fn drop(&mut self) {
-        if let Err(error) = launcher(&["start", "apiserver"]) {
+        if let Err(error) = run_launcher(&["start", "apiserver"]) {
             let _ = writeln!(std::io::stderr(), "failed to start the API server: {error:#}");
         }
     }
 }
 
 /// Creates a Deployment `deployed` of [`REPLICAS`] pods on [`NODE`].
-fn deploy(scope: &Scope) -> Result<()> {
-    let mut spec = pod("deployed", &json!({SHARES: SHARES_PER_REPLICA}), HOLD)["spec"].take();
+fn create_deployment(scope: &Scope) -> Result<()> {
+    let mut spec = pod("deployed", &json!({SHARES_RESOURCE: SHARES_PER_REPLICA}), HOLD_CLIENT_SCRIPT)["spec"].take();
     spec["restartPolicy"] = json!("Always");
     spec["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     let labels = json!({"app": "deployed"});
     let deployment = json!({
-        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "deployed", "labels": {LABEL: "true"}},
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "deployed", "labels": {TEST_LABEL: "true"}},
         "spec": {
             "replicas": REPLICAS, "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": labels}, "spec": spec},
@@ -171,7 +174,7 @@ fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
     for entry in file["Data"]["PodDeviceEntries"].as_array().into_iter().flatten() {
         let ids = entry["DeviceIDs"].as_object().into_iter().flat_map(|by_numa| by_numa.values());
         let ids = ids.filter_map(Value::as_array).flatten().map(text);
-        if text(&entry["ResourceName"]) == SHARES {
+        if text(&entry["ResourceName"]) == SHARES_RESOURCE {
             shares.entry(text(&entry["PodUID"])).or_default().extend(ids);
         }
     }
@@ -229,7 +232,7 @@ fn sms_of_shares(shares: u64) -> u64 {
 }
 
 /// Pods without a controller, and the shares that each requests.
-const BARE_PODS: [(&str, u64); 2] = [("two", 2), ("five", 5)];
+const BARE_POD_SHARES: [(&str, u64); 2] = [("two", 2), ("five", 5)];
 
 /// Makes two GPUs unhealthy: a reboot clears the fault of GPU 3, but not that of GPU 2.
 fn break_gpus(cluster: &Cluster, repair: &RepairGuard) -> Result<()> {
@@ -238,7 +241,7 @@ fn break_gpus(cluster: &Cluster, repair: &RepairGuard) -> Result<()> {
     // After an XID the agent reads all of NVML's health information, so it also finds the fault of
     // GPU 2.
     repair.faults.simgpu(&["xid", "3", "48"])?;
-    wait_until_offered(cluster, SHARES, 10 * (GPUS - 2))?;
+    wait_until_offered(cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
     wait_for_health(cluster, 3, "NeedsReset")?;
     wait_for_health(cluster, 2, "NeedsReset")
 }
@@ -250,10 +253,10 @@ fn check_limits(scope: &Scope, name: &str, shares: u64) -> Result<()> {
     Ok(())
 }
 
-/// Creates the pods of [`BARE_PODS`] on [`NODE`]. The kubelet may restart their containers.
+/// Creates the pods of [`BARE_POD_SHARES`] on [`NODE`]. The kubelet may restart their containers.
 fn create_bare_pods(scope: &Scope) -> Result<()> {
-    for (name, shares) in BARE_PODS {
-        let mut object = pod(name, &json!({SHARES: shares}), HOLD);
+    for (name, shares) in BARE_POD_SHARES {
+        let mut object = pod(name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT);
         object["spec"]["restartPolicy"] = json!("Always");
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
         scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
@@ -269,15 +272,15 @@ fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
     Ok(allocated.into_iter().map(|allocation| allocation["ids"].clone()).collect())
 }
 
-/// Waits until each pod of [`BARE_PODS`] is restarted with the shares and limits that it had, or is
-/// rejected. Returns how many were restarted.
+/// Waits until each pod of [`BARE_POD_SHARES`] is restarted with the shares and limits that it had,
+/// or is rejected. Returns how many were restarted.
 fn check_bare_pods(
     scope: &Scope,
     containers: &BTreeSet<String>,
     shares_before: &BTreeMap<&str, Vec<Value>>,
 ) -> Result<usize> {
     let mut restarted = 0;
-    for (name, shares) in BARE_PODS {
+    for (name, shares) in BARE_POD_SHARES {
         if wait_for_outcome(scope, name, containers)? == Outcome::Restarted {
             restarted += 1;
             check_limits(scope, name, shares)?;
@@ -303,10 +306,10 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         std::io::stderr(),
         "of {} pods with shares on a rebooted node, {} were restarted, {} were rejected by the kubelet and replaced \
          ({rejected} rejections), {} were rejected and have no controller to replace them",
-        BARE_PODS.len() + REPLICAS,
+        BARE_POD_SHARES.len() + REPLICAS,
         bare + restarted,
         REPLICAS - restarted,
-        BARE_PODS.len() - bare,
+        BARE_POD_SHARES.len() - bare,
     )?;
     // The gate keeps replacement pods off the node until the node's agent serves, so rejections are
     // few.
@@ -318,28 +321,30 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
 fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "reboot")?;
-    scope.policy(
+    scope.create_policy(
         "five-shares",
         &json!({"nodeSelector": {"kubernetes.io/hostname": OTHER_NODE}, "mode": "Mps", "mps": {"units": 5, "threads": "Strict"}}),
     )?;
-    wait_until(&format!("{OTHER_NODE} offers ten shares"), || Ok(cluster.allocatable(OTHER_NODE, SHARES)? == 10))?;
+    wait_until(&format!("{OTHER_NODE} offers ten shares"), || {
+        Ok(cluster.allocatable(OTHER_NODE, SHARES_RESOURCE)? == 10)
+    })?;
     let repair = RepairGuard::new(&cluster);
     break_gpus(&cluster, &repair)?;
 
     create_bare_pods(&scope)?;
-    deploy(&scope)?;
+    create_deployment(&scope)?;
     let first = wait_until_deployed(&scope, &BTreeSet::new())?;
-    scope.pod_on(OTHER_NODE, "beside", &json!({SHARES: 1}), HOLD)?;
+    scope.create_pod_on_node(OTHER_NODE, "beside", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("beside")?;
     scope.client_report("beside")?;
     wait_consistent(&scope)?;
     let beside = container_and_restarts(&cluster, &scope, "beside")?;
     let shares_before: BTreeMap<&str, Vec<Value>> =
-        BARE_PODS.iter().map(|(name, _)| Ok((*name, share_ids(&scope, name)?))).collect::<Result<_>>()?;
+        BARE_POD_SHARES.iter().map(|(name, _)| Ok((*name, share_ids(&scope, name)?))).collect::<Result<_>>()?;
     let before = container_ids(&scope)?;
 
     let power_cut = PowerCut::new()?;
-    launcher(&["start", NODE_COMPONENT])?;
+    run_launcher(&["start", NODE_COMPONENT])?;
     drop(power_cut);
 
     let bare = check_bare_pods(&scope, &before, &shares_before)?;
@@ -347,9 +352,9 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     wait_consistent(&scope)?;
     wait_for_health(&cluster, 3, "")?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
-    wait_until_offered(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     ensure!(beside == container_and_restarts(&cluster, &scope, "beside")?, "a pod of another node was disturbed");
-    scope.pod_on(NODE, "new", &json!({SHARES: 5}), HOLD)?;
+    scope.create_pod_on_node(NODE, "new", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("new")?;
     check_limits(&scope, "new", 5)?;
     wait_consistent(&scope)
@@ -359,7 +364,7 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
 fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "reboot-alone")?;
-    deploy(&scope)?;
+    create_deployment(&scope)?;
     wait_until_deployed(&scope, &BTreeSet::new())?;
     let before = container_ids(&scope)?;
     let socket = node_file("/var/lib/kubelet/device-plugins/kubelet.sock")?;
@@ -381,14 +386,14 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(api_server_down);
     // Starts the components of the node that do not run yet.
-    launcher(&["start", NODE_COMPONENT])?;
+    run_launcher(&["start", NODE_COMPONENT])?;
     drop(power_cut);
     for name in wait_until_deployed(&scope, &before)? {
         check_limits(&scope, &name, SHARES_PER_REPLICA)?;
     }
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_consistent(&scope)?;
-    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
+    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
     let rejected: Vec<String> = pods
         .iter()
         .filter(|pod| is_rejection(&text(&pod["status"]["reason"])))

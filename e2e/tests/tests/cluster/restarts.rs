@@ -5,11 +5,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM, Scope, find_pid, kubectl, launcher, on_node, run, signal, text, wait_until, wait_without_violation,
+    Cluster, SYSTEM_NAMESPACE, Scope, find_pid, kubectl, on_node, run_launcher, run_program, signal_program, text,
+    wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
-use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, ten_shares, wait_until_offered};
+use crate::{
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, container_and_restarts, daemon_pids, ten_shares,
+    wait_until_offered,
+};
 
 /// State that must not change: two pods with seven shares in total, and the MPS daemons.
 struct RunningState {
@@ -17,22 +21,22 @@ struct RunningState {
     daemons: Vec<(String, u64)>,
 }
 
-const PODS: [&str; 2] = ["two", "five"];
-const IN_USE: u64 = 7;
+const POD_NAMES: [&str; 2] = ["two", "five"];
+const SHARES_IN_USE: u64 = 7;
 
 /// Creates the pods, and returns their state once they run.
 fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
-    for (name, shares) in PODS.into_iter().zip([2, 5]) {
-        scope.pod(name, &json!({SHARES: shares}), HOLD)?;
+    for (name, shares) in POD_NAMES.into_iter().zip([2, 5]) {
+        scope.create_pod(name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;
     }
-    PODS.iter().try_for_each(|name| scope.wait_until_running(name).map(drop))?;
-    PODS.iter().try_for_each(|name| scope.client_report(name).map(drop))?;
+    POD_NAMES.iter().try_for_each(|name| scope.wait_until_running(name).map(drop))?;
+    POD_NAMES.iter().try_for_each(|name| scope.client_report(name).map(drop))?;
     Ok(RunningState { pods: container_restarts(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
 /// Container ID and restarts of each pod.
 fn container_restarts(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
-    PODS.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
+    POD_NAMES.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }
 
 impl RunningState {
@@ -46,8 +50,8 @@ impl RunningState {
             on_node(NODE, &["test", "-d", &format!("/proc/{pid}")])
                 .with_context(|| format!("the daemon of {device} has exited"))?;
         }
-        wait_until_offered(cluster, SHARES, 10 * GPUS)?;
-        scope.pod("new", &json!({SHARES: 3}), HOLD)?;
+        wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+        scope.create_pod("new", &json!({SHARES_RESOURCE: 3}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running("new")?;
         ensure!(scope.client_report("new")?["sms"] == 38, "the new pod has other limits");
         Ok(())
@@ -57,23 +61,26 @@ impl RunningState {
 /// Returns a check that reports a violation if the node offers fewer shares than are in use.
 fn fewer_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
-        let offered = cluster.allocatable(NODE, SHARES)?;
-        Ok((offered < IN_USE).then(|| format!("{offered} shares were offered while {IN_USE} were in use")))
+        let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;
+        Ok((offered < SHARES_IN_USE)
+            .then(|| format!("{offered} shares were offered while {SHARES_IN_USE} were in use")))
     }
 }
 
 /// Name of the operator's pod that holds the lease.
-pub(crate) fn leader(cluster: &Cluster) -> Result<String> {
-    let lease = cluster.get(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/cleave-operator"))?;
+pub(crate) fn leader_identity(cluster: &Cluster) -> Result<String> {
+    let lease =
+        cluster.get(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/leases/cleave-operator"))?;
     Ok(text(&lease["spec"]["holderIdentity"]))
 }
 
 /// Finds the pod of a component of Cleave: the leading operator's pod, or the component's pod on
 /// [`NODE`].
 pub(crate) fn component_pod(cluster: &Cluster, component: &str) -> Result<Value> {
-    let pods = cluster
-        .list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
-    let leader = if component == "operator" { Some(leader(cluster)?) } else { None };
+    let pods = cluster.list(&format!(
+        "/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector=app.kubernetes.io/component={component}"
+    ))?;
+    let leader = if component == "operator" { Some(leader_identity(cluster)?) } else { None };
     let is_meant = |pod: &&Value| match &leader {
         Some(leader) => text(&pod["metadata"]["name"]) == *leader,
         None => pod["spec"]["nodeName"] == NODE,
@@ -88,7 +95,7 @@ pub(crate) fn component_pod(cluster: &Cluster, component: &str) -> Result<Value>
 /// Requests a path from the agent's HTTP server on [`NODE`].
 pub(crate) fn query_agent(cluster: &Cluster, path: &str) -> Result<String> {
     let name = text(&component_pod(cluster, "agent")?["metadata"]["name"]);
-    kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM}/pods/{name}:8080/proxy/{path}")])
+    kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{name}:8080/proxy/{path}")])
 }
 
 /// Restart count of a pod's container.
@@ -106,8 +113,8 @@ fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "kubelet")?;
     let running = start_pods(&cluster, &scope)?;
-    launcher(&["kill", &format!("kubelet@{NODE}")])?;
-    launcher(&["start", &format!("kubelet@{NODE}")])?;
+    run_launcher(&["kill", &format!("kubelet@{NODE}")])?;
+    run_launcher(&["start", &format!("kubelet@{NODE}")])?;
     running.check_unchanged(&cluster, &scope)
 }
 
@@ -120,13 +127,13 @@ fn partial_or_long_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<St
     const MAX_OUTAGE: Duration = Duration::from_secs(3);
     let mut none_since = None;
     move || {
-        let offered = cluster.allocatable(NODE, SHARES)?;
+        let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;
         if offered != 0 {
             none_since = None;
         }
         let since = *none_since.get_or_insert_with(Instant::now);
-        let violation = if offered == 0 { since.elapsed() > MAX_OUTAGE } else { offered < IN_USE };
-        Ok(violation.then(|| format!("{offered} shares were offered while {IN_USE} were in use")))
+        let violation = if offered == 0 { since.elapsed() > MAX_OUTAGE } else { offered < SHARES_IN_USE };
+        Ok(violation.then(|| format!("{offered} shares were offered while {SHARES_IN_USE} were in use")))
     }
 }
 
@@ -139,12 +146,12 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     let supervisor = find_pid(NODE, "cleave-supervise")?;
     for _ in 0..3 {
         let old = find_pid(NODE, "cleave-agent")?;
-        signal(NODE, "cleave-agent", "KILL")?;
+        signal_program(NODE, "cleave-agent", "KILL")?;
         wait_without_violation(
             "the agent is ready",
             || {
                 let another = find_pid(NODE, "cleave-agent").is_ok_and(|pid| pid != old);
-                let all = cluster.allocatable(NODE, SHARES)? == 10 * GPUS;
+                let all = cluster.allocatable(NODE, SHARES_RESOURCE)? == 10 * GPUS_PER_NODE;
                 Ok(all && another && component_pod(&cluster, "agent").is_ok_and(|pod| is_ready(&pod)))
             },
             partial_or_long_outage(&cluster),
@@ -165,7 +172,7 @@ struct SecondAgent<'a> {
 
 impl<'a> SecondAgent<'a> {
     fn start(cluster: &'a Cluster) -> Result<Self> {
-        let pods = format!("/api/v1/namespaces/{SYSTEM}/pods");
+        let pods = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods");
         // Omit the labels of the DaemonSet: with them, the DaemonSet would delete the pod.
         let spec = component_pod(cluster, "agent")?["spec"].take();
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "second-agent"}, "spec": spec});
@@ -207,16 +214,17 @@ fn a_second_agent_on_a_node_waits_until_the_first_exits() -> Result<()> {
     )?;
     running.check_unchanged(&cluster, &scope)?;
     ensure!(!second.is_ready()?, "two agents are ready");
-    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&first["metadata"]["name"])), None)?;
+    cluster
+        .delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&first["metadata"]["name"])), None)?;
     wait_without_violation("the second agent has taken over", || second.is_ready(), partial_or_long_outage(&cluster))?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     drop(second);
     wait_until("the DaemonSet's new agent has taken over", || {
         Ok(component_pod(&cluster, "agent").is_ok_and(|pod| is_ready(&pod)))
     })?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     ensure!(running.pods == container_restarts(&cluster, &scope)?, "a running pod was disturbed");
-    scope.pod("last", &json!({SHARES: 1}), HOLD)?;
+    scope.create_pod("last", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("last").map(drop)
 }
 
@@ -228,13 +236,13 @@ fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     // other tests have restarted this container.
     let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
     let old = component_pod(&cluster, "agent")?;
-    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&old["metadata"]["name"])), None)?;
+    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&old["metadata"]["name"])), None)?;
     wait_until("another agent", || {
         Ok(component_pod(&cluster, "agent").is_ok_and(|pod| uid(&pod) != uid(&old) && is_ready(&pod)))
     })?;
     let running = start_pods(&cluster, &scope)?;
     let before = restart_count(&component_pod(&cluster, "agent")?);
-    signal(NODE, "cleave-supervise", "KILL")?;
+    signal_program(NODE, "cleave-supervise", "KILL")?;
     wait_without_violation(
         "the agent is ready",
         || component_pod(&cluster, "agent").map(|pod| restart_count(&pod) > before && is_ready(&pod)),
@@ -249,9 +257,9 @@ fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
 /// drops to zero and then recovers completely.
 fn partial_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
-        let offered = cluster.allocatable(NODE, SHARES)?;
-        Ok((offered != 0 && offered < IN_USE)
-            .then(|| format!("{offered} shares were offered while {IN_USE} were in use")))
+        let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;
+        Ok((offered != 0 && offered < SHARES_IN_USE)
+            .then(|| format!("{offered} shares were offered while {SHARES_IN_USE} were in use")))
     }
 }
 
@@ -261,7 +269,7 @@ fn a_killed_operator_disturbs_no_pod() -> Result<()> {
     let scope = ten_shares(&cluster, "operator")?;
     let running = start_pods(&cluster, &scope)?;
     let old = text(&component_pod(&cluster, "operator")?["metadata"]["name"]);
-    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), Some(0))?;
+    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{old}"), Some(0))?;
     wait_without_violation(
         "another operator leads",
         || {
@@ -285,14 +293,14 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
     let helm = |tag: &str, upgrade: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         let values = concat!(env!("CARGO_MANIFEST_DIR"), "/../values.yaml");
-        run(
+        run_program(
             "helm",
             &[
                 "upgrade",
                 "cleave",
                 chart,
                 "-n",
-                SYSTEM,
+                SYSTEM_NAMESPACE,
                 "--values",
                 values,
                 "--set",
@@ -312,7 +320,7 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
         "the MPS host was replaced under running clients"
     );
     let sets = cluster.list(&format!(
-        "/apis/apps/v1/namespaces/{SYSTEM}/daemonsets?labelSelector=app.kubernetes.io/component=mps-host"
+        "/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets?labelSelector=app.kubernetes.io/component=mps-host"
     ))?;
     ensure!(
         sets.iter().all(|set| set["status"]["updatedNumberScheduled"] == set["status"]["desiredNumberScheduled"]),

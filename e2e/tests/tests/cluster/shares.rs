@@ -7,7 +7,7 @@ use cleave_plan::units::{Mebibytes, Sms};
 use serde_json::json;
 
 use crate::gate::wait_for_event;
-use crate::{HOLD, NODE, SHARES, SMS, allocations, ten_shares};
+use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, SMS_PER_GPU, allocations, ten_shares};
 
 /// Upper bound of the memory of a CUDA context, in MiB. A client reports its limit minus its
 /// context as free.
@@ -16,7 +16,7 @@ const MAX_CONTEXT_MIB: u64 = 600;
 /// Limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
 pub(crate) fn limits_of_shares(shares: u32, total: u64) -> (Sms, Mebibytes) {
     let threads = mps::threads(shares, 10, Threads::Strict);
-    (mps::sms(threads, Sms(SMS)), mps::memory(shares, 10, Mebibytes(total)))
+    (mps::sms(threads, Sms(SMS_PER_GPU)), mps::memory(shares, 10, Mebibytes(total)))
 }
 
 #[test]
@@ -26,7 +26,7 @@ fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
     let total = cluster.gpunode(NODE)?["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
     let sizes = [1, 2, 3, 5];
     for shares in sizes {
-        scope.pod(&format!("p{shares}"), &json!({SHARES: shares}), HOLD)?;
+        scope.create_pod(&format!("p{shares}"), &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;
     }
     for shares in sizes {
         let name = format!("p{shares}");
@@ -62,9 +62,9 @@ fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
 fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "door")?;
-    scope.pod("three", &json!({SHARES: 3}), "sleep infinity")?;
+    scope.create_pod("three", &json!({SHARES_RESOURCE: 3}), "sleep infinity")?;
     scope.wait_until_running("three")?;
-    let shell = |script: &str| scope.exec("three", &["sh", "-c", script]);
+    let shell = |script: &str| scope.exec_in_pod("three", &["sh", "-c", script]);
     let listed = shell("ls -A \"$CUDA_MPS_PIPE_DIRECTORY\"")?;
     ensure!(listed.trim() == "control", "the directory has {listed:?}");
     let write = shell("touch \"$CUDA_MPS_PIPE_DIRECTORY\"/x 2>&1 || true")?;
@@ -95,9 +95,9 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
 fn users_other_than_root_share_too() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "users")?;
-    let mut plain = pod("plain", &json!({SHARES: 2}), HOLD);
+    let mut plain = pod("plain", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT);
     plain["spec"]["securityContext"] = json!({"runAsUser": 1000, "runAsGroup": 1000});
-    scope.pod("root", &json!({SHARES: 1}), HOLD)?;
+    scope.create_pod("root", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &plain)?;
     ensure!(scope.client_report("root")?["sms"] == limits_of_shares(1, 1).0.0);
     let report = scope.client_report("plain")?;
@@ -113,12 +113,12 @@ fn all_shares_of_a_node_can_be_used_and_reused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "full")?;
     for index in 0..8 {
-        scope.pod(&format!("five-{index}"), &json!({SHARES: 5}), HOLD)?;
+        scope.create_pod(&format!("five-{index}"), &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     }
     for index in 0..8 {
         scope.wait_until_running(&format!("five-{index}"))?;
     }
-    scope.pod("late", &json!({SHARES: 5}), HOLD)?;
+    scope.create_pod("late", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     wait_for_event(&scope, "late", "no device has 5 nvidia.com/gpu-mps free")?;
     scope.delete_pod("five-3", 0)?;
     scope.wait_until_running("late")?;
@@ -139,7 +139,7 @@ fn the_node_refuses_a_pod_that_bypassed_the_gate_and_fits_no_gpu() -> Result<()>
     let bypass = json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}});
     cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &bypass)?;
     wait_until("pods of the namespace are not gated", || {
-        let pod = scope.pod("eleven", &json!({SHARES: 11}), HOLD)?;
+        let pod = scope.create_pod("eleven", &json!({SHARES_RESOURCE: 11}), HOLD_CLIENT_SCRIPT)?;
         let gated = pod["spec"]["schedulingGates"].is_array();
         if gated {
             scope.delete_pod("eleven", 0)?;

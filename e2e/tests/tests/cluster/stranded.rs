@@ -5,13 +5,13 @@ use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use cleave_e2e::{Cluster, POLICIES, Scope, launcher, on_node, pod, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, POLICIES_PATH, Scope, on_node, pod, run_launcher, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::gate::{is_gated, wait_for_event};
-use crate::{NODE, SHARES, ten_shares};
+use crate::{NODE, SHARES_RESOURCE, ten_shares};
 
-const SLEEP_FOREVER: &str = "exec sleep 1000000";
+const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
 /// Maximum time from a node's acceptance of a pod until the pod is released or runs.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -70,7 +70,7 @@ fn a_pod_that_is_created_while_its_only_node_is_cordoned_runs_after_uncordon() -
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "cordoned")?;
     let cordon = Cordon::new(&cluster, NODE)?;
-    scope.pod("waits", &json!({SHARES: 2}), SLEEP_FOREVER)?;
+    scope.create_pod("waits", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT)?;
     check_stays_gated(&scope, "waits", Duration::from_secs(6))?;
     wait_for_event(&scope, "waits", "cordoned")?;
     cordon.set(false)?;
@@ -81,13 +81,13 @@ fn a_pod_that_is_created_while_its_only_node_is_cordoned_runs_after_uncordon() -
 fn a_pod_that_waits_while_its_policy_is_deleted_and_applied_again_runs() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "policy-again")?;
-    let spec = cluster.get(&format!("{POLICIES}/ten-shares"))?["spec"].clone();
-    cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
-    wait_until("the shares are gone", || Ok(cluster.allocatable(NODE, SHARES)? == 0))?;
-    scope.pod("waits", &json!({SHARES: 2}), SLEEP_FOREVER)?;
+    let spec = cluster.get(&format!("{POLICIES_PATH}/ten-shares"))?["spec"].clone();
+    cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
+    wait_until("the shares are gone", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 0))?;
+    scope.create_pod("waits", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT)?;
     check_stays_gated(&scope, "waits", Duration::from_secs(6))?;
-    scope.policy("ten-shares", &spec)?;
-    wait_until("the shares are back", || Ok(cluster.allocatable(NODE, SHARES)? == 40))?;
+    scope.create_policy("ten-shares", &spec)?;
+    wait_until("the shares are back", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 40))?;
     check_runs_soon(&scope, "waits")
 }
 
@@ -103,7 +103,7 @@ impl<'a> AddedNodes<'a> {
         for name in names {
             added.names.push((*name).to_owned());
             let driver = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/demo/driver");
-            launcher(&["node", "add", name, "--driver-root", driver])?;
+            run_launcher(&["node", "add", name, "--driver-root", driver])?;
             let simgpu = "[ -e /var/lib/simgpu/machine.json ] || /opt/simgpu/bin/simgpu init --machine \"$0\" --gpus 1xA100-40 >/dev/null";
             on_node(name, &["sh", "-c", simgpu, name])?;
         }
@@ -115,7 +115,7 @@ impl AddedNodes<'_> {
     /// Removes a node and its pods. Kubernetes itself would keep the pods for a minute, and a later
     /// test would count an MPS host that has no node.
     fn remove(&self, name: &str) -> Result<()> {
-        launcher(&["node", "remove", name])?;
+        run_launcher(&["node", "remove", name])?;
         self.cluster.delete(&node_path(name), None)?;
         wait_until(&format!("no pod is left on {name}"), || {
             let pods = self.cluster.list(&format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{name}"))?;
@@ -139,13 +139,13 @@ impl Drop for AddedNodes<'_> {
 }
 
 fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
-    Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES)? > 0)
+    Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES_RESOURCE)? > 0)
 }
 
 /// A Deployment with replicas that must run on different nodes.
 fn deployment_on_different_nodes(name: &str, replicas: u32) -> Value {
     let labels = json!({"app": name});
-    let mut template = pod(name, &json!({SHARES: 2}), SLEEP_FOREVER);
+    let mut template = pod(name, &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT);
     template["metadata"] = json!({"labels": labels});
     template["spec"]["restartPolicy"] = json!("Always");
     template["spec"]["affinity"] = json!({"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
@@ -158,7 +158,7 @@ fn deployment_on_different_nodes(name: &str, replicas: u32) -> Value {
 fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "apart")?;
-    scope.policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
+    scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     let added = AddedNodes::new(&cluster, &["node3", "node4", "node5", "node6"])?;
     let nodes: Vec<&str> = ["node1", "node2"].into_iter().chain(added.names.iter().map(String::as_str)).collect();
     for node in &nodes {
@@ -192,14 +192,14 @@ struct StoppedScheduler;
 
 impl StoppedScheduler {
     fn new() -> Result<Self> {
-        launcher(&["kill", "scheduler"])?;
+        run_launcher(&["kill", "scheduler"])?;
         Ok(Self)
     }
 }
 
 impl Drop for StoppedScheduler {
     fn drop(&mut self) {
-        if let Err(error) = launcher(&["start", "scheduler"]) {
+        if let Err(error) = run_launcher(&["start", "scheduler"]) {
             let _ = writeln!(std::io::stderr(), "the scheduler does not start: {error:#}");
         }
     }
@@ -218,14 +218,14 @@ fn wait_until_released(scope: &Scope, find: impl Fn() -> Result<Option<Value>>) 
 fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "stranded")?;
-    scope.policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
+    scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     for node in ["node1", "node2"] {
         wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
     }
     let stopped = StoppedScheduler::new()?;
     let apps = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
     cluster.create(&apps, &deployment_on_different_nodes("owned", 1))?;
-    scope.pod_on(NODE, "bare", &json!({SHARES: 1}), SLEEP_FOREVER)?;
+    scope.create_pod_on_node(NODE, "bare", &json!({SHARES_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
     let of_deployment = || Ok(scope.pods()?.into_iter().find(|pod| pod["metadata"]["labels"]["app"] == "owned"));
     let (node, first) = wait_until_released(&scope, of_deployment)?;
     wait_until_released(&scope, || cluster.find(&scope.pod_path("bare")))?;

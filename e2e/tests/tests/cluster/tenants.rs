@@ -6,24 +6,24 @@ use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::restarts::query_agent;
-use crate::{GPUS, HOLD, NODE, SHARES, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_offered};
 
 /// Sets a memory limit that MPS cannot parse, so that the program can use all of the memory.
-const ESCAPE_MEMORY_LIMIT: &str =
+const ESCAPE_MEMORY_LIMIT_SCRIPT: &str =
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
 /// A program that does not find its door runs without MPS.
-const RUN_OUTSIDE_MPS: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere exec cleave-client --hold forever";
+const RUN_OUTSIDE_MPS_SCRIPT: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere exec cleave-client --hold forever";
 
 /// Creates a policy with ten shares of each GPU, about 8 GiB each. The compute mode does not
 /// prevent programs outside MPS.
-fn watched<'a>(cluster: &'a Cluster, name: &str, enforcement: &str) -> Result<Scope<'a>> {
+fn scope_with_enforcement<'a>(cluster: &'a Cluster, name: &str, enforcement: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let spec = json!({
         "nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps", "enforcement": enforcement,
         "mps": {"units": 10, "threads": "Strict", "computeMode": "Default"},
     });
-    scope.policy("watched", &spec)?;
-    wait_until_offered(cluster, SHARES, 10 * GPUS)?;
+    scope.create_policy("watched", &spec)?;
+    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     Ok(scope)
 }
 
@@ -65,10 +65,10 @@ pub(crate) fn wait_for_condition_and_event(cluster: &Cluster, scope: &Scope, pod
 #[test]
 fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = watched(&cluster, "tenants-memory", "Report")?;
-    scope.pod("neighbour", &json!({SHARES: 1}), HOLD)?;
+    let scope = scope_with_enforcement(&cluster, "tenants-memory", "Report")?;
+    scope.create_pod("neighbour", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("neighbour")?;
-    scope.pod("escape", &json!({SHARES: 1}), ESCAPE_MEMORY_LIMIT)?;
+    scope.create_pod("escape", &json!({SHARES_RESOURCE: 1}), ESCAPE_MEMORY_LIMIT_SCRIPT)?;
     wait_for_condition_and_event(&cluster, &scope, "escape", "MemoryExceeded")?;
     let reported = events_with_reason(&cluster, &scope, "escape", "MemoryExceeded")?;
     let note = text(&reported[0]["note"]);
@@ -94,9 +94,9 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
     // the condition changes.
     scope.delete_pod("escape", 0)?;
     let first = "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --hold forever & echo $! >/pid; wait";
-    scope.pod("outside", &json!({SHARES: 1}), &format!("{first}; {HOLD}"))?;
+    scope.create_pod("outside", &json!({SHARES_RESOURCE: 1}), &format!("{first}; {HOLD_CLIENT_SCRIPT}"))?;
     wait_for_condition_and_event(&cluster, &scope, "outside", "OutsideMps")?;
-    scope.exec("outside", &["sh", "-c", "kill $(cat /pid)"])?;
+    scope.exec_in_pod("outside", &["sh", "-c", "kill $(cat /pid)"])?;
     wait_until("the condition says that the pod is within its share", || {
         let condition = within_share_condition(&cluster, &scope, "outside")?;
         ensure!(condition == Some(("True".to_owned(), "WithinShare".to_owned())), "its condition is {condition:?}");
@@ -110,11 +110,11 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
 #[test]
 fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_says_so() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = watched(&cluster, "tenants-evict", "Evict")?;
-    scope.pod("neighbour", &json!({SHARES: 1}), HOLD)?;
+    let scope = scope_with_enforcement(&cluster, "tenants-evict", "Evict")?;
+    scope.create_pod("neighbour", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("neighbour")?;
-    for (pod, script) in [("escape", ESCAPE_MEMORY_LIMIT), ("outside", RUN_OUTSIDE_MPS)] {
-        scope.pod(pod, &json!({SHARES: 1}), script)?;
+    for (pod, script) in [("escape", ESCAPE_MEMORY_LIMIT_SCRIPT), ("outside", RUN_OUTSIDE_MPS_SCRIPT)] {
+        scope.create_pod(pod, &json!({SHARES_RESOURCE: 1}), script)?;
         wait_until(&format!("{pod} is evicted"), || Ok(cluster.find(&scope.pod_path(pod))?.is_none()))?;
         wait_until(&format!("an Event says why {pod} was evicted"), || {
             Ok(!events_with_reason(&cluster, &scope, pod, "EvictedOutsideShare")?.is_empty())

@@ -4,12 +4,15 @@ use std::collections::BTreeMap;
 use std::io::Write as _;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM, run, text, wait_until, wait_without_violation};
+use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, run_program, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
 use crate::health::cleave_path;
 use crate::restarts::{component_pod, is_ready};
-use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, ten_shares, wait_until_offered};
+use crate::{
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, container_and_restarts, daemon_pids, ten_shares,
+    wait_until_offered,
+};
 
 /// Annotation of the template. The tests change it to simulate an upgrade of the chart.
 const RELEASE_ANNOTATION: &str = "e2e/release";
@@ -24,23 +27,23 @@ struct Template<'a> {
 
 impl<'a> Template<'a> {
     fn read(cluster: &'a Cluster) -> Result<Self> {
-        let path = format!("/apis/apps/v1/namespaces/{SYSTEM}/daemonsets/cleave-mps-host");
+        let path = format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-mps-host");
         let image = text(&cluster.get(&path)?["spec"]["template"]["spec"]["containers"][0]["image"]);
         let template = Self { cluster, path, image };
         // An earlier run may have been killed.
-        template.annotate(&Value::Null)?;
+        template.set_release(&Value::Null)?;
         template.wait_rolled_out()?;
         Ok(template)
     }
 
     /// Changes the annotation of the template.
-    fn annotate(&self, release: &Value) -> Result<()> {
+    fn set_release(&self, release: &Value) -> Result<()> {
         let change = json!({"spec": {"template": {"metadata": {"annotations": {RELEASE_ANNOTATION: release}}}}});
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
     /// Changes the image of the template.
-    fn image(&self, image: &str) -> Result<()> {
+    fn set_image(&self, image: &str) -> Result<()> {
         let mut set = self.cluster.get(&self.path)?;
         let containers = &mut set["spec"]["template"]["spec"]["containers"];
         containers[0]["image"] = json!(image);
@@ -70,8 +73,10 @@ impl<'a> Template<'a> {
 
 impl Drop for Template<'_> {
     fn drop(&mut self) {
-        let restored =
-            self.annotate(&Value::Null).and_then(|()| self.image(&self.image)).and_then(|()| self.wait_rolled_out());
+        let restored = self
+            .set_release(&Value::Null)
+            .and_then(|()| self.set_image(&self.image))
+            .and_then(|()| self.wait_rolled_out());
         if let Err(error) = restored {
             let _ = writeln!(std::io::stderr(), "failed to restore the MPS hosts: {error:#}");
         }
@@ -81,7 +86,7 @@ impl Drop for Template<'_> {
 /// MPS host pods by node, without terminating ones.
 fn host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     let selector = "labelSelector=app.kubernetes.io/component=mps-host";
-    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods?{selector}"))?;
+    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;
     let remaining = pods.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
     Ok(remaining.map(|pod| (text(&pod["spec"]["nodeName"]), pod)).collect())
 }
@@ -105,13 +110,13 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
     let cluster = Cluster::connect()?;
     let template = Template::read(&cluster)?;
     let scope = ten_shares(&cluster, "idle-upgrade")?;
-    scope.pod_on(NODE, "holder", &json!({SHARES: 2}), HOLD)?;
+    scope.create_pod_on_node(NODE, "holder", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("holder")?;
     scope.client_report("holder")?;
     let (before, daemons, old) =
         (container_and_restarts(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, host_uids(&cluster)?);
     let name = text(&component_pod(&cluster, "mps-host")?["metadata"]["name"]);
-    template.annotate(&json!("next"))?;
+    template.set_release(&json!("next"))?;
     // No pod uses MPS on the other nodes.
     wait_without_violation(
         "the hosts of all other nodes are replaced",
@@ -130,7 +135,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
         },
     )?;
     // The node accepts new pods while the replacement is pending.
-    scope.pod_on(NODE, "guest", &json!({SHARES: 3}), HOLD)?;
+    scope.create_pod_on_node(NODE, "guest", &json!({SHARES_RESOURCE: 3}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("guest")?;
     scope.delete_pod("guest", 0)?;
     ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "a running pod was disturbed");
@@ -141,7 +146,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
         Ok(host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
     })?;
     // The new pod waits at the gate or for its MPS daemon, but does not fail.
-    scope.pod_on(NODE, "next", &json!({SHARES: 2}), HOLD)?;
+    scope.create_pod_on_node(NODE, "next", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("next")?;
     ensure!(
         scope.client_report("next")?["sms"] == 26,
@@ -149,10 +154,11 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
         scope.client_report("next")?
     );
     template.wait_rolled_out()?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until("the DaemonSet has an Event of the replacement", || {
-        let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM}/events"))?;
-        let names = |event: &Value| text(&event["note"]).starts_with(&format!("replacing {SYSTEM}/{name} by"));
+        let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/events"))?;
+        let names =
+            |event: &Value| text(&event["note"]).starts_with(&format!("replacing {SYSTEM_NAMESPACE}/{name} by"));
         Ok(events.iter().any(|event| event["reason"] == "MpsHostReplaced" && names(event)))
     })?;
     // The restored template can roll out only after this pod is deleted.
@@ -164,15 +170,20 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
     let cluster = Cluster::connect()?;
     let template = Template::read(&cluster)?;
     let scope = ten_shares(&cluster, "drained-upgrade")?;
-    scope.pod_on(NODE, "holder", &json!({SHARES: 2}), HOLD)?;
+    scope.create_pod_on_node(NODE, "holder", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("holder")?;
     let old = host_uids(&cluster)?;
-    template.annotate(&json!("drained"))?;
-    let uncordon =
-        || (0..GPUS).try_for_each(|gpu| run(&cleave_path(), &["uncordon", NODE, &gpu.to_string()]).map(drop));
+    template.set_release(&json!("drained"))?;
+    let uncordon = || {
+        (0..GPUS_PER_NODE)
+            .try_for_each(|gpu| run_program(&cleave_path(), &["uncordon", NODE, &gpu.to_string()]).map(drop))
+    };
     let drained = || -> Result<()> {
-        for gpu in 0..GPUS {
-            run(&cleave_path(), &["drain", NODE, &gpu.to_string(), "--force", "--grace", "1", "--timeout", "80"])?;
+        for gpu in 0..GPUS_PER_NODE {
+            run_program(
+                &cleave_path(),
+                &["drain", NODE, &gpu.to_string(), "--force", "--grace", "1", "--timeout", "80"],
+            )?;
         }
         wait_until("the host is replaced", || {
             Ok(host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
@@ -182,8 +193,8 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
     let outcome = drained();
     uncordon()?;
     outcome?;
-    wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
-    scope.pod_on(NODE, "next", &json!({SHARES: 2}), HOLD)?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    scope.create_pod_on_node(NODE, "next", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("next")?;
     scope.delete_pod("next", 0)
 }
@@ -193,7 +204,7 @@ fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Re
     let cluster = Cluster::connect()?;
     let template = Template::read(&cluster)?;
     let old = host_uids(&cluster)?;
-    template.image("localhost/cleave:none")?;
+    template.set_image("localhost/cleave:none")?;
     let cannot_start = |pod: &Value| {
         let waiting = &pod["status"]["containerStatuses"][0]["state"]["waiting"];
         text(&waiting["reason"]).starts_with("ErrImage") || waiting["reason"] == "ImagePullBackOff"
@@ -207,7 +218,7 @@ fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Re
     // again.
     let affected: Vec<String> =
         host_pods(&cluster)?.into_iter().filter(|(_, pod)| cannot_start(pod)).map(|(node, _)| node).collect();
-    template.image(&template.image)?;
+    template.set_image(&template.image)?;
     wait_without_violation(
         "all hosts are ready",
         || template.is_rolled_out().or(Ok(false)),

@@ -4,15 +4,15 @@ use std::io::Write as _;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, POLICIES, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, POLICIES_PATH, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::gate::{is_gated, wait_for_event};
 use crate::stranded::check_stays_gated;
-use crate::{GPUS, NODE, SHARES, ten_shares, wait_until_offered};
+use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares, wait_until_offered};
 
-const WHOLE_GPU: &str = "nvidia.com/gpu";
-const SLEEP_FOREVER: &str = "exec sleep 1000000";
+const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
+const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
 /// The node that has the other device plugin.
 const OTHER_NODE: &str = "other-plugin";
 /// GPUs of [`OTHER_NODE`].
@@ -22,16 +22,16 @@ const OTHER_GPUS: u64 = 2;
 fn a_pod_for_a_whole_gpu_waits_while_the_gpu_has_shares_in_use() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "whole-gate")?;
-    for index in 0..GPUS {
-        scope.pod(&format!("seven-{index}"), &json!({SHARES: 7}), SLEEP_FOREVER)?;
+    for index in 0..GPUS_PER_NODE {
+        scope.create_pod(&format!("seven-{index}"), &json!({SHARES_RESOURCE: 7}), SLEEP_FOREVER_SCRIPT)?;
     }
-    for index in 0..GPUS {
+    for index in 0..GPUS_PER_NODE {
         scope.wait_until_running(&format!("seven-{index}"))?;
     }
-    cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
-    scope.pod_on(NODE, "whole", &json!({WHOLE_GPU: 1}), SLEEP_FOREVER)?;
+    cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
+    scope.create_pod_on_node(NODE, "whole", &json!({WHOLE_GPU_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
     check_stays_gated(&scope, "whole", Duration::from_secs(6))?;
-    wait_for_event(&scope, "whole", WHOLE_GPU)?;
+    wait_for_event(&scope, "whole", WHOLE_GPU_RESOURCE)?;
     scope.delete_pod("seven-0", 0)?;
     scope.wait_until_running("whole").map(drop)
 }
@@ -40,25 +40,25 @@ fn a_pod_for_a_whole_gpu_waits_while_the_gpu_has_shares_in_use() -> Result<()> {
 fn no_pod_for_whole_gpus_is_refused_while_gpus_are_repartitioned() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "whole-again")?;
-    let spec = cluster.get(&format!("{POLICIES}/ten-shares"))?["spec"].clone();
+    let spec = cluster.get(&format!("{POLICIES_PATH}/ten-shares"))?["spec"].clone();
     for round in 0..5 {
         let name = format!("whole-{round}");
         // The kubelet reports whole GPUs for some time after the policy was applied.
-        cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
-        wait_until_offered(&cluster, WHOLE_GPU, GPUS)?;
-        scope.policy("ten-shares", &spec)?;
+        cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
+        wait_until_offered(&cluster, WHOLE_GPU_RESOURCE, GPUS_PER_NODE)?;
+        scope.create_policy("ten-shares", &spec)?;
         wait_until("the operator has decided to repartition the GPUs", || {
             let gpus = cluster.gpunode(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
-            Ok(gpus.len() as u64 == GPUS && gpus.iter().all(|gpu| !gpu["partition"]["mps"].is_null()))
+            Ok(gpus.len() as u64 == GPUS_PER_NODE && gpus.iter().all(|gpu| !gpu["partition"]["mps"].is_null()))
         })?;
-        scope.pod_on(NODE, &name, &json!({WHOLE_GPU: GPUS}), SLEEP_FOREVER)?;
-        wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+        scope.create_pod_on_node(NODE, &name, &json!({WHOLE_GPU_RESOURCE: GPUS_PER_NODE}), SLEEP_FOREVER_SCRIPT)?;
+        wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
         ensure!(is_gated(&cluster.get(&scope.pod_path(&name))?), "{name} was released");
-        cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
+        cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
         scope.wait_until_running(&name)?;
         scope.delete_pod(&name, 0)?;
-        scope.policy("ten-shares", &spec)?;
-        wait_until_offered(&cluster, SHARES, 10 * GPUS)?;
+        scope.create_policy("ten-shares", &spec)?;
+        wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     }
     Ok(())
 }
@@ -78,7 +78,7 @@ impl<'a> OtherNode<'a> {
             json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": OTHER_NODE, "labels": labels}, "spec": {}});
         cluster.create("/api/v1/nodes", &node)?;
         let added = Self(cluster);
-        let amounts = json!({"cpu": "8", "memory": "8Gi", "pods": "110", WHOLE_GPU: OTHER_GPUS.to_string()});
+        let amounts = json!({"cpu": "8", "memory": "8Gi", "pods": "110", WHOLE_GPU_RESOURCE: OTHER_GPUS.to_string()});
         let conditions = json!([{"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "ready"}]);
         let status = json!({"capacity": amounts, "allocatable": amounts, "conditions": conditions});
         cluster.patch(&format!("{path}/status"), &json!({"status": status}))?;
@@ -96,7 +96,7 @@ impl Drop for OtherNode<'_> {
 }
 
 /// Waits until a pod is bound, and returns the name of its node and its required node affinity.
-fn bound(scope: &Scope, name: &str) -> Result<(String, Value)> {
+fn wait_until_bound(scope: &Scope, name: &str) -> Result<(String, Value)> {
     wait_for(&format!("{name} is bound"), WAIT_TIMEOUT, || {
         let pod = scope.cluster.get(&scope.pod_path(name))?;
         let node = text(&pod["spec"]["nodeName"]);
@@ -112,25 +112,30 @@ fn pods_use_nodes_of_another_plugin_when_cleaves_nodes_are_full() -> Result<()> 
     let scope = Scope::new(&cluster, "mixed-fleet")?;
     let nodes = cluster.nodes()?;
     for node in &nodes {
-        let gpus = cluster.allocatable(node, WHOLE_GPU)?;
-        scope.pod_on(node, &format!("all-{node}"), &json!({WHOLE_GPU: gpus}), SLEEP_FOREVER)?;
+        let gpus = cluster.allocatable(node, WHOLE_GPU_RESOURCE)?;
+        scope.create_pod_on_node(
+            node,
+            &format!("all-{node}"),
+            &json!({WHOLE_GPU_RESOURCE: gpus}),
+            SLEEP_FOREVER_SCRIPT,
+        )?;
         scope.wait_until_running(&format!("all-{node}"))?;
     }
     // Without a kubelet the node becomes unreachable after less than a minute.
     let other = OtherNode::new(&cluster)?;
     let pods = format!("/api/v1/namespaces/{}/pods", scope.namespace);
     for name in ["first", "second"] {
-        scope.pod(name, &json!({WHOLE_GPU: 1}), SLEEP_FOREVER)?;
-        let (node, required) = bound(&scope, name)?;
+        scope.create_pod(name, &json!({WHOLE_GPU_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
+        let (node, required) = wait_until_bound(&scope, name)?;
         ensure!(node == OTHER_NODE, "{name} is on {node}");
         let expression = &required["nodeSelectorTerms"][0]["matchExpressions"][0];
         ensure!(expression["operator"] == "NotIn" && expression["key"] == "kubernetes.io/os", "{required}");
     }
-    scope.pod("third", &json!({WHOLE_GPU: 1}), SLEEP_FOREVER)?;
+    scope.create_pod("third", &json!({WHOLE_GPU_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
     check_stays_gated(&scope, "third", Duration::from_secs(3))?;
     scope.delete_pod(&format!("all-{NODE}"), 0)?;
     scope.wait_until_running("third")?;
-    ensure!(bound(&scope, "third")?.0 == NODE, "the pod is not on {NODE}");
+    ensure!(wait_until_bound(&scope, "third")?.0 == NODE, "the pod is not on {NODE}");
     // No kubelet ends these pods.
     for name in ["first", "second"] {
         cluster.delete(&format!("{pods}/{name}"), Some(0)).context("failed to delete a pod")?;

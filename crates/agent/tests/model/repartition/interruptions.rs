@@ -6,18 +6,18 @@ use cleave_agent::gpu::mig::{Change, ChangeOutcome, MigOrder, OrderResult};
 use cleave_agent::node::WITHDRAWAL_TIME;
 use cleave_gpu::mps::wire::Desired;
 
-use super::WHOLE;
-use super::simulated_gpu::GPU;
+use super::WHOLE_GPU_RESOURCE;
+use super::simulated_gpu::GPU_UUID;
 use super::test_node::{GRACE, TestNode};
-use crate::fixtures::{answer, mig_spec};
+use crate::fixtures::{mig_spec, record_answer};
 
 #[test]
 fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
     let mut node = TestNode::new("H100-80");
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
     let before = node.mig_devices();
-    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
     node.agent.record_pod_resources(Err("no".into()), node.now, &mut node.table.allocations);
     for _ in 0..10 {
         node.reconcile();
@@ -35,61 +35,61 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
     }
     node.now += GRACE;
     node.run();
-    assert!(node.applied() && node.has_instances(&[("2g.20gb", 0)]));
+    assert!(node.is_applied() && node.has_instances(&[("2g.20gb", 0)]));
 }
 
 #[test]
 fn a_slice_in_use_stays_after_a_restart_without_a_checkpoint() {
     let mut node = TestNode::new("H100-80");
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
     node.allocate(0);
     let before = node.mig_devices();
-    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
     node.restart_agent(false);
     node.now += GRACE;
     node.run();
     assert_eq!(node.mig_devices(), before);
-    assert!(node.messages().contains("in use by ns/p1"), "{}", node.messages());
+    assert!(node.step_messages().contains("in use by ns/p1"), "{}", node.step_messages());
     node.allocated.clear();
     node.run();
-    assert!(node.applied() && node.has_instances(&[("2g.20gb", 0)]));
+    assert!(node.is_applied() && node.has_instances(&[("2g.20gb", 0)]));
 }
 
 #[test]
 fn an_instance_is_destroyed_only_after_its_daemon_has_ended() {
     let mut node = TestNode::new("H100-80");
-    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 4)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 4)])]);
     node.run();
-    node.set_spec(vec![mig_spec(GPU, &[])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[])]);
     node.reconcile();
     assert!(node.orders.is_empty(), "the slices are withdrawn from the kubelet first");
     node.now += WITHDRAWAL_TIME;
     node.reconcile();
-    assert!(node.orders.is_empty() && node.messages().contains("has not exited yet"), "{}", node.messages());
+    assert!(node.orders.is_empty() && node.step_messages().contains("has not exited yet"), "{}", node.step_messages());
     node.host_reads_desired();
     node.reconcile();
-    assert!(node.orders.is_empty() && node.messages().contains("has not exited yet"), "{}", node.messages());
+    assert!(node.orders.is_empty() && node.step_messages().contains("has not exited yet"), "{}", node.step_messages());
     node.host_applies();
     node.reconcile();
     assert!(matches!(node.orders[0].change, Change::Destroy(_)));
     node.perform_order();
     node.run();
-    assert!(node.applied() && node.has_instances(&[]));
+    assert!(node.is_applied() && node.has_instances(&[]));
 }
 
 #[test]
 fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
     let mut node = TestNode::new("H100-80");
-    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 4)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 4)])]);
     node.run();
     node.host = Desired::default();
     node.host_reports(String::new());
-    node.set_spec(vec![mig_spec(GPU, &[])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[])]);
     node.reconcile();
     node.now += WITHDRAWAL_TIME;
     node.reconcile();
-    assert!(node.orders.is_empty() && node.messages().contains("has not yet read"), "{}", node.messages());
+    assert!(node.orders.is_empty() && node.step_messages().contains("has not yet read"), "{}", node.step_messages());
     node.host_applies();
     node.reconcile();
     assert_eq!(node.orders.len(), 1);
@@ -98,21 +98,21 @@ fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
 #[test]
 fn a_late_answer_from_before_a_change_is_ignored() {
     let mut node = TestNode::new("H100-80");
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
     let (requested_at, late) = (node.now, node.gpu.inventory());
-    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
     node.now += GRACE;
     node.run();
-    answer(&mut node.agent, late, requested_at);
+    record_answer(&mut node.agent, late, requested_at);
     node.reconcile();
-    assert!(node.applied() && node.orders.is_empty() && node.slices("nvidia.com/mig-2g.20gb") == 1);
+    assert!(node.is_applied() && node.orders.is_empty() && node.count_healthy_slices("nvidia.com/mig-2g.20gb") == 1);
 }
 
 #[test]
 fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
     let mut node = TestNode::new("H100-80");
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
     while !matches!(node.orders.first(), Some(MigOrder { change: Change::Create { .. }, .. })) {
         node.perform_order();
         node.host_applies();
@@ -130,13 +130,13 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
         assert!(node.orders.is_empty());
         node.now += GRACE;
     }
-    assert!(node.messages().contains("has not answered for 15 s"), "{}", node.messages());
+    assert!(node.step_messages().contains("has not answered for 15 s"), "{}", node.step_messages());
     // The hanging call returns.
     node.orders = vec![order];
     node.perform_order();
     node.run();
-    assert!(node.applied() && node.has_instances(&[("1g.10gb", 0), ("1g.10gb", 1)]), "{:?}", node.steps());
-    assert!(node.steps().iter().all(|(_, result)| *result == "Done"), "{:?}", node.steps());
+    assert!(node.is_applied() && node.has_instances(&[("1g.10gb", 0), ("1g.10gb", 1)]), "{:?}", node.step_results());
+    assert!(node.step_results().iter().all(|(_, result)| *result == "Done"), "{:?}", node.step_results());
 }
 
 #[test]
@@ -144,17 +144,17 @@ fn a_device_that_is_being_removed_is_not_allocated_even_if_the_spec_has_it_again
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![]);
     node.run();
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.reconcile();
     node.now += WITHDRAWAL_TIME;
     node.reconcile();
     assert_eq!(node.orders.len(), 1);
     node.set_spec(vec![]);
     node.reconcile();
-    assert!(node.allocate(0).is_none() && !node.applied());
+    assert!(node.allocate(0).is_none() && !node.is_applied());
     node.perform_order();
     node.run();
-    assert!(node.applied() && node.slices(WHOLE) == 1);
+    assert!(node.is_applied() && node.count_healthy_slices(WHOLE_GPU_RESOURCE) == 1);
 }
 
 /// Kills the agent after each possible number of steps of a repartitioning.
@@ -164,7 +164,7 @@ fn a_repartitioning_continues_after_the_agent_was_killed_at_any_step() {
         for in_change in [false, true] {
             for killed_after in 0..40 {
                 let mut node = TestNode::new("H100-80");
-                node.set_spec(vec![mig_spec(GPU, &[("3g.40gb", 4, 0), ("1g.10gb", 0, 0), ("1g.10gb", 1, 4)])]);
+                node.set_spec(vec![mig_spec(GPU_UUID, &[("3g.40gb", 4, 0), ("1g.10gb", 0, 0), ("1g.10gb", 1, 4)])]);
                 node.run_until_applied();
                 node.allocate(usize::MAX);
                 let used = node.allocated[0].ids[0].clone();
@@ -176,7 +176,7 @@ fn a_repartitioning_continues_after_the_agent_was_killed_at_any_step() {
                     0 => vec![("1g.10gb", 0, 0), ("1g.10gb", 2, 0), ("2g.20gb", 4, 4)],
                     _ => vec![("1g.10gb", 1, 4), ("1g.10gb", 2, 0), ("2g.20gb", 4, 4)],
                 };
-                node.set_spec(vec![mig_spec(GPU, &wanted)]);
+                node.set_spec(vec![mig_spec(GPU_UUID, &wanted)]);
                 for step in 0..killed_after {
                     match step % 4 {
                         0 => node.reconcile(),
@@ -199,9 +199,9 @@ fn a_repartitioning_continues_after_the_agent_was_killed_at_any_step() {
                 node.run_until_applied();
                 let case = format!(
                     "after {killed_after} steps, in a change: {in_change}, with a checkpoint: {checkpoint}: {:?}",
-                    node.steps()
+                    node.step_results()
                 );
-                assert!(node.applied(), "{case}");
+                assert!(node.is_applied(), "{case}");
                 assert!(
                     node.has_instances(&wanted.iter().map(|&(name, start, _)| (name, start)).collect::<Vec<_>>()),
                     "{case}"

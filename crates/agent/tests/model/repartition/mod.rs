@@ -11,46 +11,46 @@ use cleave_agent::allocation::usage::Allocations;
 use cleave_agent::gpu::mig::MAX_ATTEMPTS;
 use cleave_agent::node::{Node, WITHDRAWAL_TIME};
 
-use self::simulated_gpu::GPU;
+use self::simulated_gpu::GPU_UUID;
 use self::test_node::{GRACE, TestNode};
 use crate::fixtures::{mig_spec, mps_spec};
 
-const WHOLE: &str = "nvidia.com/gpu";
+const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 
 /// Profile, first slice and MPS shares (0 for a whole instance) of each MIG instance.
-const MIXED: [(&str, u32, u32); 3] = [("3g.40gb", 4, 0), ("2g.20gb", 2, 4), ("1g.10gb", 0, 0)];
+const MIXED_INSTANCES: [(&str, u32, u32); 3] = [("3g.40gb", 4, 0), ("2g.20gb", 2, 4), ("1g.10gb", 0, 0)];
 
 #[test]
 fn a_whole_gpu_is_partitioned_repartitioned_and_made_whole_again() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![]);
     node.run();
-    assert_eq!(node.slices(WHOLE), 1);
-    node.set_spec(vec![mig_spec(GPU, &MIXED)]);
+    assert_eq!(node.count_healthy_slices(WHOLE_GPU_RESOURCE), 1);
+    node.set_spec(vec![mig_spec(GPU_UUID, &MIXED_INSTANCES)]);
     node.reconcile();
     assert!(node.orders.is_empty(), "the slices are withdrawn from the kubelet first");
-    assert_eq!(node.slices(WHOLE), 0);
+    assert_eq!(node.count_healthy_slices(WHOLE_GPU_RESOURCE), 0);
     node.run();
     assert!(
-        node.applied() && node.has_instances(&[("3g.40gb", 4), ("2g.20gb", 2), ("1g.10gb", 0)]),
+        node.is_applied() && node.has_instances(&[("3g.40gb", 4), ("2g.20gb", 2), ("1g.10gb", 0)]),
         "{:?}",
-        node.steps()
+        node.step_results()
     );
     assert_eq!(node.last.lists.len(), 3);
-    assert_eq!(node.slices("nvidia.com/gpu-mps"), 4, "an instance with shares has its own daemon");
+    assert_eq!(node.count_healthy_slices("nvidia.com/gpu-mps"), 4, "an instance with shares has its own daemon");
     let status = &node.last.status.gpus[0];
     assert_eq!(status.mode, "Mig");
     assert_eq!(status.slices.iter().map(|slice| slice.start.unwrap()).collect::<BTreeSet<_>>(), [0, 2, 4].into());
     assert_eq!(status.mig.as_ref().unwrap().instances.len(), 3);
-    let steps = node.steps();
+    let steps = node.step_results();
     let serving = "serve 4 nvidia.com/gpu-mps, 1 nvidia.com/mig-1g.10gb, 1 nvidia.com/mig-3g.40gb";
     for done in [serving, "turn MIG mode on", "create MIG instance 3g.40gb at 4", "create MIG instance 1g.10gb at 0"] {
         assert!(steps.contains(&(done, "Done")), "{steps:?}");
     }
     let kept = node.mig_devices();
-    node.set_spec(vec![mig_spec(GPU, &[("3g.40gb", 4, 0), ("4g.40gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("3g.40gb", 4, 0), ("4g.40gb", 0, 0)])]);
     node.run();
-    assert!(node.applied() && node.has_instances(&[("3g.40gb", 4), ("4g.40gb", 0)]));
+    assert!(node.is_applied() && node.has_instances(&[("3g.40gb", 4), ("4g.40gb", 0)]));
     assert_eq!(
         node.mig_devices().keys().filter(|uuid| kept.contains_key(*uuid)).count(),
         1,
@@ -58,7 +58,10 @@ fn a_whole_gpu_is_partitioned_repartitioned_and_made_whole_again() {
     );
     node.set_spec(vec![]);
     node.run();
-    assert_eq!((node.slices(WHOLE), node.applied(), node.gpu.lock().state.mig), (1, true, false));
+    assert_eq!(
+        (node.count_healthy_slices(WHOLE_GPU_RESOURCE), node.is_applied(), node.gpu.lock().state.mig),
+        (1, true, false)
+    );
     let reasons: Vec<&str> = node.events.iter().map(|(reason, _)| *reason).collect();
     assert_eq!(reasons, ["MigChanged"; 3], "{:?}", node.events);
 }
@@ -66,27 +69,27 @@ fn a_whole_gpu_is_partitioned_repartitioned_and_made_whole_again() {
 #[test]
 fn an_instance_in_use_stays_and_does_not_block_changes_beside_it() {
     let mut node = TestNode::new("H100-80");
-    node.set_spec(vec![mig_spec(GPU, &[("3g.40gb", 4, 0), ("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("3g.40gb", 4, 0), ("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
     node.run();
     let used = node.mig_devices().into_iter().find(|(_, (_, start))| *start == 0).unwrap().0;
     while node.allocate(0).is_some_and(|id| !id.starts_with(&used)) {}
     node.allocated.retain(|row| row.ids[0].starts_with(&used));
     node.table.allocations = Allocations::default();
-    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0), ("2g.20gb", 4, 0), ("1g.10gb", 3, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0), ("2g.20gb", 4, 0), ("1g.10gb", 3, 0)])]);
     node.list_allocations();
     node.reconcile();
-    assert_eq!(node.slices("nvidia.com/mig-1g.10gb"), 1, "a kept instance is not reported as Unhealthy");
+    assert_eq!(node.count_healthy_slices("nvidia.com/mig-1g.10gb"), 1, "a kept instance is not reported as Unhealthy");
     node.run();
     assert!(node.has_instances(&[("1g.10gb", 0), ("2g.20gb", 4), ("1g.10gb", 3)]));
-    assert!(node.mig_devices().contains_key(&used) && !node.applied());
-    assert!(node.messages().contains("in use by ns/p"), "{}", node.messages());
-    assert_eq!(node.slices("nvidia.com/mig-1g.10gb"), 2, "the instance in use is still served");
+    assert!(node.mig_devices().contains_key(&used) && !node.is_applied());
+    assert!(node.step_messages().contains("in use by ns/p"), "{}", node.step_messages());
+    assert_eq!(node.count_healthy_slices("nvidia.com/mig-1g.10gb"), 2, "the instance in use is still served");
     node.allocated.clear();
     node.run();
     assert!(
-        node.applied() && node.has_instances(&[("2g.20gb", 0), ("2g.20gb", 4), ("1g.10gb", 3)]),
+        node.is_applied() && node.has_instances(&[("2g.20gb", 0), ("2g.20gb", 4), ("1g.10gb", 3)]),
         "{:?}",
-        node.steps()
+        node.step_results()
     );
 }
 
@@ -96,18 +99,21 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     node.set_spec(vec![]);
     node.gpu.lock().processes.insert(77, None);
     node.run();
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
-    assert!(!node.gpu.lock().state.mig && node.slices(WHOLE) == 1, "the GPU is not repartitioned");
-    assert!(node.messages().contains("pid 77"), "{}", node.messages());
+    assert!(
+        !node.gpu.lock().state.mig && node.count_healthy_slices(WHOLE_GPU_RESOURCE) == 1,
+        "the GPU is not repartitioned"
+    );
+    assert!(node.step_messages().contains("pid 77"), "{}", node.step_messages());
     assert!(node.gpu.lock().calls.is_empty());
     node.gpu.lock().processes.clear();
     node.run();
-    assert!(node.applied());
+    assert!(node.is_applied());
     let instance = node.mig_devices().values().next().unwrap().0;
     // The process starts after the slice was withdrawn. The agent finds the process just before it
     // would destroy the instance.
-    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
     node.reconcile();
     node.now += WITHDRAWAL_TIME;
     node.reconcile();
@@ -115,17 +121,21 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     node.gpu.lock().processes.insert(78, Some(instance));
     node.perform_order();
     node.run();
-    assert!(node.has_instances(&[("1g.10gb", 0)]) && node.messages().contains("pid 78"), "{}", node.messages());
+    assert!(
+        node.has_instances(&[("1g.10gb", 0)]) && node.step_messages().contains("pid 78"),
+        "{}",
+        node.step_messages()
+    );
     node.gpu.lock().processes.clear();
     node.run();
-    assert!(node.applied() && node.has_instances(&[("2g.20gb", 0)]));
+    assert!(node.is_applied() && node.has_instances(&[("2g.20gb", 0)]));
 }
 
 #[test]
 fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change() {
     for (call, rollback_fails) in [("gi", false), ("ci", false), ("ci", true)] {
         let mut node = TestNode::new("H100-80");
-        node.set_spec(vec![mig_spec(GPU, &[("3g.40gb", 0, 0), ("1g.10gb", 4, 0)])]);
+        node.set_spec(vec![mig_spec(GPU_UUID, &[("3g.40gb", 0, 0), ("1g.10gb", 4, 0)])]);
         node.gpu.lock().failures = BTreeMap::from([(call, u32::MAX), ("gi-destroy", u32::from(rollback_fails))]);
         node.run();
         let attempts = node.gpu.lock().calls.iter().filter(|name| **name == call).count();
@@ -135,13 +145,13 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
             "{call}: a few attempts for each of the two instances"
         );
         assert!(node.has_instances(&[]), "{call}: rolled back");
-        let steps = node.steps();
+        let steps = node.step_results();
         assert!(steps.contains(&("create MIG instance 3g.40gb at 0", "Failed")), "{steps:?}");
         assert!(
-            node.messages()
+            node.step_messages()
                 .contains(&format!("the GPU is lost ({call}); failed 5 times; the agent does not retry until"))
         );
-        assert!(!node.applied());
+        assert!(!node.is_applied());
         let failures = node.events.iter().filter(|(reason, _)| *reason == "MigFailed").count();
         assert_eq!(failures, 4, "the first and the last failure of each: {:?}", node.events);
         // An administrator changes the GPU manually.
@@ -151,8 +161,12 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         let by_hand = node.gpu.lock().create_gpu_instance("1g.10gb", 6).unwrap();
         node.gpu.lock().create_compute_instance(by_hand).unwrap();
         node.run();
-        assert!(node.applied() && node.has_instances(&[("3g.40gb", 0), ("1g.10gb", 4)]), "{call}: {:?}", node.steps());
-        assert!(node.steps().iter().all(|(_, result)| *result == "Done"));
+        assert!(
+            node.is_applied() && node.has_instances(&[("3g.40gb", 0), ("1g.10gb", 4)]),
+            "{call}: {:?}",
+            node.step_results()
+        );
+        assert!(node.step_results().iter().all(|(_, result)| *result == "Done"));
     }
 }
 
@@ -160,19 +174,19 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
 fn a_failed_creation_does_not_block_others_and_a_new_spec_repeats_it() {
     let mut node = TestNode::new("H100-80");
     // A GPU has only one set of media engines.
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb+me", 0, 0), ("1g.10gb+me", 1, 0), ("3g.40gb", 4, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb+me", 0, 0), ("1g.10gb+me", 1, 0), ("3g.40gb", 4, 0)])]);
     node.run();
-    assert!(node.has_instances(&[("1g.10gb+me", 0), ("3g.40gb", 4)]), "{:?}", node.steps());
-    assert_eq!(node.slices("nvidia.com/mig-3g.40gb"), 1);
+    assert!(node.has_instances(&[("1g.10gb+me", 0), ("3g.40gb", 4)]), "{:?}", node.step_results());
+    assert_eq!(node.count_healthy_slices("nvidia.com/mig-3g.40gb"), 1);
     node.gpu.lock().calls.clear();
     node.run();
     assert!(node.gpu.lock().calls.is_empty());
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0), ("1g.10gb+me", 1, 0), ("3g.40gb", 4, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0), ("1g.10gb+me", 1, 0), ("3g.40gb", 4, 0)])]);
     node.run();
     assert!(
-        node.applied() && node.has_instances(&[("1g.10gb", 0), ("1g.10gb+me", 1), ("3g.40gb", 4)]),
+        node.is_applied() && node.has_instances(&[("1g.10gb", 0), ("1g.10gb+me", 1), ("3g.40gb", 4)]),
         "{:?}",
-        node.steps()
+        node.step_results()
     );
 }
 
@@ -188,10 +202,13 @@ fn an_impossible_spec_is_refused_and_changes_nothing() {
         (&[("1g.10gb", 3, 0), ("1g.10gb", 3, 0)][..], "overlap"),
         (&[("1g.10gb", 3, 49)][..], "49 MPS shares"),
     ] {
-        node.set_spec(vec![mig_spec(GPU, bad)]);
+        node.set_spec(vec![mig_spec(GPU_UUID, bad)]);
         node.run();
-        assert!(node.messages().contains(expected), "{}", node.messages());
-        assert_eq!((node.slices(WHOLE), node.steps().last().unwrap().1), (1, "Refused"));
+        assert!(node.step_messages().contains(expected), "{}", node.step_messages());
+        assert_eq!(
+            (node.count_healthy_slices(WHOLE_GPU_RESOURCE), node.step_results().last().unwrap().1),
+            (1, "Refused")
+        );
     }
     assert!(node.gpu.lock().calls.is_empty());
 }
@@ -200,11 +217,11 @@ fn an_impossible_spec_is_refused_and_changes_nothing() {
 fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
     let mut node = TestNode::new("A100-80");
     node.gpu.lock().state.mig_needs_reset = true;
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
     assert_eq!(node.gpu.lock().calls, ["mode"]);
-    assert!(node.messages().contains("next reset") && node.messages().contains("reboot the node"));
-    assert!(node.steps().contains(&("turn MIG mode on", "Waiting")), "{:?}", node.steps());
+    assert!(node.step_messages().contains("next reset") && node.step_messages().contains("reboot the node"));
+    assert!(node.step_results().contains(&("turn MIG mode on", "Waiting")), "{:?}", node.step_results());
     assert_eq!(node.last.status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
     // Without the spec, the agent cancels the pending change of the mode, even while the GPU is in
     // use.
@@ -212,13 +229,13 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
     node.gpu.lock().processes.insert(5, None);
     node.run();
     node.gpu.lock().processes.clear();
-    assert!(node.applied() && node.slices(WHOLE) == 1, "{:?}", node.steps());
+    assert!(node.is_applied() && node.count_healthy_slices(WHOLE_GPU_RESOURCE) == 1, "{:?}", node.step_results());
     assert!(!node.gpu.lock().state.mig_pending);
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
     node.gpu.lock().state.reset();
     node.run();
-    assert!(node.applied() && node.has_instances(&[("1g.10gb", 0)]), "{:?}", node.steps());
+    assert!(node.is_applied() && node.has_instances(&[("1g.10gb", 0)]), "{:?}", node.step_results());
 }
 
 #[test]
@@ -228,20 +245,24 @@ fn with_mig_mode_never_the_agent_does_not_change_the_mode() {
         .with_fixed_mig_mode(true);
     node.set_spec(vec![]);
     node.run();
-    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
-    assert_eq!((node.slices(WHOLE), node.applied()), (1, false));
-    assert!(node.messages().contains("--mig-mode never") && node.messages().contains("-mig 1"));
+    assert_eq!((node.count_healthy_slices(WHOLE_GPU_RESOURCE), node.is_applied()), (1, false));
+    assert!(node.step_messages().contains("--mig-mode never") && node.step_messages().contains("-mig 1"));
     assert!(node.gpu.lock().calls.is_empty());
     (node.gpu.lock().state.mig, node.gpu.lock().state.mig_pending) = (true, true);
     node.run();
-    assert!(node.applied() && node.has_instances(&[("1g.10gb", 0)]), "instances are created: {:?}", node.steps());
-    node.set_spec(vec![mps_spec(GPU, 4)]);
+    assert!(
+        node.is_applied() && node.has_instances(&[("1g.10gb", 0)]),
+        "instances are created: {:?}",
+        node.step_results()
+    );
+    node.set_spec(vec![mps_spec(GPU_UUID, 4)]);
     node.run();
     assert!(
-        node.has_instances(&[]) && node.gpu.lock().state.mig && node.messages().contains("-mig 0"),
+        node.has_instances(&[]) && node.gpu.lock().state.mig && node.step_messages().contains("-mig 0"),
         "{}",
-        node.messages()
+        node.step_messages()
     );
     assert!(!node.gpu.lock().calls.contains(&"mode"));
 }
@@ -256,7 +277,7 @@ fn instances_created_by_hand_are_served_and_left_alone() {
     node.gpu.lock().calls.clear();
     node.set_spec(vec![]);
     node.run();
-    assert_eq!((node.slices("nvidia.com/mig-3g.40gb"), node.applied()), (1, true));
+    assert_eq!((node.count_healthy_slices("nvidia.com/mig-3g.40gb"), node.is_applied()), (1, true));
     assert!(node.gpu.lock().calls.is_empty(), "the instance without a compute instance is not changed");
     node.restart_agent(true);
     node.run();

@@ -4,8 +4,8 @@ use std::time::Duration;
 use cleave_agent::gpu::mig::{Change, MigOrder};
 use proptest::prelude::*;
 
-use super::WHOLE;
-use super::simulated_gpu::GPU;
+use super::WHOLE_GPU_RESOURCE;
+use super::simulated_gpu::GPU_UUID;
 use super::test_node::{GRACE, TestNode};
 use crate::fixtures::{mig_spec, mps_spec};
 
@@ -40,10 +40,10 @@ enum Event {
 
 /// A placement of a MIG instance: profile, first slice, number of slices, and number of MPS shares
 /// (0 for a whole instance).
-type Place = (&'static str, u32, u32, u32);
+type MigPlace = (&'static str, u32, u32, u32);
 
 /// Placements on an H100. A spec contains placements that do not overlap.
-const PLACES: [Place; 12] = [
+const PLACES: [MigPlace; 12] = [
     ("1g.10gb", 0, 1, 0),
     ("1g.10gb", 1, 1, 4),
     ("1g.10gb", 2, 1, 0),
@@ -60,7 +60,7 @@ const PLACES: [Place; 12] = [
 
 /// The placements at these indices. Omits placements that overlap an earlier one.
 fn without_overlaps(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
-    let mut chosen: Vec<Place> = Vec::new();
+    let mut chosen: Vec<MigPlace> = Vec::new();
     for place in picks.iter().map(|pick| PLACES[pick % PLACES.len()]) {
         if chosen.iter().all(|other| place.1 >= other.1 + other.2 || other.1 >= place.1 + place.2) {
             chosen.push(place);
@@ -96,9 +96,9 @@ fn events() -> impl Strategy<Value = Event> {
 impl TestNode {
     fn apply(&mut self, event: &Event) {
         match event {
-            Event::WantInstances(picks) => self.set_spec(vec![mig_spec(GPU, &without_overlaps(picks))]),
+            Event::WantInstances(picks) => self.set_spec(vec![mig_spec(GPU_UUID, &without_overlaps(picks))]),
             Event::WantWhole => self.set_spec(vec![]),
-            Event::WantShares => self.set_spec(vec![mps_spec(GPU, 4)]),
+            Event::WantShares => self.set_spec(vec![mps_spec(GPU_UUID, 4)]),
             Event::Allocate(pick) => drop(self.allocate(*pick)),
             Event::PodEnds(pick) => {
                 if let Some(at) = pick.checked_rem(self.allocated.len()) {
@@ -166,7 +166,7 @@ proptest! {
             node.apply(event);
         }
         let wanted = without_overlaps(&last);
-        node.set_spec(vec![mig_spec(GPU, &wanted)]);
+        node.set_spec(vec![mig_spec(GPU_UUID, &wanted)]);
         node.gpu.lock().failures.clear();
         node.gpu.lock().processes.clear();
         // Running pods keep their allocations.
@@ -175,13 +175,13 @@ proptest! {
         node.now += GRACE;
         node.run_until_applied();
         let expected: Vec<_> = wanted.iter().map(|&(profile, start, _)| (profile, start)).collect();
-        prop_assert!(node.has_instances(&expected), "{:?} {:?}", node.steps(), node.gpu.lock().instances());
-        prop_assert!(node.applied(), "{:?}", node.steps());
+        prop_assert!(node.has_instances(&expected), "{:?} {:?}", node.step_results(), node.gpu.lock().instances());
+        prop_assert!(node.is_applied(), "{:?}", node.step_results());
         node.gpu.lock().calls.clear();
         (0..10).for_each(|_| node.run_round());
         prop_assert!(node.gpu.lock().calls.is_empty());
         node.set_spec(vec![]);
         node.run_until_applied();
-        prop_assert!(node.applied() && node.slices(WHOLE) == 1, "{:?}", node.steps());
+        prop_assert!(node.is_applied() && node.count_healthy_slices(WHOLE_GPU_RESOURCE) == 1, "{:?}", node.step_results());
     }
 }

@@ -11,7 +11,7 @@ use sim_machine::{Description, GpuDescription, MigError, Model, Placement, find_
 use crate::fixtures::{Inventory, gpu};
 
 /// UUID of the GPU.
-pub(super) const GPU: &str = "GPU-a";
+pub(super) const GPU_UUID: &str = "GPU-a";
 
 pub(super) struct SimulatedGpu {
     pub(super) state: sim_machine::Gpu,
@@ -32,7 +32,8 @@ pub(super) struct SharedGpu(Arc<Mutex<SimulatedGpu>>);
 
 impl SimulatedGpu {
     pub(super) fn new(model: &str) -> Self {
-        let description = GpuDescription { model: model.into(), uuid: Some(GPU.into()), ..GpuDescription::default() };
+        let description =
+            GpuDescription { model: model.into(), uuid: Some(GPU_UUID.into()), ..GpuDescription::default() };
         let mut state = Description { gpus: vec![description], ..Description::default() }.state().unwrap();
         let model = find_model(&[], model).unwrap();
         let (processes, failures) = Default::default();
@@ -40,7 +41,7 @@ impl SimulatedGpu {
     }
 
     /// Records a call. Fails while `failures` contains a count for the call.
-    fn call(&mut self, name: &'static str) -> Result<(), NvmlError> {
+    fn record_call(&mut self, name: &'static str) -> Result<(), NvmlError> {
         self.calls.push(name);
         match self.failures.get_mut(name) {
             Some(left) if *left > 0 => {
@@ -74,7 +75,7 @@ impl SimulatedGpu {
             profiles: self.model.gpu_profiles.iter().map(profile).collect(),
             instances: self.state.instances.iter().map(instance).collect(),
         });
-        Gpu { mig, ..gpu(GPU, 0) }
+        Gpu { mig, ..gpu(GPU_UUID, 0) }
     }
 
     pub(super) fn processes(&self) -> Vec<Process> {
@@ -84,7 +85,7 @@ impl SimulatedGpu {
     }
 
     pub(super) fn create_gpu_instance(&mut self, profile: &str, start: u32) -> Result<u32, NvmlError> {
-        self.call("gi")?;
+        self.record_call("gi")?;
         let profile = self.model.gpu_profiles.iter().find(|known| known.name == profile).unwrap();
         let at = Placement { start, size: profile.size };
         let no = |_| NvmlError::NotSupported { call: "nvmlDeviceCreateGpuInstanceWithPlacement" };
@@ -92,7 +93,7 @@ impl SimulatedGpu {
     }
 
     pub(super) fn create_compute_instance(&mut self, gpu_instance: u32) -> Result<(), NvmlError> {
-        self.call("ci")?;
+        self.record_call("ci")?;
         let slices = |id| self.model.gpu_profile(id).unwrap().slices;
         let gi = self.state.instances.iter().find(|gi| gi.id == gpu_instance).unwrap();
         let whole = self.model.compute_profiles(gi.profile).into_iter().find(|ci| ci.slices == slices(gi.profile));
@@ -105,7 +106,7 @@ impl SimulatedGpu {
     }
 
     pub(super) fn destroy_compute_instance(&mut self, gpu_instance: u32) -> Result<(), NvmlError> {
-        self.call("ci-destroy")?;
+        self.record_call("ci-destroy")?;
         let busy = self.processes.values().any(|inside| *inside == Some(gpu_instance));
         match self.state.destroy_compute_instance(gpu_instance, 0, |_| busy) {
             Ok(()) | Err(MigError::NotFound) => Ok(()),
@@ -114,7 +115,7 @@ impl SimulatedGpu {
     }
 
     fn destroy_gpu_instance(&mut self, gpu_instance: u32) -> Result<(), NvmlError> {
-        self.call("gi-destroy")?;
+        self.record_call("gi-destroy")?;
         self.state.destroy_gpu_instance(gpu_instance).map_err(|_| NvmlError::NotFound(gpu_instance.to_string()))
     }
 
@@ -140,7 +141,7 @@ impl SharedGpu {
         Ok(Inventory {
             driver: "580".into(),
             gpus: BTreeMap::from([(0, Ok(gpu.describe()))]),
-            processes: BTreeMap::from([(GPU.to_owned(), gpu.processes())]),
+            processes: BTreeMap::from([(GPU_UUID.to_owned(), gpu.processes())]),
         })
     }
 }
@@ -163,7 +164,7 @@ impl Gpus for SharedGpu {
     }
     fn set_mig_mode(&self, _: &str, on: bool) -> Result<MigActivation, NvmlError> {
         let mut gpu = self.lock();
-        gpu.call("mode")?;
+        gpu.record_call("mode")?;
         let (model, busy) = (gpu.model, !gpu.processes.is_empty());
         match gpu.state.set_mig_mode(model, on, busy) {
             Ok(()) => Ok(MigActivation::Now),

@@ -17,8 +17,8 @@ use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Desired, Enforcement, Sta
 use cleave_gpu::nvml::MigInstance;
 use cleave_kubelet::ContainerDevices;
 
-use super::simulated_gpu::{GPU, SharedGpu};
-use crate::fixtures::answer;
+use super::simulated_gpu::{GPU_UUID, SharedGpu};
+use crate::fixtures::record_answer;
 
 /// Time that a new agent waits for the kubelet's list before it removes allocations.
 pub(super) const GRACE: Duration = Duration::from_secs(30);
@@ -88,7 +88,7 @@ impl TestNode {
     /// NVML describes the GPU and its processes to the agent.
     pub(super) fn read_gpu(&mut self) {
         let inventory = self.gpu.inventory();
-        answer(&mut self.agent, inventory, self.now);
+        record_answer(&mut self.agent, inventory, self.now);
     }
 
     /// The kubelet lists its allocations to the agent.
@@ -140,7 +140,7 @@ impl TestNode {
         for MigOrder { change, .. } in &self.orders {
             let removed = match change {
                 Change::Destroy(instance) => instance.uuid.as_str(),
-                Change::Mode(true) => GPU,
+                Change::Mode(true) => GPU_UUID,
                 // In MIG mode only instances are served.
                 Change::Mode(false) | Change::Create { .. } => continue,
             };
@@ -157,7 +157,7 @@ impl TestNode {
     }
 
     /// UUIDs of the existing devices that pods or processes use.
-    fn in_use(&self) -> BTreeSet<String> {
+    fn devices_in_use(&self) -> BTreeSet<String> {
         let listed = self.allocated.iter().flat_map(|row| &row.ids).filter_map(|id| Some(parse_id(id)?.0.to_owned()));
         let allocated = self.table.allocations.iter().flat_map(|(_, allocation)| allocation.devices.clone());
         let gpu = self.gpu.lock();
@@ -165,7 +165,7 @@ impl TestNode {
         let instances: Vec<MigInstance> = gpu.describe().mig.map(|mig| mig.instances).unwrap_or_default();
         let with_process = instances.iter().filter(|instance| has_process(instance));
         let devices = listed.chain(allocated).chain(with_process.map(|instance| instance.uuid.clone()));
-        let exists = |device: &String| device == GPU || instances.iter().any(|instance| instance.uuid == *device);
+        let exists = |device: &String| device == GPU_UUID || instances.iter().any(|instance| instance.uuid == *device);
         devices.filter(exists).collect()
     }
 
@@ -181,18 +181,18 @@ impl TestNode {
     /// daemon.
     pub(super) fn perform_order(&mut self) {
         let Some(order) = self.orders.pop() else { return };
-        let (in_use, before, mode) = (self.in_use(), self.mig_devices(), self.gpu.lock().state.mig);
+        let (in_use, before, mode) = (self.devices_in_use(), self.mig_devices(), self.gpu.lock().state.mig);
         match &order.change {
             Change::Destroy(instance) => assert!(!self.host.daemons.contains_key(&instance.uuid), "{order:?}"),
-            Change::Mode(_) => assert!(!self.host.daemons.contains_key(GPU), "{order:?}"),
+            Change::Mode(_) => assert!(!self.host.daemons.contains_key(GPU_UUID), "{order:?}"),
             Change::Create { .. } => {}
         }
         let (outcome, after) = apply_order(&self.gpu, &order);
         let devices = self.mig_devices();
-        for device in in_use.iter().filter(|device| *device != GPU) {
+        for device in in_use.iter().filter(|device| *device != GPU_UUID) {
             assert_eq!(before[device], devices[device], "{order:?} removed {device}, which is in use");
         }
-        if in_use.contains(GPU) {
+        if in_use.contains(GPU_UUID) {
             assert_eq!(mode, self.gpu.lock().state.mig, "{order:?}");
         }
         self.now += Duration::from_millis(1);
@@ -235,7 +235,7 @@ impl TestNode {
         self.reconcile();
         for _ in 0..MAX_ROUNDS {
             self.run_round();
-            if self.applied() && self.orders.is_empty() {
+            if self.is_applied() && self.orders.is_empty() {
                 return;
             }
         }
@@ -251,21 +251,21 @@ impl TestNode {
     }
 
     /// Action and result of each step in the status.
-    pub(super) fn steps(&self) -> Vec<(&str, &str)> {
+    pub(super) fn step_results(&self) -> Vec<(&str, &str)> {
         self.last.status.steps.iter().map(|step| (step.action.as_str(), step.result.as_str())).collect()
     }
 
-    pub(super) fn messages(&self) -> String {
+    pub(super) fn step_messages(&self) -> String {
         self.last.status.steps.iter().map(|step| step.message.as_str()).collect::<Vec<_>>().join("; ")
     }
 
     /// Number of healthy slices of a resource.
-    pub(super) fn slices(&self, resource: &str) -> usize {
+    pub(super) fn count_healthy_slices(&self, resource: &str) -> usize {
         let healthy = |list: &cleave_kubelet::DeviceList| list.iter().filter(|device| device.healthy).count();
         self.last.lists.get(resource).map_or(0, healthy)
     }
 
-    pub(super) fn applied(&self) -> bool {
+    pub(super) fn is_applied(&self) -> bool {
         !self.last.status.plan_id.is_empty()
     }
 

@@ -356,9 +356,9 @@ mod tests {
     use super::*;
 
     const H200: TestedGpu = TestedGpu { sms: 132, compute_mode: Some(ComputeMode::Default) };
-    const HALF: Bound = Bound { percent: 50, limit_mib: 8192, view: GpuView { sms: 66, free_mib: 7921 } };
-    const FIFTH: Bound = Bound { percent: 20, limit_mib: 4096, view: GpuView { sms: 26, free_mib: 3973 } };
-    const SERVER: u32 = 17;
+    const HALF_BOUND: Bound = Bound { percent: 50, limit_mib: 8192, view: GpuView { sms: 66, free_mib: 7921 } };
+    const FIFTH_BOUND: Bound = Bound { percent: 20, limit_mib: 4096, view: GpuView { sms: 26, free_mib: 3973 } };
+    const SERVER_PID: u32 = 17;
 
     fn exchange(command: Command, answer: &str, set: Option<u64>) -> Exchange {
         Exchange { command, answer: answer.to_owned(), set }
@@ -366,7 +366,7 @@ mod tests {
 
     /// Observations of an H200 under driver 580. The commands over `control` are excluded: this
     /// driver obeys them, but Cleave expects a refusal.
-    fn measured() -> Observations {
+    fn measured_observations() -> Observations {
         let commands = vec![
             exchange(Command::SetDefaultThreads(50), "50.0", None),
             exchange(Command::GetDefaultThreads, "50.0", Some(50)),
@@ -374,12 +374,12 @@ mod tests {
             exchange(Command::GetDefaultMemory, "8G", Some(8192)),
             exchange(Command::StartServer { uid: 0 }, "", None),
             exchange(Command::ServerList, "17", None),
-            exchange(Command::ServerStatus(SERVER), "ACTIVE", None),
-            exchange(Command::SetThreads { server: SERVER, percent: 20 }, "20.0", None),
-            exchange(Command::SetMemory { server: SERVER, mib: Some(8192) }, "", None),
-            exchange(Command::GetMemory { server: SERVER }, "8G", Some(8192)),
-            exchange(Command::GetMemory { server: SERVER }, "", None),
-            exchange(Command::Clients(SERVER), "", None),
+            exchange(Command::ServerStatus(SERVER_PID), "ACTIVE", None),
+            exchange(Command::SetThreads { server: SERVER_PID, percent: 20 }, "20.0", None),
+            exchange(Command::SetMemory { server: SERVER_PID, mib: Some(8192) }, "", None),
+            exchange(Command::GetMemory { server: SERVER_PID }, "8G", Some(8192)),
+            exchange(Command::GetMemory { server: SERVER_PID }, "", None),
+            exchange(Command::Clients(SERVER_PID), "", None),
         ];
         let refused = exchange(Command::SetDefaultThreads(50), "Not enough privilege to execute it", None);
         let log = Log {
@@ -396,35 +396,39 @@ mod tests {
             log: Outcome::Observed(log),
             listed_by_mps: Outcome::Observed(true),
             listed_by_nvml: Outcome::Observed(Some(true)),
-            bound: Outcome::Observed([HALF, FIFTH]),
+            bound: Outcome::Observed([HALF_BOUND, FIFTH_BOUND]),
             rounding: Outcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
-            lowered: Outcome::Observed(LoweredLimits { set: HALF, requested_more: HALF.view, requested_less: FIFTH }),
+            lowered: Outcome::Observed(LoweredLimits {
+                set: HALF_BOUND,
+                requested_more: HALF_BOUND.view,
+                requested_less: FIFTH_BOUND,
+            }),
             memory: Outcome::Observed(Memory { limit_mib: 8192, half: Ok(()), all: Err(2) }),
-            escape: Outcome::Observed(Bound { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF }),
-            users: Outcome::Observed(HALF),
-            link: Outcome::Observed(HALF),
+            escape: Outcome::Observed(Bound { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF_BOUND }),
+            users: Outcome::Observed(HALF_BOUND),
+            link: Outcome::Observed(HALF_BOUND),
             terminated: Outcome::Observed(Termination { answer: "0".to_owned(), client: Err(810), neighbour: Ok(()) }),
-            defaults: Outcome::Observed(HALF),
+            defaults: Outcome::Observed(HALF_BOUND),
             no_control: Outcome::Observed(Ok(GpuView { sms: 132, free_mib: 142_575 })),
         }
     }
 
     /// The names of the checks that differ.
-    fn differ(seen: &Observations, gpu: TestedGpu) -> Vec<&'static str> {
+    fn differing_checks(seen: &Observations, gpu: TestedGpu) -> Vec<&'static str> {
         let differs = |finding: &Finding| (finding.verdict == Verdict::Differs).then_some(finding.check);
         findings(seen, gpu).iter().filter_map(differs).collect()
     }
 
-    /// The names of the checks that differ after a change of [`measured`].
-    fn when(change: impl FnOnce(&mut Observations)) -> Vec<&'static str> {
-        let mut seen = measured();
+    /// The names of the checks that differ after a change of [`measured_observations`].
+    fn differing_checks_after(change: impl FnOnce(&mut Observations)) -> Vec<&'static str> {
+        let mut seen = measured_observations();
         change(&mut seen);
-        differ(&seen, H200)
+        differing_checks(&seen, H200)
     }
 
     #[test]
     fn the_measured_driver_is_as_expected_in_all_tested_checks() {
-        let findings = findings(&measured(), H200);
+        let findings = findings(&measured_observations(), H200);
         let not: Vec<&Finding> = findings.iter().filter(|finding| finding.verdict != Verdict::AsExpected).collect();
         assert!(not.iter().all(|finding| finding.verdict == Verdict::NotTested), "{not:#?}");
         assert_eq!(not.iter().map(|finding| finding.check).collect::<Vec<_>>(), ["48 clients", "fault"]);
@@ -435,31 +439,34 @@ mod tests {
         let left = findings(&Observations::none("no GPU is free"), H200);
         assert!(left.iter().all(|finding| finding.verdict == Verdict::NotTested));
         assert_eq!(left[0].observed, "no GPU is free");
-        assert_eq!(when(|seen| seen.start = Outcome::Failed("it ends".to_owned())), ["start"]);
-        assert_eq!(when(|seen| seen.users = Outcome::Failed("no output".to_owned())), ["users"]);
+        assert_eq!(differing_checks_after(|seen| seen.start = Outcome::Failed("it ends".to_owned())), ["start"]);
+        assert_eq!(differing_checks_after(|seen| seen.users = Outcome::Failed("no output".to_owned())), ["users"]);
     }
 
     #[test]
     fn an_unknown_handshake_and_unknown_answers_differ() {
-        assert_eq!(when(|seen| seen.greeting = Outcome::Observed(false)), ["door"]);
+        assert_eq!(differing_checks_after(|seen| seen.greeting = Outcome::Observed(false)), ["door"]);
         for (command, answer, set) in [
             (Command::ServerList, "Unknown command \"get_server_list\"", None),
-            (Command::ServerStatus(SERVER), "FAULT", None),
-            (Command::GetMemory { server: SERVER }, "", Some(8192)),
-            (Command::GetMemory { server: SERVER }, "8G", None),
+            (Command::ServerStatus(SERVER_PID), "FAULT", None),
+            (Command::GetMemory { server: SERVER_PID }, "", Some(8192)),
+            (Command::GetMemory { server: SERVER_PID }, "8G", None),
             (Command::GetDefaultThreads, "100.0", Some(50)),
-            (Command::SetThreads { server: SERVER, percent: 20 }, "", None),
-            (Command::SetMemory { server: SERVER, mib: None }, "Usage: …", None),
+            (Command::SetThreads { server: SERVER_PID, percent: 20 }, "", None),
+            (Command::SetMemory { server: SERVER_PID, mib: None }, "Usage: …", None),
         ] {
             let unexpected = exchange(command, answer, set);
             assert_eq!(
-                when(|seen| seen.commands = Outcome::Observed(vec![unexpected.clone()])),
+                differing_checks_after(|seen| seen.commands = Outcome::Observed(vec![unexpected.clone()])),
                 ["commands"],
                 "{unexpected:?}"
             );
         }
         let accepted = exchange(Command::SetDefaultThreads(50), "50.0", None);
-        assert_eq!(when(|seen| seen.unprivileged = Outcome::Observed(vec![accepted])), ["privileges"]);
+        assert_eq!(
+            differing_checks_after(|seen| seen.unprivileged = Outcome::Observed(vec![accepted])),
+            ["privileges"]
+        );
     }
 
     #[test]
@@ -476,58 +483,70 @@ mod tests {
             Log { client_connected: Some(false), ..log.clone() },
             Log { client_disconnected: Some(false), ..log.clone() },
         ] {
-            assert_eq!(when(|seen| seen.log = Outcome::Observed(less)), ["log"]);
+            assert_eq!(differing_checks_after(|seen| seen.log = Outcome::Observed(less)), ["log"]);
         }
         assert!(
-            when(|seen| seen.log = Outcome::Observed(Log { client_connected: None, client_disconnected: None, ..log }))
-                .is_empty()
+            differing_checks_after(
+                |seen| seen.log = Outcome::Observed(Log { client_connected: None, client_disconnected: None, ..log })
+            )
+            .is_empty()
         );
     }
 
     #[test]
     fn limits_that_do_not_bind_differ() {
-        let more_sms = Bound { view: GpuView { sms: 132, ..HALF.view }, ..HALF };
-        let more_memory = Bound { view: GpuView { free_mib: 100_000, ..HALF.view }, ..HALF };
-        let no_memory = Bound { view: GpuView { free_mib: 100, ..HALF.view }, ..HALF };
+        let more_sms = Bound { view: GpuView { sms: 132, ..HALF_BOUND.view }, ..HALF_BOUND };
+        let more_memory = Bound { view: GpuView { free_mib: 100_000, ..HALF_BOUND.view }, ..HALF_BOUND };
+        let no_memory = Bound { view: GpuView { free_mib: 100, ..HALF_BOUND.view }, ..HALF_BOUND };
         for other in [more_sms, more_memory, no_memory] {
-            assert_eq!(when(|seen| seen.bound = Outcome::Observed([other, FIFTH])), ["limits"]);
-            assert_eq!(when(|seen| seen.bound = Outcome::Observed([FIFTH, other])), ["limits"]);
-            assert_eq!(when(|seen| seen.defaults = Outcome::Observed(other)), ["defaults"]);
-            assert_eq!(when(|seen| seen.users = Outcome::Observed(other)), ["users"]);
-            assert_eq!(when(|seen| seen.link = Outcome::Observed(other)), ["link"]);
-            let raised = LoweredLimits { set: HALF, requested_more: other.view, requested_less: FIFTH };
-            assert_eq!(when(|seen| seen.lowered = Outcome::Observed(raised)), ["lower"]);
+            assert_eq!(differing_checks_after(|seen| seen.bound = Outcome::Observed([other, FIFTH_BOUND])), ["limits"]);
+            assert_eq!(differing_checks_after(|seen| seen.bound = Outcome::Observed([FIFTH_BOUND, other])), ["limits"]);
+            assert_eq!(differing_checks_after(|seen| seen.defaults = Outcome::Observed(other)), ["defaults"]);
+            assert_eq!(differing_checks_after(|seen| seen.users = Outcome::Observed(other)), ["users"]);
+            assert_eq!(differing_checks_after(|seen| seen.link = Outcome::Observed(other)), ["link"]);
+            let raised = LoweredLimits { set: HALF_BOUND, requested_more: other.view, requested_less: FIFTH_BOUND };
+            assert_eq!(differing_checks_after(|seen| seen.lowered = Outcome::Observed(raised)), ["lower"]);
         }
-        let deaf =
-            LoweredLimits { set: HALF, requested_more: HALF.view, requested_less: Bound { view: HALF.view, ..FIFTH } };
-        assert_eq!(when(|seen| seen.lowered = Outcome::Observed(deaf)), ["lower"]);
-        assert_eq!(when(|seen| seen.rounding = Outcome::Observed(vec![(10, 12), (33, 43)])), ["sms"]);
+        let deaf = LoweredLimits {
+            set: HALF_BOUND,
+            requested_more: HALF_BOUND.view,
+            requested_less: Bound { view: HALF_BOUND.view, ..FIFTH_BOUND },
+        };
+        assert_eq!(differing_checks_after(|seen| seen.lowered = Outcome::Observed(deaf)), ["lower"]);
+        assert_eq!(differing_checks_after(|seen| seen.rounding = Outcome::Observed(vec![(10, 12), (33, 43)])), ["sms"]);
         for (half, all) in [(Ok(()), Ok(())), (Err(2), Err(2)), (Ok(()), Err(700))] {
             let memory = Memory { limit_mib: 8192, half, all };
-            assert_eq!(when(|seen| seen.memory = Outcome::Observed(memory)), ["memory"]);
+            assert_eq!(differing_checks_after(|seen| seen.memory = Outcome::Observed(memory)), ["memory"]);
         }
     }
 
     #[test]
     fn a_limit_that_programs_can_no_longer_exceed_differs() {
-        assert_eq!(when(|seen| seen.escape = Outcome::Observed(HALF)), ["escape"]);
-        assert_eq!(when(|seen| seen.no_control = Outcome::Observed(Err(805))), ["no control"]);
-        assert_eq!(when(|seen| seen.no_control = Outcome::Observed(Ok(HALF.view))), ["no control"]);
+        assert_eq!(differing_checks_after(|seen| seen.escape = Outcome::Observed(HALF_BOUND)), ["escape"]);
+        assert_eq!(differing_checks_after(|seen| seen.no_control = Outcome::Observed(Err(805))), ["no control"]);
+        assert_eq!(
+            differing_checks_after(|seen| seen.no_control = Outcome::Observed(Ok(HALF_BOUND.view))),
+            ["no control"]
+        );
         let exclusive = TestedGpu { compute_mode: Some(ComputeMode::ExclusiveProcess), ..H200 };
-        assert_eq!(differ(&measured(), exclusive), ["no control"], "it ran in spite of the mode");
-        let refused = Observations { no_control: Outcome::Observed(Err(46)), ..measured() };
-        assert!(differ(&refused, exclusive).is_empty());
+        assert_eq!(
+            differing_checks(&measured_observations(), exclusive),
+            ["no control"],
+            "it ran in spite of the mode"
+        );
+        let refused = Observations { no_control: Outcome::Observed(Err(46)), ..measured_observations() };
+        assert!(differing_checks(&refused, exclusive).is_empty());
     }
 
     #[test]
     fn clients_that_are_not_listed_or_not_terminated_alone_differ() {
-        assert_eq!(when(|seen| seen.listed_by_mps = Outcome::Observed(false)), ["clients"]);
-        assert_eq!(when(|seen| seen.listed_by_nvml = Outcome::Observed(Some(false))), ["nvml"]);
-        assert_eq!(when(|seen| seen.listed_by_nvml = Outcome::Observed(None)), ["nvml"]);
+        assert_eq!(differing_checks_after(|seen| seen.listed_by_mps = Outcome::Observed(false)), ["clients"]);
+        assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = Outcome::Observed(Some(false))), ["nvml"]);
+        assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = Outcome::Observed(None)), ["nvml"]);
         for (answer, client, neighbour) in [("201", Err(810), Ok(())), ("0", Ok(()), Ok(())), ("0", Err(810), Err(700))]
         {
             let ended = Termination { answer: answer.to_owned(), client, neighbour };
-            assert_eq!(when(|seen| seen.terminated = Outcome::Observed(ended)), ["terminate"]);
+            assert_eq!(differing_checks_after(|seen| seen.terminated = Outcome::Observed(ended)), ["terminate"]);
         }
     }
 }

@@ -14,8 +14,8 @@ use crate::rollout::hosts::{HASH, Hosts, Newest, Revision, Watched, by_node};
 use crate::rollout::replace::replace;
 use crate::rollout::view::Mps;
 
-const OLD: &str = "old";
-const NEW: &str = "new";
+const OLD_HASH: &str = "old";
+const NEW_HASH: &str = "new";
 
 const fn secs(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
@@ -53,8 +53,8 @@ fn the_newest_revision_is_the_one_with_the_highest_number() {
 #[test]
 fn the_host_of_a_node_is_the_one_that_is_not_terminating() {
     let hosts = Hosts {
-        pods: vec![pod("z", "n", NEW, false), pod("a", "n", OLD, true), pod("b", "m", OLD, true)],
-        revisions: vec![Arc::new(revision("s", OLD, 1)), Arc::new(revision("s", NEW, 2))],
+        pods: vec![pod("z", "n", NEW_HASH, false), pod("a", "n", OLD_HASH, true), pod("b", "m", OLD_HASH, true)],
+        revisions: vec![Arc::new(revision("s", OLD_HASH, 1)), Arc::new(revision("s", NEW_HASH, 2))],
     };
     let found = by_node(&hosts, &Newest::of(hosts.revisions.iter().map(AsRef::as_ref)));
     let n = &found["n"];
@@ -157,7 +157,7 @@ impl TestCluster {
         world
     }
 
-    fn at(&mut self, name: &str) -> &mut View {
+    fn view_of(&mut self, name: &str) -> &mut View {
         self.nodes.get_mut(name).unwrap()
     }
 
@@ -166,29 +166,29 @@ impl TestCluster {
     }
 
     /// Advances the time and returns the nodes whose hosts the operator deletes.
-    fn after(&mut self, time: Duration) -> Vec<String> {
+    fn nodes_to_replace_after(&mut self, time: Duration) -> Vec<String> {
         self.up += time;
         self.update().replace.into_iter().map(|one| one.node).collect()
     }
 
     /// Deletes the hosts that the operator selects. The watch reports the deletions.
-    fn delete(&mut self) -> Vec<String> {
+    fn delete_selected_hosts(&mut self) -> Vec<String> {
         let step = self.update();
         for one in &step.replace {
             self.rollout.record_replacement(one, self.up);
-            self.at(&one.node).host = None;
+            self.view_of(&one.node).host = None;
         }
         step.replace.into_iter().map(|one| one.node).collect()
     }
 
     /// Waits until the serving hosts count as steady and a node is closed and settled, and deletes
     /// the host of that node.
-    fn replace(&mut self) -> Vec<String> {
+    fn replace_next_host(&mut self) -> Vec<String> {
         self.update();
         self.up += STEADY_TIME;
         self.update();
         self.up += IDLE_TIME;
-        self.delete()
+        self.delete_selected_hosts()
     }
 }
 
@@ -196,7 +196,7 @@ fn host(node: &str, generation: &str, outdated: bool, ready: bool) -> Host {
     Host {
         pod: format!("system/{node}-{generation}"),
         uid: format!("{node}-{generation}"),
-        hash: if outdated { OLD } else { NEW }.into(),
+        hash: if outdated { OLD_HASH } else { NEW_HASH }.into(),
         set: ("hosts".into(), "s".into()),
         outdated,
         ready,
@@ -210,24 +210,24 @@ fn shares_of_idle_nodes_are_withheld_and_their_hosts_replaced_one_by_one() {
     let step = world.update();
     assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(IDLE_TIME)));
     assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
-    assert!(world.after(secs(IDLE_TIME.as_secs() - 1)).is_empty(), "not before the node has settled");
+    assert!(world.nodes_to_replace_after(secs(IDLE_TIME.as_secs() - 1)).is_empty(), "not before the node has settled");
     world.up += secs(1);
-    assert_eq!(world.delete(), ["n00"]);
+    assert_eq!(world.delete_selected_hosts(), ["n00"]);
     for (state, withheld) in [
         (None, true),
         (Some(host("n00", "2", false, false)), true),
         // The agent reports daemons that do not serve.
         (Some(host("n00", "2", false, true)), false),
     ] {
-        world.at("n00").host = state;
-        world.at("n00").trouble = Some("its daemon is Starting".into());
-        assert!(world.after(secs(1)).is_empty());
+        world.view_of("n00").host = state;
+        world.view_of("n00").trouble = Some("its daemon is Starting".into());
+        assert!(world.nodes_to_replace_after(secs(1)).is_empty());
         assert!(!world.rollout.withholds("n01"), "the second node waits until the first serves");
         assert_eq!(world.rollout.withholds("n00"), withheld);
     }
-    world.at("n00").trouble = None;
-    assert_eq!(world.replace(), ["n01"]);
-    world.at("n01").host = Some(host("n01", "2", false, true));
+    world.view_of("n00").trouble = None;
+    assert_eq!(world.replace_next_host(), ["n01"]);
+    world.view_of("n01").host = Some(host("n01", "2", false, true));
     assert_eq!(world.update().next, Some(STEADY_TIME));
     world.up += STEADY_TIME;
     let step = world.update();
@@ -237,18 +237,18 @@ fn shares_of_idle_nodes_are_withheld_and_their_hosts_replaced_one_by_one() {
 #[test]
 fn a_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
     let mut world = TestCluster::with_nodes(1);
-    world.at("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
+    world.view_of("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
     let step = world.update();
     assert_eq!(step.waiting["n00"], "team/p has 2 nvidia.com/gpu-mps");
-    assert!(world.after(secs(3600)).is_empty() && !world.rollout.withholds("n00"));
-    world.at("n00").busy = None;
+    assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.withholds("n00"));
+    world.view_of("n00").busy = None;
     world.update();
     assert!(world.rollout.withholds("n00"));
-    world.at("n00").busy = Some("a pod without a gate".into());
-    assert!(world.after(IDLE_TIME).is_empty() && !world.rollout.withholds("n00"));
-    world.at("n00").busy = None;
-    assert!(world.after(IDLE_TIME).is_empty(), "the wait restarts");
-    assert_eq!(world.after(IDLE_TIME), ["n00"]);
+    world.view_of("n00").busy = Some("a pod without a gate".into());
+    assert!(world.nodes_to_replace_after(IDLE_TIME).is_empty() && !world.rollout.withholds("n00"));
+    world.view_of("n00").busy = None;
+    assert!(world.nodes_to_replace_after(IDLE_TIME).is_empty(), "the wait restarts");
+    assert_eq!(world.nodes_to_replace_after(IDLE_TIME), ["n00"]);
 }
 
 #[test]
@@ -259,24 +259,26 @@ fn no_host_is_deleted_twice_and_its_successor_stays() {
     let step = world.update();
     world.rollout.record_replacement(&step.replace[0], world.up);
     // The watch has not reported the deletion.
-    assert!(world.after(secs(10)).is_empty() && world.rollout.withholds("n00"));
-    world.at("n00").host.as_mut().unwrap().terminating = true;
-    assert!(world.after(secs(10)).is_empty() && world.rollout.withholds("n00"));
-    world.at("n00").host = Some(host("n00", "2", false, true));
-    assert!(world.after(secs(10)).is_empty() && !world.rollout.withholds("n00"));
+    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.withholds("n00"));
+    world.view_of("n00").host.as_mut().unwrap().terminating = true;
+    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.withholds("n00"));
+    world.view_of("n00").host = Some(host("n00", "2", false, true));
+    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && !world.rollout.withholds("n00"));
     // Another host replaces the first host while the node is closed.
     let mut world = TestCluster::with_nodes(1);
     world.update();
-    world.at("n00").host = Some(host("n00", "2", true, true));
-    assert!(world.after(IDLE_TIME).is_empty(), "the wait restarts for the new host");
+    world.view_of("n00").host = Some(host("n00", "2", true, true));
+    assert!(world.nodes_to_replace_after(IDLE_TIME).is_empty(), "the wait restarts for the new host");
 }
 
 #[test]
 fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_set_changes() {
     let mut world = TestCluster::with_nodes(3);
-    assert_eq!(world.replace(), ["n00"]);
-    world.at("n00").host = Some(host("n00", "2", false, false));
-    assert!(world.after(secs(START_TIMEOUT.as_secs() - 1)).is_empty() && world.rollout.withholds("n00"));
+    assert_eq!(world.replace_next_host(), ["n00"]);
+    world.view_of("n00").host = Some(host("n00", "2", false, false));
+    assert!(
+        world.nodes_to_replace_after(secs(START_TIMEOUT.as_secs() - 1)).is_empty() && world.rollout.withholds("n00")
+    );
     world.up += secs(1);
     let step = world.update();
     let (message, set) = step.news.unwrap();
@@ -289,40 +291,40 @@ fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_s
     world.up += secs(1);
     let again = world.update();
     assert!(again.stopped && again.news.is_none() && again.replace.is_empty(), "it is reported once");
-    assert!(world.after(secs(3600)).is_empty() && !world.rollout.withholds("n01"));
+    assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.withholds("n01"));
     // The host eventually serves.
     let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
-    served.at("n00").host.as_mut().unwrap().ready = true;
-    assert_eq!(served.replace(), ["n01"]);
+    served.view_of("n00").host.as_mut().unwrap().ready = true;
+    assert_eq!(served.replace_next_host(), ["n01"]);
     // Alternatively, another release follows the bad one. Hosts that serve are replaced first.
-    world.at("n00").host = Some(host("n00", "2", true, false));
-    assert_eq!(world.replace(), ["n01"]);
-    world.at("n01").host = Some(host("n01", "3", false, true));
-    assert_eq!(world.replace(), ["n02"]);
-    world.at("n02").host = Some(host("n02", "3", false, true));
-    assert_eq!(world.replace(), ["n00"]);
+    world.view_of("n00").host = Some(host("n00", "2", true, false));
+    assert_eq!(world.replace_next_host(), ["n01"]);
+    world.view_of("n01").host = Some(host("n01", "3", false, true));
+    assert_eq!(world.replace_next_host(), ["n02"]);
+    world.view_of("n02").host = Some(host("n02", "3", false, true));
+    assert_eq!(world.replace_next_host(), ["n00"]);
 }
 
 #[test]
 fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
     let mut world = TestCluster::with_nodes(3);
-    assert_eq!(world.replace(), ["n00"]);
+    assert_eq!(world.replace_next_host(), ["n00"]);
     world.up += secs(1);
     let began = world.up;
     let mut second = 0;
     while !world.update().stopped {
         world.up += secs(1);
         second += 1;
-        world.at("n00").host = Some(host("n00", "2", false, second % 20 < STEADY_TIME.as_secs()));
+        world.view_of("n00").host = Some(host("n00", "2", false, second % 20 < STEADY_TIME.as_secs()));
         assert!(world.update().replace.is_empty() && !world.rollout.withholds("n01"), "{second}");
         assert!(world.up < began + START_TIMEOUT + secs(20));
     }
     // In a larger cluster, another node may already be closed. The operator reopens it.
     let mut world = TestCluster::with_nodes(20);
-    world.at("n00").host = Some(host("n00", "2", false, true));
+    world.view_of("n00").host = Some(host("n00", "2", false, true));
     world.update();
     assert!(world.rollout.withholds("n01") && world.rollout.withholds("n02"));
-    world.at("n00").host = None;
+    world.view_of("n00").host = None;
     world.update();
     assert!(!world.rollout.withholds("n01"), "no host of the new release has served yet");
 }
@@ -330,64 +332,69 @@ fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
 #[test]
 fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
     let mut world = TestCluster::with_nodes(2);
-    assert_eq!(world.replace(), ["n00"]);
-    let view = world.at("n00");
+    assert_eq!(world.replace_next_host(), ["n00"]);
+    let view = world.view_of("n00");
     (view.host, view.trouble) = (Some(host("n00", "2", false, true)), Some("the MPS daemon of G is BackOff".into()));
-    assert!(world.after(secs(1)).is_empty() && !world.rollout.withholds("n00"));
-    assert!(world.after(START_TIMEOUT).is_empty() && world.update().stopped);
+    assert!(world.nodes_to_replace_after(secs(1)).is_empty() && !world.rollout.withholds("n00"));
+    assert!(world.nodes_to_replace_after(START_TIMEOUT).is_empty() && world.update().stopped);
 }
 
 #[test]
 fn the_next_leader_continues_from_the_state_of_the_cluster() {
     let mut world = TestCluster::with_nodes(3);
-    assert_eq!(world.replace(), ["n00"]);
+    assert_eq!(world.replace_next_host(), ["n00"]);
     let mut terminating = host("n00", "1", true, false);
     terminating.terminating = true;
     for state in [Some(terminating), None, Some(host("n00", "2", false, false))] {
-        world.at("n00").host = state;
+        world.view_of("n00").host = state;
         world.rollout = Rollout::default();
-        assert!(world.after(IDLE_TIME).is_empty() && world.after(IDLE_TIME).is_empty());
+        assert!(
+            world.nodes_to_replace_after(IDLE_TIME).is_empty() && world.nodes_to_replace_after(IDLE_TIME).is_empty()
+        );
         assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
     }
-    world.at("n00").host = Some(host("n00", "2", false, true));
+    world.view_of("n00").host = Some(host("n00", "2", false, true));
     world.rollout = Rollout::default();
-    assert_eq!(world.replace(), ["n01"]);
+    assert_eq!(world.replace_next_host(), ["n01"]);
 }
 
 #[test]
 fn unreachable_and_cordoned_nodes_do_not_stop_replacement() {
     let mut world = TestCluster::with_nodes(3);
     // One node has been down for days.
-    world.at("n02").host.as_mut().unwrap().ready = false;
-    (world.at("n02").host.as_mut().unwrap().outdated, world.at("n02").excused) = (false, true);
+    world.view_of("n02").host.as_mut().unwrap().ready = false;
+    (world.view_of("n02").host.as_mut().unwrap().outdated, world.view_of("n02").excused) = (false, true);
     world.update();
     world.up += START_TIMEOUT;
     assert!(!world.update().stopped);
-    world.at("n00").excused = true;
-    assert_eq!(world.after(IDLE_TIME), ["n00"]);
-    assert_eq!(world.delete(), ["n00"]);
+    world.view_of("n00").excused = true;
+    assert_eq!(world.nodes_to_replace_after(IDLE_TIME), ["n00"]);
+    assert_eq!(world.delete_selected_hosts(), ["n00"]);
     assert!(
-        world.after(IDLE_TIME).is_empty() && world.after(IDLE_TIME).is_empty(),
+        world.nodes_to_replace_after(IDLE_TIME).is_empty() && world.nodes_to_replace_after(IDLE_TIME).is_empty(),
         "an excused node that is being replaced still counts"
     );
     world.up += START_TIMEOUT;
-    assert_eq!(world.replace(), ["n01"], "an excused node that does not come back does not stop the others");
+    assert_eq!(world.replace_next_host(), ["n01"], "an excused node that does not come back does not stop the others");
 }
 
 #[test]
 fn several_of_many_hosts_are_replaced_at_once_after_one_has_served() {
     let mut world = TestCluster::with_nodes(25);
-    assert_eq!(world.replace(), ["n00"]);
-    world.at("n00").host = Some(host("n00", "2", false, true));
-    assert_eq!(world.replace(), ["n01", "n02"]);
-    world.at("n01").host = Some(host("n01", "2", false, true));
-    assert_eq!(world.replace(), ["n03"]);
+    assert_eq!(world.replace_next_host(), ["n00"]);
+    world.view_of("n00").host = Some(host("n00", "2", false, true));
+    assert_eq!(world.replace_next_host(), ["n01", "n02"]);
+    world.view_of("n01").host = Some(host("n01", "2", false, true));
+    assert_eq!(world.replace_next_host(), ["n03"]);
     // One of two replaced hosts serves, and the other does not.
-    world.at("n02").host = Some(host("n02", "2", false, false));
-    world.at("n03").host = Some(host("n03", "2", false, true));
+    world.view_of("n02").host = Some(host("n02", "2", false, false));
+    world.view_of("n03").host = Some(host("n03", "2", false, true));
     world.up += START_TIMEOUT;
     assert!(world.update().stopped);
-    assert!(world.replace().is_empty() && !world.rollout.withholds("n04"), "although one more could be replaced");
+    assert!(
+        world.replace_next_host().is_empty() && !world.rollout.withholds("n04"),
+        "although one more could be replaced"
+    );
 }
 
 #[test]
@@ -400,7 +407,7 @@ fn a_refused_deletion_withholds_nothing_and_is_retried_later() {
     let step = world.update();
     assert_eq!((step.replace.len(), step.next, world.rollout.withholds("n00")), (0, Some(REFUSAL_BACKOFF), false));
     world.up += REFUSAL_BACKOFF;
-    assert_eq!(world.replace(), ["n00"]);
+    assert_eq!(world.replace_next_host(), ["n00"]);
 }
 
 proptest! {
@@ -481,7 +488,7 @@ async fn a_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "s", "controller": true});
     let listed = |numbers: [i64; 2]| {
         let item = |(hash, number): (&str, i64)| json!({"metadata": {"name": hash, "labels": {HASH: hash}, "ownerReferences": [owner]}, "revision": number});
-        let items: Vec<Value> = [OLD, NEW].into_iter().zip(numbers).map(item).collect();
+        let items: Vec<Value> = [OLD_HASH, NEW_HASH].into_iter().zip(numbers).map(item).collect();
         json!({"apiVersion": "apps/v1", "kind": "ControllerRevisionList", "metadata": {}, "items": items})
     };
     let refusal = |code: u16| json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no", "reason": "No", "code": code});

@@ -60,7 +60,7 @@ impl Node {
 
     /// Starts a daemon and waits until it listens.
     pub(crate) fn start(&mut self, arguments: &[&str]) {
-        let mut command = self.control();
+        let mut command = self.control_command();
         let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
         command.arg("-f").args(arguments).stdout(log).stdin(Stdio::null());
         self.daemon = Some(command.spawn().unwrap());
@@ -68,7 +68,7 @@ impl Node {
     }
 
     /// The command `nvidia-cuda-mps-control` on this node.
-    pub(crate) fn control(&self) -> Command {
+    pub(crate) fn control_command(&self) -> Command {
         let mut command = Command::new(self.path("nvidia-cuda-mps-control"));
         self.set_env(&mut command);
         command.env("CUDA_MPS_LOG_DIRECTORY", self.path("log"));
@@ -78,8 +78,8 @@ impl Node {
     }
 
     /// Runs `nvidia-cuda-mps-control` with a command, as a user, and returns its output.
-    pub(crate) fn tool(&self, arguments: &[&str], uid: Option<u32>) -> String {
-        let mut command = self.control();
+    pub(crate) fn run_control(&self, arguments: &[&str], uid: Option<u32>) -> String {
+        let mut command = self.control_command();
         command.args(arguments).stdin(Stdio::null());
         if let Some(uid) = uid {
             as_user(&mut command, uid);
@@ -136,7 +136,7 @@ impl Node {
     }
 
     /// The PID of the server, which is started if necessary.
-    pub(crate) fn server(&self) -> u32 {
+    pub(crate) fn wait_for_server(&self) -> u32 {
         if self.send_command("get_server_list").is_empty() {
             self.send_command("start_server -uid 0");
         }
@@ -161,12 +161,12 @@ impl Node {
     pub(crate) fn start_busy_client_with(&self, kernel_ms: &str, more: &[&str]) -> Client {
         let arguments = ["--kernel-ms", kernel_ms, "--busy-forever"];
         let mut client = self.start_running_client(&[arguments.as_slice(), more].concat());
-        assert_eq!(client.line()["launched"], true);
+        assert_eq!(client.read_line()["launched"], true);
         client
     }
 
     /// A command for a program on this node.
-    pub(crate) fn program(&self, arguments: &[&str]) -> Command {
+    pub(crate) fn client_command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.dir.path().join("cleave-client"));
         self.set_env(&mut command);
         command.args(arguments);
@@ -174,23 +174,23 @@ impl Node {
     }
 
     /// Starts a program.
-    pub(crate) fn client(&self, arguments: &[&str]) -> Client {
-        Client::spawn(self.program(arguments))
+    pub(crate) fn start_client(&self, arguments: &[&str]) -> Client {
+        Client::spawn(self.client_command(arguments))
     }
 
     /// Starts a program and waits for its first line.
     pub(crate) fn start_running_client(&self, arguments: &[&str]) -> Client {
-        let mut client = self.client(arguments);
-        let line = client.line();
+        let mut client = self.start_client(arguments);
+        let line = client.read_line();
         assert_eq!(line["viaMps"], true, "{line}");
         client
     }
 
     /// Runs a program with these variables and returns its first line.
     pub(crate) fn first_line(&self, env: &[(&str, &str)]) -> Value {
-        let mut command = self.program(&[]);
+        let mut command = self.client_command(&[]);
         command.envs(env.iter().copied());
-        Client::spawn(command).line()
+        Client::spawn(command).read_line()
     }
 
     /// Runs other programs to completion, so that an unwanted event has time to happen.
@@ -206,7 +206,7 @@ impl Node {
     }
 
     /// Sets the GPU's compute mode.
-    pub(crate) fn compute_mode(&self, mode: ComputeMode) {
+    pub(crate) fn set_compute_mode(&self, mode: ComputeMode) {
         let set = |state: &mut sim_machine::State| {
             state.gpus[0].compute_mode = mode;
             Ok::<_, sim_machine::Error>(())
@@ -216,7 +216,7 @@ impl Node {
 
     /// Injects a fault into a call. `remaining` limits the number of calls to which the fault
     /// applies.
-    pub(crate) fn inject(&self, call: &str, effect: Effect, remaining: Option<u32>) {
+    pub(crate) fn inject_fault(&self, call: &str, effect: Effect, remaining: Option<u32>) {
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();
             state.faults.push(Fault { id, call: call.to_owned(), gpu: None, effect, remaining });
@@ -240,7 +240,7 @@ impl Node {
     }
 
     /// Clears all faults.
-    pub(crate) fn clear(&self) {
+    pub(crate) fn clear_faults(&self) {
         let clear = |state: &mut sim_machine::State| {
             state.faults.clear();
             Ok::<_, sim_machine::Error>(())
@@ -306,7 +306,7 @@ impl Client {
     }
 
     /// Returns the program's next line.
-    pub(crate) fn line(&mut self) -> Value {
+    pub(crate) fn read_line(&mut self) -> Value {
         serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
     }
 
@@ -321,7 +321,7 @@ impl Client {
     /// Returns the next error that the program prints.
     pub(crate) fn error(&mut self) -> i64 {
         loop {
-            let line = self.line();
+            let line = self.read_line();
             if let Some(code) = line["error"].as_i64() {
                 return code;
             }

@@ -28,7 +28,7 @@ type Answer = Result<Vec<String>, Vec<String>>;
 
 impl Daemon {
     /// Answers an administrator's commands until the last one.
-    pub(super) fn administrator(self: &Arc<Self>, connection: &Connection, privileged: bool) {
+    pub(super) fn serve_administrator(self: &Arc<Self>, connection: &Connection, privileged: bool) {
         let mut quit = None;
         loop {
             let line = match handshake::next_command(connection) {
@@ -80,11 +80,11 @@ impl Daemon {
             }
             Command::GetDeviceClientList(only) => {
                 self.send_to_servers()?;
-                Ok(self.lock().device_clients(*only))
+                Ok(self.lock().device_client_lines(*only))
             }
             Command::Ps(only) => {
                 self.send_to_servers()?;
-                Ok(self.lock().table(*only))
+                Ok(self.lock().ps_lines(*only))
             }
             Command::TerminateClient { server, client } => {
                 let result = self.send_to_server(*server, |request| ToServer::Terminate { request, pid: *client })?;

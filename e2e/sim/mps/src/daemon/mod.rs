@@ -22,7 +22,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
-use crate::faults::Faults;
+use crate::faults::InjectedFaults;
 use crate::handshake::{self, Peer, Refusal};
 use crate::limits::Settings;
 use crate::log::Log;
@@ -54,7 +54,7 @@ struct Daemon {
     log: Log,
     /// The write end of the servers' log.
     server_log: File,
-    faults: Faults,
+    faults: InjectedFaults,
     state: Mutex<State>,
     changed: Condvar,
     /// Becomes readable after a change of the state.
@@ -125,7 +125,7 @@ impl Sinks {
 
 fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(!config.multi_user || rustix::process::geteuid().is_root(), "-multiuser-server requires root");
-    let faults = Faults::new(config.visible.clone());
+    let faults = InjectedFaults::new(config.visible.clone());
     if let Some(code) = faults.injected("mps:start") {
         return Ok(exit_code(code));
     }
@@ -133,7 +133,7 @@ fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<Ex
     make_directory(directory)?;
     // Locked until the daemon exits for any reason. A killed daemon thus never blocks its
     // successor.
-    let _lock = lock(&directory.join("control_lock"))?;
+    let _lock = lock_file(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
     let pid_file = directory.join("nvidia-cuda-mps-control.pid");
@@ -203,12 +203,12 @@ impl Daemon {
             Ok(Peer::Client(credentials)) => {
                 if self.faults.injected("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;
-                    return self.client(Pending::new(connection, credentials, failed_before));
+                    return self.serve_client(Pending::new(connection, credentials, failed_before));
                 }
             }
             Ok(Peer::Administrator(_)) => {
                 self.log("NEW UI");
-                self.administrator(&connection, privileged);
+                self.serve_administrator(&connection, privileged);
                 self.log("UI closed");
             }
             Err(Refusal::Closed) => self.log("User did not send valid credentials"),
@@ -249,7 +249,7 @@ fn make_directory(directory: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("failed to create {}", directory.display()))
 }
 
-fn lock(path: &Path) -> anyhow::Result<File> {
+fn lock_file(path: &Path) -> anyhow::Result<File> {
     let open = OpenOptions::new().create(true).truncate(false).write(true).mode(0o644).open(path);
     let file = open.with_context(|| format!("failed to open {}", path.display()))?;
     match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {

@@ -21,14 +21,14 @@ impl Daemon {
     /// Retries the queued clients in the order of their arrival.
     pub(super) fn serve_pending(self: &Arc<Self>, pending: &mut VecDeque<Pending>) {
         for _ in 0..pending.len() {
-            let waits = pending.pop_front().and_then(|client| self.client(client));
+            let waits = pending.pop_front().and_then(|client| self.serve_client(client));
             pending.extend(waits);
         }
     }
 
     /// Passes a client on to a server and waits for the client's last word. Returns a client that
     /// must be queued.
-    pub(super) fn client(self: &Arc<Self>, mut client: Pending) -> Option<Pending> {
+    pub(super) fn serve_client(self: &Arc<Self>, mut client: Pending) -> Option<Pending> {
         let mut state = self.lock();
         let Pending { pid, uid, .. } = client;
         if client.connection.is_closed() {

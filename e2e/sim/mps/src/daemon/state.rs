@@ -117,7 +117,7 @@ impl State {
     }
 
     /// The lines of `ps`: one for each process with a context.
-    pub(super) fn table(&self, only: Option<u32>) -> Vec<String> {
+    pub(super) fn ps_lines(&self, only: Option<u32>) -> Vec<String> {
         let mut rows: BTreeMap<(u32, u32), &ClientContext> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {
             if only.is_none_or(|only| only == pid) {
@@ -137,7 +137,7 @@ impl State {
     }
 
     /// The lines of `get_device_client_list`: each device with the PIDs of its clients.
-    pub(super) fn device_clients(&self, only: Option<u32>) -> Vec<String> {
+    pub(super) fn device_client_lines(&self, only: Option<u32>) -> Vec<String> {
         let mut devices: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {
             if only.is_none_or(|only| only == server) {
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn ps_is_a_table_with_the_short_uuid() {
-        let table = with_server(0, Status::Active, &[9741, 9743]).table(Some(9741));
+        let table = with_server(0, Status::Active, &[9741, 9743]).ps_lines(Some(9741));
         assert_eq!(
             table,
             [

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::breakage::Rule;
+use crate::breakage::BreakageRule;
 use crate::limits::MAX_CONTEXTS;
 use crate::wire::Status;
 
@@ -77,7 +77,7 @@ pub struct Clients {
     connected: BTreeMap<u64, Client>,
     terminations: Vec<Termination>,
     status: Status,
-    rule: Rule,
+    rule: BreakageRule,
     /// Whether a busy client exited without neighbours. The server remains ACTIVE and breaks the
     /// next client that runs a kernel.
     poisoned: bool,
@@ -85,7 +85,7 @@ pub struct Clients {
 
 impl Clients {
     /// A server without clients.
-    pub fn new(rule: Rule) -> Self {
+    pub fn new(rule: BreakageRule) -> Self {
         let connected = BTreeMap::new();
         Self { connected, terminations: Vec::new(), status: Status::Active, rule, poisoned: false }
     }
@@ -271,8 +271,8 @@ mod tests {
     use super::*;
 
     /// Adds processes from PID 101 on, each with a context on connections from 1 on.
-    fn with(count: u64) -> Clients {
-        let mut clients = Clients::new(Rule::from_environment(None, None));
+    fn clients_with_contexts(count: u64) -> Clients {
+        let mut clients = Clients::new(BreakageRule::from_environment(None, None));
         for connection in 1..=count {
             let pid = 100 + u32::try_from(connection).unwrap();
             clients.add_process(1000 + connection, pid).unwrap();
@@ -288,7 +288,7 @@ mod tests {
 
     #[test]
     fn the_49th_context_is_refused_until_another_ends() {
-        let mut clients = with(48);
+        let mut clients = clients_with_contexts(48);
         assert_eq!(clients.add_process(2000, 149), Ok(()));
         assert_eq!(clients.reserve(49, 149), Err(MAX_CLIENTS_REACHED));
         clients.remove_connection(7, true);
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn a_fault_lasts_until_the_last_broken_client_exits() {
-        let mut clients = with(3);
+        let mut clients = clients_with_contexts(3);
         let effects = clients.fault();
         assert_eq!(effects, [Effect::Break(1), Effect::Break(2), Effect::Break(3), Effect::Status(Status::Fault)]);
         assert_eq!(clients.broken(), [101, 102, 103]);
@@ -313,7 +313,7 @@ mod tests {
 
     #[test]
     fn a_busy_client_that_dies_breaks_neighbours_and_an_orderly_exit_does_not() {
-        let mut clients = with(3);
+        let mut clients = clients_with_contexts(3);
         clients.start_kernels(1, 100.0);
         clients.start_kernels(2, 100.0);
         assert_eq!(clients.remove_connection(1, true), [Effect::Release(1)]);
@@ -325,7 +325,7 @@ mod tests {
 
     #[test]
     fn an_idle_client_or_one_with_short_kernels_breaks_no_client_when_it_dies() {
-        let mut clients = with(3);
+        let mut clients = clients_with_contexts(3);
         clients.start_kernels(1, 100.0);
         clients.idle(1);
         clients.start_kernels(2, 0.5);
@@ -335,7 +335,7 @@ mod tests {
 
     #[test]
     fn a_busy_client_that_dies_without_neighbours_breaks_the_next_busy_client() {
-        let mut clients = with(1);
+        let mut clients = clients_with_contexts(1);
         clients.start_kernels(1, 1000.0);
         assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
         context(&mut clients, 2, 102, 1);
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn the_death_of_a_terminated_client_breaks_no_client() {
-        let mut clients = with(2);
+        let mut clients = clients_with_contexts(2);
         clients.start_kernels(1, 1000.0);
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
         assert_eq!(clients.ended(1), [Effect::Release(1), Effect::Answer(7, 0)]);
@@ -355,7 +355,7 @@ mod tests {
 
     #[test]
     fn terminate_waits_for_every_context_of_the_process_only() {
-        let mut clients = with(2);
+        let mut clients = clients_with_contexts(2);
         context(&mut clients, 3, 101, 2);
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1), Effect::AskToEnd(3)]);
         assert_eq!(clients.terminate(8, 101), []);
@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn a_terminated_broken_client_keeps_the_fault_until_it_exits() {
-        let mut clients = with(1);
+        let mut clients = clients_with_contexts(1);
         clients.fault();
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
         assert_eq!(clients.ended(1), [Effect::Answer(7, 0)]);

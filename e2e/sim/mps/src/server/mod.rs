@@ -17,19 +17,19 @@ use std::time::Duration;
 use anyhow::Context as _;
 use sim_machine::{Context, ContextKind, EventKind, Machine, mps_sms};
 
-use crate::breakage::{RULE_ENV, Rule, SEED_ENV};
-use crate::faults::Faults;
+use crate::breakage::{BreakageRule, RULE_ENV, SEED_ENV};
+use crate::faults::InjectedFaults;
 use crate::handshake::{self, Refusal, Subject};
-use crate::limits::{self, CLIENT_MEMORY, DeviceName, SERVER_MEMORY, Settings};
+use crate::limits::{self, CLIENT_MEMORY_BYTES, DeviceName, SERVER_MEMORY_BYTES, Settings};
 use crate::log::Log;
 use crate::seqpacket::Connection;
 use crate::wire::{self, Device, FromContext, FromServer, Status, ToContext, ToServer};
 use clients::{Clients, Effect};
 
 /// The environment variable of the server's start time in milliseconds. The default is
-/// [`START_MS`].
+/// [`DEFAULT_START_MS`].
 pub const START_ENV: &str = "SIM_MPS_SERVER_START_MS";
-const START_MS: u64 = 150;
+const DEFAULT_START_MS: u64 = 150;
 /// The XID of an illegal access: an MMU fault.
 const XID_MMU_FAULT: u64 = 31;
 const INVALID_DEVICE: i32 = 101;
@@ -61,11 +61,11 @@ fn run(log: &Log) -> anyhow::Result<()> {
     rustix::fs::access(&control, rustix::fs::Access::READ_OK)
         .with_context(|| format!("failed to reach {}", control.display()))?;
     log.line("Other", pid, "Initializing server process");
-    let faults = Faults::new(visible.clone());
+    let faults = InjectedFaults::new(visible.clone());
     if let Some(code) = faults.injected("mps:server") {
         std::process::exit(code);
     }
-    let delay = std::env::var(START_ENV).ok().and_then(|ms| ms.parse().ok()).unwrap_or(START_MS);
+    let delay = std::env::var(START_ENV).ok().and_then(|ms| ms.parse().ok()).unwrap_or(DEFAULT_START_MS);
     thread::sleep(Duration::from_millis(delay));
 
     let machine = Machine::open_default().context("no CUDA-capable device is detected")?;
@@ -73,7 +73,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     let mut own = Vec::new();
     for (ordinal, device) in devices.iter().enumerate() {
         log.line("Server", pid, &format!("Creating server context on device {ordinal} ({})", device.name));
-        let context = machine.open_context(&device.offer.uuid, ContextKind::MpsServer, SERVER_MEMORY);
+        let context = machine.open_context(&device.offer.uuid, ContextKind::MpsServer, SERVER_MEMORY_BYTES);
         own.push(context.with_context(|| format!("failed to create a context on device {ordinal}"))?);
     }
     log.line("Server", pid, &format!("Created anonymous shared memory region mps.shm.{uid}.{pid}"));
@@ -83,7 +83,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     log.line("Server", pid, &format!("Display Driver version: {major}"));
 
     let environment = |name| std::env::var(name).ok();
-    let rule = Rule::from_environment(environment(RULE_ENV).as_deref(), environment(SEED_ENV).as_deref());
+    let rule = BreakageRule::from_environment(environment(RULE_ENV).as_deref(), environment(SEED_ENV).as_deref());
     let server = Arc::new(Server {
         log: Log::stdout(),
         faults,
@@ -131,7 +131,7 @@ fn devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Vec<Serve
 /// An MPS server.
 struct Server {
     log: Log,
-    faults: Faults,
+    faults: InjectedFaults,
     link: Connection,
     machine: Machine,
     devices: Vec<Served>,
@@ -164,7 +164,7 @@ impl Server {
     /// Handles the daemon's messages one after the other until the daemon closes or requests a
     /// shutdown.
     fn serve(self: &Arc<Self>) {
-        while let Ok(Some(packet)) = self.link.recv_fd(wire::MAX_PACKET) {
+        while let Ok(Some(packet)) = self.link.recv_fd(wire::MAX_PACKET_BYTES) {
             match serde_json::from_slice(&packet.data) {
                 Ok(ToServer::Client { connection, settings }) => {
                     if let Some(socket) = packet.fd {
@@ -350,7 +350,7 @@ impl Server {
         if !inner.clients.is_reserved(connection) {
             return Err(clients::INVALID_CONTEXT);
         }
-        let memory = self.machine.register_client(uuid, pid, CLIENT_MEMORY).map_err(|error| error.cuda_code())?;
+        let memory = self.machine.register_client(uuid, pid, CLIENT_MEMORY_BYTES).map_err(|error| error.cuda_code())?;
         let free = memory.memory().map_err(|error| error.cuda_code())?.free;
         let settings = inner.bound.get(&pid).ok_or(clients::INVALID_CONTEXT)?;
         let sms = mps_sms(device.sms, limits::effective_threads(settings.threads, threads));

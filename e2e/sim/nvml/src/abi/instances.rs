@@ -8,9 +8,9 @@ use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{ComputeProfile, DeviceRef, GpuProfile, Placement};
 
 use super::raw::{In, Out, chars};
-use super::{Return, exports, number, switch, version};
+use super::{Return, exports, parse_switch, to_u32, version};
 use crate::library::{
-    Code, Handle, Object, Result, View, as_root, call_on, guarded, handle, on_device, on_gpu, permitted,
+    Code, Handle, Object, Result, View, as_root, call_on, catch_panic, handle, on_device, on_gpu, require_root,
 };
 use crate::mig;
 
@@ -25,7 +25,7 @@ exports! {
         });
     nvmlDeviceSetMigMode(device: Handle, mode: c_uint, activation: Out<Return>) |own|
         as_root(own, device, |view, gpu, model| {
-            let on = switch(mode)?;
+            let on = parse_switch(mode)?;
             if activation.is_null() {
                 return Err(Code::INVALID_ARGUMENT);
             }
@@ -61,7 +61,7 @@ exports! {
             let p = mig::profile_by_index(model, profile)?;
             out.put(sys::nvmlGpuInstanceProfileInfo_t {
                 id: p.id,
-                isP2pSupported: p2p(p),
+                isP2pSupported: p2p_capability(p),
                 sliceCount: p.slices,
                 instanceCount: p.instances,
                 multiprocessorCount: p.sms,
@@ -110,7 +110,7 @@ exports! {
     });
     nvmlGpuInstanceGetInfo(instance: Handle, out: Out<sys::nvmlGpuInstanceInfo_t>) |own|
         on_instance(own, instance, |view, gpu, id| {
-            let (_, _, gi) = mig::find(view, gpu, id)?;
+            let (_, _, gi) = mig::find_gpu_instance(view, gpu, id)?;
             out.put(sys::nvmlGpuInstanceInfo_t {
                 device: without_provenance_mut(handle(Object::Device(gpu.to_owned()))),
                 id,
@@ -119,15 +119,15 @@ exports! {
             })
         });
     nvmlGpuInstanceDestroy(instance: Handle) |own| on_instance(own, instance, |view, gpu, id| {
-        permitted()?;
-        mig::find(view, gpu, id)?;
-        mig::destroy(view, gpu, id)
+        require_root()?;
+        mig::find_gpu_instance(view, gpu, id)?;
+        mig::destroy_gpu_instance(view, gpu, id)
     });
 
     nvmlGpuInstanceGetComputeInstanceProfileInfo(
         instance: Handle, profile: c_uint, engine: c_uint, out: Out<sys::nvmlComputeInstanceProfileInfo_t>,
     ) |own| on_instance(own, instance, |view, gpu, id| {
-        let (_, model, gi) = mig::find(view, gpu, id)?;
+        let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
         let p = mig::compute_profile_by_index(model, gi, profile, engine)?;
         let shared = model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?;
         out.put(sys::nvmlComputeInstanceProfileInfo_t {
@@ -145,22 +145,22 @@ exports! {
     nvmlGpuInstanceGetComputeInstanceProfileInfoV(
         instance: Handle, profile: c_uint, engine: c_uint, out: Out<sys::nvmlComputeInstanceProfileInfo_v2_t>,
     ) |own| on_instance(own, instance, |view, gpu, id| {
-        let (_, model, gi) = mig::find(view, gpu, id)?;
+        let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
         let p = mig::compute_profile_by_index(model, gi, profile, engine)?;
         put_compute_profile(&p, model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?, out)
     });
     nvmlGpuInstanceGetComputeInstanceRemainingCapacity(instance: Handle, profile: c_uint, count: Out<c_uint>) |own|
         on_instance(own, instance, |view, gpu, id| {
-            let (gpu, model, gi) = mig::find(view, gpu, id)?;
+            let (gpu, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
             let p = mig::compute_profile_by_id(model, gi, profile)?;
             let mut trial = gpu.clone();
             let fits = std::iter::from_fn(|| trial.create_compute_instance(model, id, p.id, None).ok()).count();
-            count.put(number(fits))
+            count.put(to_u32(fits))
         });
     nvmlGpuInstanceGetComputeInstancePossiblePlacements(
         instance: Handle, profile: c_uint, out: Out<sys::nvmlComputeInstancePlacement_t>, count: Out<c_uint>,
     ) |own| on_instance(own, instance, |view, gpu, id| {
-        let (_, model, gi) = mig::find(view, gpu, id)?;
+        let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
         let (size, whole) = (mig::compute_profile_by_id(model, gi, profile)?.slices, model.gpu_profile(gi.profile));
         let last = whole.map_or(0, |p| p.slices).saturating_sub(size);
         put_all((0..=last).map(|start| sys::nvmlComputeInstancePlacement_t { start, size }), out, count)
@@ -175,14 +175,14 @@ exports! {
     });
     nvmlGpuInstanceGetComputeInstances(instance: Handle, profile: c_uint, out: Out<Handle>, count: Out<c_uint>) |own|
         on_instance(own, instance, |view, gpu, id| {
-            let (_, model, gi) = mig::find(view, gpu, id)?;
+            let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
             mig::compute_profile_by_id(model, gi, profile)?;
             let instances = gi.compute.iter().filter(|c| c.profile == profile);
             put_all(instances.map(|c| handle(Object::ComputeInstance(gpu.to_owned(), id, c.id))), out, count)
         });
     nvmlGpuInstanceGetComputeInstanceById(instance: Handle, id: c_uint, out: Out<Handle>) |own|
         on_instance(own, instance, |view, gpu, gi| {
-            let (_, _, found) = mig::find(view, gpu, gi)?;
+            let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
             found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
             out.put(handle(Object::ComputeInstance(gpu.to_owned(), gi, id)))
         });
@@ -191,15 +191,15 @@ exports! {
     nvmlComputeInstanceGetInfo_v2(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
         compute_info(own, instance, out);
     nvmlComputeInstanceDestroy(instance: Handle) |own| on_compute(own, instance, |view, gpu, gi, id| {
-        permitted()?;
-        mig::find(view, gpu, gi)?;
-        mig::destroy_compute(view, gpu, gi, id)
+        require_root()?;
+        mig::find_gpu_instance(view, gpu, gi)?;
+        mig::destroy_compute_instance(view, gpu, gi, id)
     });
 }
 
 /// Runs a call about a GPU instance. `body` receives the GPU's UUID and the instance's id.
 fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32) -> Result<()>) -> Return {
-    guarded(|| {
+    catch_panic(|| {
         let (gpu, id) = mig::gpu_instance(instance)?;
         call_on(name, &gpu, |view| body(view, &gpu, id))
     })
@@ -208,7 +208,7 @@ fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32)
 /// Runs a call about a compute instance. `body` receives the GPU's UUID, the GPU instance's id and
 /// the compute instance's id.
 fn on_compute(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32, u32) -> Result<()>) -> Return {
-    guarded(|| {
+    catch_panic(|| {
         let (gpu, gi, id) = mig::compute_instance(instance)?;
         call_on(name, &gpu, |view| body(view, &gpu, gi, id))
     })
@@ -218,7 +218,7 @@ fn in_mig<'a>(device: &DeviceRef<'a>) -> Result<(&'a sim_machine::GpuInstance, &
     device.mig.ok_or(Code::INVALID_ARGUMENT)
 }
 
-fn p2p(profile: &GpuProfile) -> u32 {
+fn p2p_capability(profile: &GpuProfile) -> u32 {
     profile.capabilities & sys::NVML_GPU_INSTANCE_PROFILE_CAPS_P2P
 }
 
@@ -251,7 +251,7 @@ fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -
         out.put(V2 {
             version: wanted,
             id: p.id,
-            isP2pSupported: p2p(p),
+            isP2pSupported: p2p_capability(p),
             sliceCount: p.slices,
             instanceCount: p.instances,
             multiprocessorCount: p.sms,
@@ -337,7 +337,7 @@ fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_ui
         }
         written += 1;
     }
-    count.put(number(written))
+    count.put(to_u32(written))
 }
 
 fn placements(
@@ -357,7 +357,7 @@ fn create(view: &View, gpu: &str, profile: u32, at: Option<Placement>, out: Out<
     if out.is_null() {
         return Err(Code::INVALID_ARGUMENT);
     }
-    out.put(mig::create(view, gpu, profile, at)?)
+    out.put(mig::create_gpu_instance(view, gpu, profile, at)?)
 }
 
 fn create_compute(
@@ -368,17 +368,17 @@ fn create_compute(
     at: Option<Placement>,
     out: Out<Handle>,
 ) -> Result<()> {
-    permitted()?;
+    require_root()?;
     if out.is_null() {
         return Err(Code::INVALID_ARGUMENT);
     }
-    mig::find(view, gpu, gi)?;
-    out.put(mig::create_compute(view, gpu, gi, profile, at)?)
+    mig::find_gpu_instance(view, gpu, gi)?;
+    out.put(mig::create_compute_instance(view, gpu, gi, profile, at)?)
 }
 
 fn compute_info(name: &str, instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) -> Return {
     on_compute(name, instance, |view, gpu, gi, id| {
-        let (_, _, found) = mig::find(view, gpu, gi)?;
+        let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
         let ci = found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
         out.put(sys::nvmlComputeInstanceInfo_t {
             device: without_provenance_mut(handle(Object::Device(gpu.to_owned()))),

@@ -11,7 +11,9 @@ use sim_machine::{EventKind, Gpu};
 
 use self::raw::{Out, Text, chars};
 use crate::device::{self, List, NO_INSTANCE};
-use crate::library::{self, Code, Handle, Object, Result, as_root, call, guarded, handle, object, on_device, on_gpu};
+use crate::library::{
+    self, Code, Handle, Object, Result, as_root, call, catch_panic, handle, object, on_device, on_gpu,
+};
 use crate::{events, mig};
 
 type Return = sys::nvmlReturn_t;
@@ -52,15 +54,15 @@ exports! {
         name.text(length, &String::from_utf8_lossy(path))
     });
 
-    nvmlDeviceGetCount(count: Out<c_uint>) |own| call(own, |view| count.put(number(view.state.gpus.len())));
-    nvmlDeviceGetCount_v2(count: Out<c_uint>) |own| call(own, |view| count.put(number(view.state.gpus.len())));
-    nvmlDeviceGetHandleByIndex(index: c_uint, out: Out<Handle>) |own| by_index(own, index, out);
-    nvmlDeviceGetHandleByIndex_v2(index: c_uint, out: Out<Handle>) |own| by_index(own, index, out);
+    nvmlDeviceGetCount(count: Out<c_uint>) |own| call(own, |view| count.put(to_u32(view.state.gpus.len())));
+    nvmlDeviceGetCount_v2(count: Out<c_uint>) |own| call(own, |view| count.put(to_u32(view.state.gpus.len())));
+    nvmlDeviceGetHandleByIndex(index: c_uint, out: Out<Handle>) |own| handle_by_index(own, index, out);
+    nvmlDeviceGetHandleByIndex_v2(index: c_uint, out: Out<Handle>) |own| handle_by_index(own, index, out);
     nvmlDeviceGetHandleByUUID(uuid: Text, out: Out<Handle>) |own| call(own, |view| {
         out.put(device::handle_by_uuid(view, &uuid.get()?)?)
     });
-    nvmlDeviceGetHandleByPciBusId(bus: Text, out: Out<Handle>) |own| by_bus(own, bus, out);
-    nvmlDeviceGetHandleByPciBusId_v2(bus: Text, out: Out<Handle>) |own| by_bus(own, bus, out);
+    nvmlDeviceGetHandleByPciBusId(bus: Text, out: Out<Handle>) |own| handle_by_bus_id(own, bus, out);
+    nvmlDeviceGetHandleByPciBusId_v2(bus: Text, out: Out<Handle>) |own| handle_by_bus_id(own, bus, out);
     nvmlDeviceGetHandleBySerial(serial: Text, out: Out<Handle>) |own| call(own, |view| {
         let serial = serial.get()?;
         out.put(device::gpu_handle(view, |g| g.serial == serial, Code::NOT_FOUND)?)
@@ -154,7 +156,7 @@ exports! {
     nvmlDeviceGetPersistenceMode(device: Handle, mode: Out<c_uint>) |own|
         on_gpu(own, device, |_, gpu, _| mode.put(gpu.persistence.into()));
     nvmlDeviceSetPersistenceMode(device: Handle, mode: c_uint) |own| as_root(own, device, |view, gpu, _| {
-        let on = switch(mode)?;
+        let on = parse_switch(mode)?;
         change(view, gpu, move |gpu| { gpu.persistence = on; Ok(()) })
     });
 
@@ -206,12 +208,12 @@ exports! {
         pending.put(1)
     });
     nvmlDeviceGetTotalEccErrors(device: Handle, kind: c_uint, _counter: c_uint, count: Out<c_ulonglong>) |own|
-        on_gpu(own, device, |_, gpu, _| count.put(ecc(gpu, kind)?));
+        on_gpu(own, device, |_, gpu, _| count.put(count_ecc_errors(gpu, kind)?));
     nvmlDeviceGetMemoryErrorCounter(
         device: Handle, kind: c_uint, _counter: c_uint, location: c_uint, count: Out<c_ulonglong>,
     ) |own| on_gpu(own, device, |_, gpu, _| {
         let memory = location == sys::nvmlMemoryLocation_enum_NVML_MEMORY_LOCATION_DEVICE_MEMORY;
-        count.put(if memory { ecc(gpu, kind)? } else { 0 })
+        count.put(if memory { count_ecc_errors(gpu, kind)? } else { 0 })
     });
     nvmlDeviceGetRemappedRows(
         device: Handle, corrected: Out<c_uint>, uncorrected: Out<c_uint>, pending: Out<c_uint>, failed: Out<c_uint>,
@@ -297,12 +299,12 @@ extern "C" fn nvmlErrorString(code: Return) -> *const c_char {
     text.as_ptr()
 }
 
-fn number(n: usize) -> u32 {
+fn to_u32(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
 /// Reads a mode: 0 is off, and 1 is on.
-fn switch(mode: c_uint) -> Result<bool> {
+fn parse_switch(mode: c_uint) -> Result<bool> {
     match mode {
         0 => Ok(false),
         1 => Ok(true),
@@ -314,11 +316,11 @@ fn count_cpus() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-fn by_index(name: &str, index: c_uint, out: Out<Handle>) -> Return {
+fn handle_by_index(name: &str, index: c_uint, out: Out<Handle>) -> Return {
     call(name, |view| out.put(device::gpu_handle(view, |g| g.index == index, Code::INVALID_ARGUMENT)?))
 }
 
-fn by_bus(name: &str, bus: Text, out: Out<Handle>) -> Return {
+fn handle_by_bus_id(name: &str, bus: Text, out: Out<Handle>) -> Return {
     call(name, |view| {
         let bus = bus.get()?;
         out.put(device::gpu_handle(view, |g| device::same_bus_id(g.pci, &bus), Code::NOT_FOUND)?)
@@ -337,7 +339,7 @@ fn bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
 }
 
 /// A GPU's number of ECC errors of a kind.
-fn ecc(gpu: &Gpu, kind: c_uint) -> Result<u64> {
+fn count_ecc_errors(gpu: &Gpu, kind: c_uint) -> Result<u64> {
     gpu.ecc.get(kind as usize).copied().ok_or(Code::INVALID_ARGUMENT)
 }
 
@@ -349,7 +351,7 @@ fn change(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Resu
 /// the count.
 fn check_buffer<T: Copy>(count: Out<c_uint>, out: Out<T>, needed: usize) -> Result<()> {
     let size = count.get()? as usize;
-    count.put(number(needed))?;
+    count.put(to_u32(needed))?;
     match needed {
         0 => Ok(()),
         _ if size < needed => Err(Code::INSUFFICIENT_SIZE),
@@ -417,7 +419,7 @@ fn wait(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: 
 
 /// Whether a handle is a MIG device's. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
-    guarded(|| {
+    catch_panic(|| {
         let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
         out.put(uuid.starts_with("MIG-").into())
     })

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use cleave_e2e::{Cluster, Random, SYSTEM, find_pid, launcher, on_node, signal, signal_component, text, wait_until};
+use cleave_e2e::{
+    Cluster, Random, SYSTEM_NAMESPACE, find_pid, on_node, run_launcher, signal_component, signal_program, text,
+    wait_until,
+};
 
 use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
 
@@ -88,32 +91,32 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
     match what {
         "agent" => {
             let old = find_pid(node, "cleave-agent")?;
-            signal(node, "cleave-agent", "KILL")?;
+            signal_program(node, "cleave-agent", "KILL")?;
             wait_until("the agent was restarted", || Ok(find_pid(node, "cleave-agent")? != old))?;
             wait_ready(cluster, node, "agent")
         }
         "agent's container" => {
-            signal(node, "cleave-supervise", "KILL")?;
+            signal_program(node, "cleave-supervise", "KILL")?;
             // The kubelet delays the restart of an often-killed container by minutes, but starts a
             // new pod at once.
             replace_pods(cluster, node, "agent")
         }
         "MPS host" => {
-            signal(node, "cleave-mps-host", "KILL")?;
+            signal_program(node, "cleave-mps-host", "KILL")?;
             replace_pods(cluster, node, "mps-host")?;
             wait_ready(cluster, node, "agent")
         }
         "operator" => replace_pods(cluster, node, "operator"),
         "kubelet" | "containerd" => {
             let component = format!("{what}@{node}");
-            launcher(&["kill", &component])?;
-            launcher(&["start", &component])?;
+            run_launcher(&["kill", &component])?;
+            run_launcher(&["start", &component])?;
             wait_ready(cluster, node, "agent")
         }
         "API server" | "scheduler" => {
             let component = if what == "scheduler" { what } else { "apiserver" };
-            launcher(&["kill", component])?;
-            launcher(&["start", component]).map(drop)
+            run_launcher(&["kill", component])?;
+            run_launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => kill_mps(cluster, random, what, node),
         // Requests have no response, a late response, or a 5xx status.
@@ -128,9 +131,9 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
             on_node(node, &["chattr", "-i", "/var/lib/cleave"]).map(drop)
         }
         _ => {
-            signal(node, "cleave-agent", "STOP")?;
+            signal_program(node, "cleave-agent", "STOP")?;
             std::thread::sleep(Duration::from_secs(random.below(4)));
-            signal(node, "cleave-agent", "CONT")
+            signal_program(node, "cleave-agent", "CONT")
         }
     }
 }
@@ -165,7 +168,8 @@ fn kill_mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> R
 
 /// Lists a component's pods: all pods of the operator, or the node's pods of another component.
 fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
-    let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}");
+    let path =
+        format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector=app.kubernetes.io/component={component}");
     let is_on_node = |pod: &serde_json::Value| component == "operator" || pod["spec"]["nodeName"] == node;
     Ok(cluster.list(&path)?.into_iter().filter(is_on_node).collect())
 }
@@ -173,7 +177,10 @@ fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<
 /// Deletes the pods of a component without grace, and waits until their replacements are ready.
 fn replace_pods(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
     for pod in component_pods(cluster, node, component)? {
-        cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&pod["metadata"]["name"])), Some(0))?;
+        cluster.delete(
+            &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&pod["metadata"]["name"])),
+            Some(0),
+        )?;
     }
     wait_ready(cluster, node, component)
 }

@@ -8,9 +8,9 @@ pub(crate) const SHARES_NODE: &str = "node1";
 /// Node with GPUs that are repartitioned as pods request slices.
 pub(crate) const DYNAMIC_NODE: &str = "node2";
 /// Resource name of the shares on [`SHARES_NODE`].
-pub(crate) const SHARES: &str = "nvidia.com/gpu-mps";
+pub(crate) const SHARES_RESOURCE: &str = "nvidia.com/gpu-mps";
 /// Number of shares of each GPU of [`SHARES_NODE`].
-pub(crate) const UNITS: usize = 10;
+pub(crate) const SHARES_PER_GPU: usize = 10;
 
 /// Picks one element at random; `None` if the slice is empty.
 pub(crate) fn pick<'a, T>(random: &mut Random, from: &'a [T]) -> Option<&'a T> {

@@ -16,21 +16,21 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use crate::chaos::Chaos;
-use crate::common::{DYNAMIC_NODE, SHARES, SHARES_NODE, UNITS};
+use crate::common::{DYNAMIC_NODE, SHARES_NODE, SHARES_PER_GPU, SHARES_RESOURCE};
 use crate::promises::{Observation, Tracker};
 use crate::resources::ObjectCounts;
 
 /// Resource of whole GPUs.
-const WHOLE_GPUS: &str = "nvidia.com/gpu";
+const WHOLE_GPUS_RESOURCE: &str = "nvidia.com/gpu";
 /// Maximum number of pods at a time. The kubelet accepts 110, but two cores cannot run that many
 /// sandboxes.
 const MAX_PODS: usize = 40;
 /// Script of a pod that keeps its allocation without using MPS, so that MPS failures do not affect
 /// the pod.
-const SLEEP_FOREVER: &str = "exec sleep 1000000";
+const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
 /// Script of an MPS client. The client may fail when its MPS daemon or server is killed, and must
 /// not fail otherwise.
-const HOLD_CLIENT: &str = "exec cleave-client --hold forever";
+const HOLD_CLIENT_SCRIPT: &str = "exec cleave-client --hold forever";
 
 /// Reads a number from an environment variable.
 fn read_number(name: &str, default: u64) -> Result<u64> {
@@ -131,11 +131,14 @@ fn agent_logs(cluster: &Cluster) -> Result<String> {
 
 /// Creates a policy for each node.
 fn create_policies(scope: &Scope) -> Result<()> {
-    scope.policy(
+    scope.create_policy(
         "soak-shares",
-        &json!({"nodeSelector": {"kubernetes.io/hostname": SHARES_NODE}, "mode": "Mps", "mps": {"units": UNITS, "threads": "Strict"}}),
+        &json!({"nodeSelector": {"kubernetes.io/hostname": SHARES_NODE}, "mode": "Mps", "mps": {"units": SHARES_PER_GPU, "threads": "Strict"}}),
     )?;
-    scope.policy("soak-dynamic", &json!({"nodeSelector": {"kubernetes.io/hostname": DYNAMIC_NODE}, "mode": "Auto"}))?;
+    scope.create_policy(
+        "soak-dynamic",
+        &json!({"nodeSelector": {"kubernetes.io/hostname": DYNAMIC_NODE}, "mode": "Auto"}),
+    )?;
     Ok(())
 }
 
@@ -146,7 +149,8 @@ fn wait_settled(scope: &Scope) -> Result<()> {
         let gpus = |node: &str| -> Result<u64> {
             Ok(cluster.gpunode(node)?["status"]["gpus"].as_array().map_or(0, Vec::len) as u64)
         };
-        let (all, offered) = (UNITS as u64 * gpus(SHARES_NODE)?, cluster.allocatable(SHARES_NODE, SHARES)?);
+        let (all, offered) =
+            (SHARES_PER_GPU as u64 * gpus(SHARES_NODE)?, cluster.allocatable(SHARES_NODE, SHARES_RESOURCE)?);
         ensure!(all > 0 && offered == all, "{SHARES_NODE} offers {offered} of {all} shares");
         for node in [SHARES_NODE, DYNAMIC_NODE] {
             let object = cluster.gpunode(node)?;
@@ -173,12 +177,12 @@ fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()
             0 => (DYNAMIC_NODE, json!({"nvidia.com/mig-1g.5gb": 1})),
             1 => (DYNAMIC_NODE, json!({"nvidia.com/mig-3g.20gb": 1})),
             2 => (DYNAMIC_NODE, json!({"nvidia.com/gpu-10gb": 1})),
-            3 => (DYNAMIC_NODE, json!({WHOLE_GPUS: 1})),
-            _ => (SHARES_NODE, json!({SHARES: 1 + random.below(UNITS as u64)})),
+            3 => (DYNAMIC_NODE, json!({WHOLE_GPUS_RESOURCE: 1})),
+            _ => (SHARES_NODE, json!({SHARES_RESOURCE: 1 + random.below(SHARES_PER_GPU as u64)})),
         };
-        let script = if random.below(5) == 0 { HOLD_CLIENT } else { SLEEP_FOREVER };
-        scope.pod_on(node, &name, &limits, script)?;
-        tracker.pod_created(&name, node, limits[WHOLE_GPUS].is_null(), script == HOLD_CLIENT);
+        let script = if random.below(5) == 0 { HOLD_CLIENT_SCRIPT } else { SLEEP_FOREVER_SCRIPT };
+        scope.create_pod_on_node(node, &name, &limits, script)?;
+        tracker.pod_created(&name, node, limits[WHOLE_GPUS_RESOURCE].is_null(), script == HOLD_CLIENT_SCRIPT);
     }
     for pod in &living {
         let name = text(&pod["metadata"]["name"]);

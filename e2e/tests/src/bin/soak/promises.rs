@@ -9,7 +9,7 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
 
 use crate::chaos::Disruption;
-use crate::common::{Counts, DYNAMIC_NODE, SHARES, SHARES_NODE, UNITS, format_counts};
+use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, SHARES_PER_GPU, SHARES_RESOURCE, format_counts};
 
 /// The pods and the `GpuNode`s at one moment.
 pub(crate) struct Observation {
@@ -42,7 +42,7 @@ impl Observation {
 /// scheduler until a GPU is partitioned for them.
 fn requests_shares(pod: &Value) -> bool {
     let limits = pod["spec"]["containers"][0]["resources"]["limits"].as_object();
-    limits.is_some_and(|limits| limits.keys().any(|name| name == SHARES))
+    limits.is_some_and(|limits| limits.keys().any(|name| name == SHARES_RESOURCE))
 }
 
 /// Time after a disruption in which slices may still be unhealthy. The agent retries a failed NVML
@@ -123,7 +123,7 @@ impl Tracker {
         }
         let pods = not_deleted(&observation.pods);
         for (node, object) in &observation.nodes {
-            let units = (*node == SHARES_NODE).then_some(UNITS);
+            let units = (*node == SHARES_NODE).then_some(SHARES_PER_GPU);
             let errors = allocation_errors(object, &pods, units);
             self.violations.extend(errors.into_iter().map(|error| format!("{node}: {error}")));
         }

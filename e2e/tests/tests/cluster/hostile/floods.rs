@@ -6,12 +6,12 @@ use anyhow::{Result, ensure};
 use cleave_e2e::{pod, text, wait_until};
 use serde_json::{Value, json};
 
-use super::programs::{NEIGHBOUR, check_limits, run_script};
-use super::requests::FORGED;
+use super::programs::{NEIGHBOUR_POD, check_limits, run_script};
+use super::requests::FORGED_PLACEMENT;
 use super::{Attempt, Expected, Outcome, TestBed};
 use crate::gate_admission::set_exceptions;
 use crate::restarts::{component_pod, is_ready};
-use crate::{NODE, SHARES};
+use crate::{NODE, SHARES_RESOURCE};
 
 /// The pod that opens connections to the agent's port.
 const FLOODING_POD: &str = "hostile";
@@ -22,9 +22,9 @@ const FLOOD_PODS: usize = 60;
 const SELECTOR_TERMS: usize = 1000;
 /// Maximum length of a name that the API server accepts.
 const MAX_NAME_LENGTH: usize = 253;
-const RUN_ONCE: &str = "exec cleave-client --once";
+const RUN_ONCE_SCRIPT: &str = "exec cleave-client --once";
 /// The annotation in which the operator records reservations.
-const ANNOTATION: &str = "cleave.dev/placement";
+const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 
 pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
@@ -36,7 +36,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "a resource with Cleave's prefix that no node serves",
         expected: Expected::NoEffect,
         run: |bed| {
-            bed.tenant.create(&bed.pods_path(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE))?;
+            bed.tenant.create(&bed.pods_path(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE_SCRIPT))?;
             crate::gate::wait_for_event(&bed.scope, "nobody", "NoGpuFits")?;
             let placed = bed.scope.cluster.get(&bed.scope.pod_path("nobody"))?;
             ensure!(placed["spec"]["nodeName"].is_null(), "{placed}");
@@ -46,12 +46,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "a forged placement with paths, where the namespace has the exception",
         expected: Expected::NoEffect,
-        run: |bed| forged_placement(bed, "note-paths", FORGED),
+        run: |bed| create_pod_with_forged_placement(bed, "note-paths", FORGED_PLACEMENT),
     },
     Attempt {
         name: "a placement of two hundred thousand letters, where the namespace has the exception",
         expected: Expected::NoEffect,
-        run: |bed| forged_placement(bed, "note-letters", &"{".repeat(200_000)),
+        run: |bed| create_pod_with_forged_placement(bed, "note-letters", &"{".repeat(200_000)),
     },
     Attempt {
         name: "a pod with a thousand node selector terms",
@@ -78,7 +78,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
 /// Checks that another pod of one share starts and has its limits. `besides` precedes the
 /// description of the outcome.
 fn check_new_pod(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
-    bed.scope.pod(name, &json!({SHARES: 1}), RUN_ONCE)?;
+    bed.scope.create_pod(name, &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT)?;
     check_runs(bed, name, besides)
 }
 
@@ -127,14 +127,14 @@ fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
 
 /// Creates a pod with a forged annotation. The operator releases it with a reservation, which
 /// replaces the forged value.
-fn forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcome> {
-    let mut object = pod(name, &json!({SHARES: 1}), RUN_ONCE);
-    object["metadata"]["annotations"] = json!({ANNOTATION: value});
+fn create_pod_with_forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcome> {
+    let mut object = pod(name, &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT);
+    object["metadata"]["annotations"] = json!({PLACEMENT_ANNOTATION: value});
     set_exceptions(&bed.scope, "annotations")?;
     // The API server applies the label with a short delay.
     wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods_path(), &object).map(|_| true))?;
     let outcome = check_runs(bed, name, "the operator wrote the pod's annotation")?;
-    let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][ANNOTATION]);
+    let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][PLACEMENT_ANNOTATION]);
     ensure!(now != value && now.contains("\"device\":\"GPU-"), "the pod's annotation is {now:.200}");
     set_exceptions(&bed.scope, "")?;
     Ok(outcome)
@@ -148,7 +148,7 @@ fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
         json!({"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": values}]})
     };
     let terms: Vec<Value> = (0..SELECTOR_TERMS).map(term).collect();
-    let mut object = pod("terms", &json!({SHARES: 1}), RUN_ONCE);
+    let mut object = pod("terms", &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT);
     object["spec"]["affinity"] =
         json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}});
     bed.tenant.create(&bed.pods_path(), &object)?;
@@ -159,7 +159,7 @@ fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
 /// the pod, because the name of its log directory would be too long.
 fn create_pod_with_longest_name(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = "x".repeat(MAX_NAME_LENGTH);
-    bed.tenant.create(&bed.pods_path(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
+    bed.tenant.create(&bed.pods_path(), &pod(&name, &json!({SHARES_RESOURCE: 1}), "exec sleep infinity"))?;
     let path = bed.scope.pod_path(&name);
     wait_until("the pod is released and bound", || {
         Ok(text(&bed.scope.cluster.get(&path)?["spec"]["nodeName"]) == NODE)
@@ -174,7 +174,7 @@ fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
     let ns = &bed.scope.namespace;
     let event = json!({
         "apiVersion": "v1", "kind": "Event", "metadata": {"generateName": "flood-"}, "type": "Warning",
-        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": ns, "name": NEIGHBOUR},
+        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": ns, "name": NEIGHBOUR_POD},
         "reason": "EvictedOutsideShare", "message": "it is evicted: ".repeat(60),
         "source": {"component": "cleave-operator"},
     });
@@ -188,7 +188,8 @@ fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
 fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = |index: usize| format!("flood-{index}");
     for index in 0..FLOOD_PODS {
-        bed.tenant.create(&bed.pods_path(), &pod(&name(index), &json!({SHARES: 10}), "exec sleep infinity"))?;
+        bed.tenant
+            .create(&bed.pods_path(), &pod(&name(index), &json!({SHARES_RESOURCE: 10}), "exec sleep infinity"))?;
     }
     let outcome = check_new_pod(bed, "after-pods", "the kubelet rejected no pod")?;
     let flood: BTreeSet<String> = (0..FLOOD_PODS).map(name).collect();

@@ -4,29 +4,29 @@
 use std::fmt::Write as _;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, on_node, output, pod, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, on_node, pod, program_output, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use super::{Attempt, Expected, Outcome, TestBed, parse_json_lines};
 use crate::shares::limits_of_shares;
 use crate::tenants::wait_for_condition_and_event;
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, wait_until_offered};
 
 /// The pod in which most attempts run, and its shares.
-const HOSTILE: &str = "hostile";
+const HOSTILE_POD: &str = "hostile";
 const HOSTILE_SHARES: u32 = 3;
 /// A pod that computes on the same GPU, and its shares.
-pub(super) const NEIGHBOUR: &str = "neighbour";
+pub(super) const NEIGHBOUR_POD: &str = "neighbour";
 const NEIGHBOUR_SHARES: u32 = 2;
 /// A pod that violates the protocol of the door in several connections at once, from its start.
-const LIAR: &str = "liar";
+const LIAR_POD: &str = "liar";
 /// Maximum number of GPU processes of a pod, by the policy.
 const MAX_CLIENTS: usize = 8;
-const SLEEP_FOREVER: &str = "exec sleep infinity";
+const SLEEP_FOREVER_SCRIPT: &str = "exec sleep infinity";
 /// Directory of the door in a container.
 const DOOR_DIRECTORY: &str = "/run/cleave-mps";
 
-/// The violations of [`LIAR`], as `cleave-client --lie` names them.
+/// The violations of [`LIAR_POD`], as `cleave-client --lie` names them.
 const VIOLATIONS: [&str; 18] = [
     "stall=0",
     "stall=4",
@@ -49,12 +49,12 @@ const VIOLATIONS: [&str; 18] = [
 ];
 
 /// The door closes the connection.
-const CLOSED: Expected = Expected::Refused(&["closed"]);
+const REFUSED_AS_CLOSED: Expected = Expected::Refused(&["closed"]);
 /// The kernel refuses the credentials.
-const BY_THE_KERNEL: Expected = Expected::Refused(&["\"outcome\":\"refused\""]);
+const REFUSED_BY_THE_KERNEL: Expected = Expected::Refused(&["\"outcome\":\"refused\""]);
 /// CUDA's error when the compute mode `EXCLUSIVE_PROCESS` refuses a context.
-const NO_CONTEXT: Expected = Expected::Refused(&["CUDA_ERROR_DEVICE_UNAVAILABLE"]);
-const READ_ONLY: Expected = Expected::Refused(&["Read-only file system"]);
+const REFUSED_WITHOUT_CONTEXT: Expected = Expected::Refused(&["CUDA_ERROR_DEVICE_UNAVAILABLE"]);
+const REFUSED_AS_READ_ONLY: Expected = Expected::Refused(&["Read-only file system"]);
 
 /// Creates a policy with ten shares of each GPU, the neighbour, and the pods that attempts run in.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
@@ -63,17 +63,17 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
         "nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps",
         "mps": {"units": 10, "threads": "Strict", "clients": {"max": MAX_CLIENTS}},
     });
-    scope.policy("hostile", &spec)?;
-    wait_until_offered(cluster, SHARES, 10 * GPUS)?;
+    scope.create_policy("hostile", &spec)?;
+    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     let bed = TestBed::new(scope)?;
     let scope = &bed.scope;
     // Create these two first, so that they are on one GPU.
-    scope.pod(HOSTILE, &json!({SHARES: HOSTILE_SHARES}), SLEEP_FOREVER)?;
-    scope.wait_until_running(HOSTILE)?;
-    scope.pod(NEIGHBOUR, &json!({SHARES: NEIGHBOUR_SHARES}), HOLD)?;
-    scope.client_report(NEIGHBOUR)?;
+    scope.create_pod(HOSTILE_POD, &json!({SHARES_RESOURCE: HOSTILE_SHARES}), SLEEP_FOREVER_SCRIPT)?;
+    scope.wait_until_running(HOSTILE_POD)?;
+    scope.create_pod(NEIGHBOUR_POD, &json!({SHARES_RESOURCE: NEIGHBOUR_SHARES}), HOLD_CLIENT_SCRIPT)?;
+    scope.client_report(NEIGHBOUR_POD)?;
     ensure!(
-        gpu_of_pod(&bed, HOSTILE)? == gpu_of_pod(&bed, NEIGHBOUR)?,
+        gpu_of_pod(&bed, HOSTILE_POD)? == gpu_of_pod(&bed, NEIGHBOUR_POD)?,
         "the hostile pod and its neighbour are on two GPUs"
     );
     for (name, data) in [
@@ -92,13 +92,13 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     Ok(bed)
 }
 
-/// The pods other than [`HOSTILE`] and [`NEIGHBOUR`].
+/// The pods other than [`HOSTILE_POD`] and [`NEIGHBOUR_POD`].
 fn other_pods() -> Vec<Value> {
     let lies = format!(
-        "for lie in {}; do cleave-client --lie $lie --hold 30 >/tmp/$lie 2>&1 & done; wait; {SLEEP_FOREVER}",
+        "for lie in {}; do cleave-client --lie $lie --hold 30 >/tmp/$lie 2>&1 & done; wait; {SLEEP_FOREVER_SCRIPT}",
         VIOLATIONS.join(" ")
     );
-    let one = json!({SHARES: 1});
+    let one = json!({SHARES_RESOURCE: 1});
     let with = |name: &str, limits: &Value, script: &str, field: &str, value: Value| {
         let mut pod = pod(name, limits, script);
         pod["spec"]["containers"][0][field] = value;
@@ -109,22 +109,27 @@ fn other_pods() -> Vec<Value> {
     // its connections are closed.
     let user = format!(
         "cleave-client --lie root --hold 10 >/tmp/root 2>&1; \
-         cleave-client --lie flood=200 --hold 60 >/tmp/flood=200 2>&1; {SLEEP_FOREVER}"
+         cleave-client --lie flood=200 --hold 60 >/tmp/flood=200 2>&1; {SLEEP_FOREVER_SCRIPT}"
     );
-    let administrator = format!("cleave-client --lie pid=1 --hold 10 >/tmp/pid=1 2>&1; {SLEEP_FOREVER}");
+    let administrator = format!("cleave-client --lie pid=1 --hold 10 >/tmp/pid=1 2>&1; {SLEEP_FOREVER_SCRIPT}");
     let several = "exec cleave-client --processes 2 --allocate 6000 --hold forever";
     let junk = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
-    let mut over =
-        with("over", &one, SLEEP_FOREVER, "volumeMounts", json!([{"name": "over", "mountPath": DOOR_DIRECTORY}]));
+    let mut over = with(
+        "over",
+        &one,
+        SLEEP_FOREVER_SCRIPT,
+        "volumeMounts",
+        json!([{"name": "over", "mountPath": DOOR_DIRECTORY}]),
+    );
     over["spec"]["volumes"] = json!([{"name": "over", "emptyDir": {}}]);
     vec![
-        pod(LIAR, &one, &lies),
+        pod(LIAR_POD, &one, &lies),
         with("user", &one, &user, "securityContext", json!({"runAsUser": 1000, "runAsGroup": 1000})),
         with("capable", &one, &administrator, "securityContext", json!({"capabilities": {"add": ["SYS_ADMIN"]}})),
-        with("more", &json!({SHARES: 2}), SLEEP_FOREVER, "envFrom", from("more")),
-        with("away", &one, SLEEP_FOREVER, "envFrom", from("away")),
+        with("more", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT, "envFrom", from("more")),
+        with("away", &one, SLEEP_FOREVER_SCRIPT, "envFrom", from("away")),
         over,
-        pod("none", &json!({SHARES: 0}), SLEEP_FOREVER),
+        pod("none", &json!({SHARES_RESOURCE: 0}), SLEEP_FOREVER_SCRIPT),
         pod("junk", &one, junk),
         pod("several", &one, several),
     ]
@@ -137,7 +142,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let values =
                 "for p in 100 1000 abc 0 -1; do CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$p cleave-client --once; done";
-            check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE, values)?, 5)
+            check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE_POD, values)?, 5)
         },
     },
     Attempt {
@@ -146,7 +151,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let values =
                 "for m in 0=1000G 0=99999999M; do CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=$m cleave-client --once; done";
-            check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE, values)?, 2)
+            check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE_POD, values)?, 2)
         },
     },
     Attempt {
@@ -162,7 +167,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "another pipe directory from a ConfigMap as a whole",
-        expected: NO_CONTEXT,
+        expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| {
             let said = run_script(bed, "away", "echo $CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
             ensure!(said.starts_with("/nowhere"), "the container does not have the ConfigMap's value: {said}");
@@ -171,43 +176,47 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "the pipe directory unset in the container",
-        expected: NO_CONTEXT,
+        expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| {
-            let said = run_script(bed, HOSTILE, "unset CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
+            let said = run_script(bed, HOSTILE_POD, "unset CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
             check_no_context(&said, 1)
         },
     },
     Attempt {
         name: "the pipe directory elsewhere",
-        expected: NO_CONTEXT,
+        expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| {
-            let said = run_script(bed, HOSTILE, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
+            let said = run_script(bed, HOSTILE_POD, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
             check_no_context(&said, 1)
         },
     },
     Attempt { name: "a volume over the door's directory", expected: Expected::NoEffect, run: mount_over_door },
-    Attempt { name: "an MPS daemon of its own", expected: NO_CONTEXT, run: own_daemon },
+    Attempt { name: "an MPS daemon of its own", expected: REFUSED_WITHOUT_CONTEXT, run: start_own_daemon },
     Attempt {
         name: "another GPU of the node, through its own door",
         expected: Expected::Refused(&["CUDA_ERROR_NO_DEVICE"]),
-        run: |bed| other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all"),
+        run: |bed| run_on_other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all"),
     },
     Attempt {
         name: "another GPU of the node, around MPS",
-        expected: NO_CONTEXT,
-        run: |bed| other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all CUDA_MPS_PIPE_DIRECTORY=/nowhere"),
+        expected: REFUSED_WITHOUT_CONTEXT,
+        run: |bed| run_on_other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all CUDA_MPS_PIPE_DIRECTORY=/nowhere"),
     },
     Attempt {
         name: "more memory than its shares have",
         expected: Expected::Refused(&["CUDA_ERROR_OUT_OF_MEMORY"]),
         run: |bed| {
-            let said = run_script(bed, HOSTILE, "cleave-client --allocate 30000")?;
+            let said = run_script(bed, HOSTILE_POD, "cleave-client --allocate 30000")?;
             let errors = parse_json_lines(&said).into_iter().filter(|line| !line["error"].is_null());
             let errors: Vec<String> = errors.map(|line| line.to_string()).collect();
             Ok(if errors.is_empty() { Outcome::Succeeded(said) } else { Outcome::Refused(errors) })
         },
     },
-    Attempt { name: "more processes than the policy allows", expected: NO_CONTEXT, run: start_too_many_processes },
+    Attempt {
+        name: "more processes than the policy allows",
+        expected: REFUSED_WITHOUT_CONTEXT,
+        run: start_too_many_processes,
+    },
     Attempt {
         name: "a door without a share",
         expected: Expected::Refused(&["No such file"]),
@@ -215,29 +224,29 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a new file in the door's directory",
-        expected: READ_ONLY,
-        run: |bed| Ok(Outcome::Refused(vec![run_script(bed, HOSTILE, "touch $CUDA_MPS_PIPE_DIRECTORY/mine")?])),
+        expected: REFUSED_AS_READ_ONLY,
+        run: |bed| Ok(Outcome::Refused(vec![run_script(bed, HOSTILE_POD, "touch $CUDA_MPS_PIPE_DIRECTORY/mine")?])),
     },
     Attempt {
         name: "replacement of the door by another socket",
-        expected: READ_ONLY,
+        expected: REFUSED_AS_READ_ONLY,
         run: |bed| {
-            let remove = run_script(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; rm control")?;
+            let remove = run_script(bed, HOSTILE_POD, "cd $CUDA_MPS_PIPE_DIRECTORY; rm control")?;
             Ok(Outcome::Refused(vec![
                 remove,
-                run_script(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; mv control mine")?,
+                run_script(bed, HOSTILE_POD, "cd $CUDA_MPS_PIPE_DIRECTORY; mv control mine")?,
             ]))
         },
     },
     Attempt {
         name: "the door's directory remounted",
-        expected: READ_ONLY,
+        expected: REFUSED_AS_READ_ONLY,
         run: |bed| {
             // All mounts must fail. The last command shows whether the directory is still
             // read-only.
             let mounts = "cd $CUDA_MPS_PIPE_DIRECTORY; { mount -o remount,rw,bind none $PWD; umount -l $PWD; \
                 unshare -m mount -o remount,rw,bind none $PWD; } >/dev/null 2>&1; touch $CUDA_MPS_PIPE_DIRECTORY/mine";
-            Ok(Outcome::Refused(vec![run_script(bed, HOSTILE, mounts)?]))
+            Ok(Outcome::Refused(vec![run_script(bed, HOSTILE_POD, mounts)?]))
         },
     },
     Attempt {
@@ -250,7 +259,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: Expected::Refused(&["No such process"]),
         run: |bed| {
             let Processes { server, neighbour } = read_processes(bed)?;
-            let kill = |pid: u64| run_script(bed, HOSTILE, &format!("kill -9 {pid}"));
+            let kill = |pid: u64| run_script(bed, HOSTILE_POD, &format!("kill -9 {pid}"));
             Ok(Outcome::Refused(vec![kill(server)?, kill(neighbour)?]))
         },
     },
@@ -276,7 +285,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 "set_default_client_priority 0".to_owned(),
             ];
             let refused = send_admin_commands(bed, &set)?;
-            let still = check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE, "cleave-client --once")?, 1)?;
+            let still = check_limits(bed, HOSTILE_SHARES, &run_script(bed, HOSTILE_POD, "cleave-client --once")?, 1)?;
             Ok(if matches!(still, Outcome::NoEffect(_)) { refused } else { still })
         },
     },
@@ -300,69 +309,73 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "an incomplete handshake",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["stall=0", "stall=4", "stall=9"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["stall=0", "stall=4", "stall=9"]),
     },
     Attempt {
         name: "a handshake with invalid words",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["garbage", "kind=3", "short-kind"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["garbage", "kind=3", "short-kind"]),
     },
     Attempt {
         name: "a handshake that is too long",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["huge", "long-command"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["huge", "long-command"]),
     },
     Attempt {
         name: "two introductions on one connection",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["twice"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["twice"]),
     },
     Attempt {
         name: "descriptors with the introduction",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["descriptors"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["descriptors"]),
     },
     Attempt {
         name: "another process's PID in the introduction",
-        expected: BY_THE_KERNEL,
-        run: |bed| wait_for_violations(bed, LIAR, &["pid=1"]),
+        expected: REFUSED_BY_THE_KERNEL,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["pid=1"]),
     },
     Attempt {
         name: "another process's PID, with CAP_SYS_ADMIN",
-        expected: CLOSED,
+        expected: REFUSED_AS_CLOSED,
         run: |bed| wait_for_violations(bed, "capable", &["pid=1"]),
     },
     Attempt {
         name: "root's UID in the introduction of another user",
-        expected: BY_THE_KERNEL,
+        expected: REFUSED_BY_THE_KERNEL,
         run: |bed| wait_for_violations(bed, "user", &["root"]),
     },
     Attempt {
         name: "an administrator's command after a client's introduction",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["administrator-after-client"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["administrator-after-client"]),
     },
     Attempt {
         name: "a reply that the client never reads",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["unread"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["unread"]),
     },
     Attempt {
         name: "silence with the server's socket in hand",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["mute=0", "mute=1", "mute=2"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["mute=0", "mute=1", "mute=2"]),
     },
     Attempt {
         name: "a last word that is missing or wrong",
-        expected: CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR, &["no-last-word", "last-word=7"]),
+        expected: REFUSED_AS_CLOSED,
+        run: |bed| wait_for_violations(bed, LIAR_POD, &["no-last-word", "last-word=7"]),
     },
     Attempt { name: "exit while it has the server's socket", expected: Expected::NoEffect, run: exit_during_handshake },
-    Attempt { name: "a socket to the server that is shut down", expected: Expected::NoEffect, run: shut_down },
+    Attempt {
+        name: "a socket to the server that is shut down",
+        expected: Expected::NoEffect,
+        run: shut_down_during_handshake,
+    },
     Attempt {
         name: "two hundred connections at once, and silence",
-        expected: CLOSED,
+        expected: REFUSED_AS_CLOSED,
         run: |bed| {
             check_neighbour_starts(bed)?;
             wait_for_violations(bed, "user", &["flood=200"])
@@ -381,13 +394,13 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "another pod's door, by a volume with the node's directory",
         expected: Expected::Found("NoShare"),
-        run: anothers_door,
+        run: use_neighbours_door,
     },
 ];
 
 /// Runs a script in a pod's container, and returns its standard output and errors.
 pub(super) fn run_script(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<String> {
-    let output = output("kubectl", &["-n", &bed.scope.namespace, "exec", pod, "--", "sh", "-c", script])?;
+    let output = program_output("kubectl", &["-n", &bed.scope.namespace, "exec", pod, "--", "sh", "-c", script])?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
 }
 
@@ -421,7 +434,7 @@ fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
 
 /// Checks that the neighbour can start another program with its own limits.
 fn check_neighbour_starts(bed: &TestBed<'_>) -> Result<()> {
-    let outcome = check_limits(bed, NEIGHBOUR_SHARES, &run_script(bed, NEIGHBOUR, "cleave-client --once")?, 1)?;
+    let outcome = check_limits(bed, NEIGHBOUR_SHARES, &run_script(bed, NEIGHBOUR_POD, "cleave-client --once")?, 1)?;
     ensure!(matches!(outcome, Outcome::NoEffect(_)), "the neighbour's next program: {outcome:?}");
     Ok(())
 }
@@ -435,8 +448,8 @@ fn gpu_of_pod(bed: &TestBed<'_>, pod: &str) -> Result<String> {
 }
 
 /// Runs a program on each of the node's other GPUs, with this environment.
-fn other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
-    let own = gpu_of_pod(bed, HOSTILE)?;
+fn run_on_other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
+    let own = gpu_of_pod(bed, HOSTILE_POD)?;
     let node = bed.scope.cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().into_iter().flatten().map(|gpu| text(&gpu["uuid"]));
     let others: Vec<String> = gpus.filter(|uuid| *uuid != own).collect();
@@ -445,15 +458,15 @@ fn other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
         script
     });
     ensure!(!others.is_empty(), "there is no other GPU");
-    check_no_context(&run_script(bed, HOSTILE, &script)?, others.len())
+    check_no_context(&run_script(bed, HOSTILE_POD, &script)?, others.len())
 }
 
 /// Starts an MPS daemon in the pod. The simulated client is also the simulated daemon and server,
 /// under other names.
-fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
+fn start_own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = run_script(
         bed,
-        HOSTILE,
+        HOSTILE_POD,
         "mkdir -p /tmp/own /tmp/pipe
         cp /usr/bin/cleave-client /tmp/own/nvidia-cuda-mps-control
         cp /usr/bin/cleave-client /tmp/own/nvidia-cuda-mps-server
@@ -485,16 +498,16 @@ fn start_too_many_processes(bed: &TestBed<'_>) -> Result<Outcome> {
         "cleave-client --processes {MAX_CLIENTS} --hold forever --handle-sigterm >/tmp/many 2>&1 </dev/null & \
          echo $! >/tmp/many.pid"
     );
-    run_script(bed, HOSTILE, &hold)?;
+    run_script(bed, HOSTILE_POD, &hold)?;
     let many = wait_for("the pod has its maximum of processes", WAIT_TIMEOUT, || {
-        let many = run_script(bed, HOSTILE, "cat /tmp/many")?;
+        let many = run_script(bed, HOSTILE_POD, "cat /tmp/many")?;
         Ok((parse_json_lines(&many).len() == MAX_CLIENTS).then_some(many))
     })?;
     check_limits(bed, HOSTILE_SHARES, &many, MAX_CLIENTS)?;
-    let outcome = check_no_context(&run_script(bed, HOSTILE, "cleave-client --once")?, 1);
-    run_script(bed, HOSTILE, "kill $(cat /tmp/many.pid)")?;
+    let outcome = check_no_context(&run_script(bed, HOSTILE_POD, "cleave-client --once")?, 1);
+    run_script(bed, HOSTILE_POD, "kill $(cat /tmp/many.pid)")?;
     wait_until("the pod can start another process", || {
-        let said = run_script(bed, HOSTILE, "cleave-client --once")?;
+        let said = run_script(bed, HOSTILE_POD, "cleave-client --once")?;
         Ok(matches!(check_limits(bed, HOSTILE_SHARES, &said, 1)?, Outcome::NoEffect(_)))
     })?;
     outcome
@@ -512,7 +525,7 @@ fn connect_to_all_sockets(bed: &TestBed<'_>) -> Result<Outcome> {
             let _ = writeln!(script, "cleave-client --admin get_server_list --socket {root}{path}");
         }
     }
-    let said = run_script(bed, HOSTILE, &script)?;
+    let said = run_script(bed, HOSTILE_POD, &script)?;
     if let Some(reached) = parse_json_lines(&said).first() {
         return Ok(Outcome::Succeeded(reached.to_string()));
     }
@@ -522,7 +535,7 @@ fn connect_to_all_sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(Outcome::Refused(refused))
 }
 
-/// PIDs of processes on [`HOSTILE`]'s GPU, as the node sees them.
+/// PIDs of processes on [`HOSTILE_POD`]'s GPU, as the node sees them.
 struct Processes {
     server: u64,
     neighbour: u64,
@@ -535,7 +548,7 @@ fn read_host_status() -> Result<Value> {
 
 /// Reads the PIDs from the status of the MPS host.
 fn read_processes(bed: &TestBed<'_>) -> Result<Processes> {
-    let (device, door) = (gpu_of_pod(bed, NEIGHBOUR)?, neighbour_allocation_id(bed)?);
+    let (device, door) = (gpu_of_pod(bed, NEIGHBOUR_POD)?, neighbour_allocation_id(bed)?);
     let daemon = read_host_status()?["daemons"][&device].clone();
     let clients = daemon["clients"].as_array().cloned().unwrap_or_default();
     let neighbour = clients.iter().find(|client| client["allocation"] == door.as_str());
@@ -547,19 +560,19 @@ fn read_processes(bed: &TestBed<'_>) -> Result<Processes> {
 
 /// ID of the neighbour's allocation: the name of its door's directory on the node.
 fn neighbour_allocation_id(bed: &TestBed<'_>) -> Result<String> {
-    let mounts = run_script(bed, NEIGHBOUR, "cat /proc/self/mountinfo")?;
+    let mounts = run_script(bed, NEIGHBOUR_POD, "cat /proc/self/mountinfo")?;
     let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_DIRECTORY} "))).context("no door")?;
     let root = mount.split(' ').nth(3).and_then(|root| root.rsplit('/').next()).context("no root of the mount")?;
     Ok(root.to_owned())
 }
 
-/// Sends commands of an MPS administrator to the door of [`HOSTILE`].
+/// Sends commands of an MPS administrator to the door of [`HOSTILE_POD`].
 fn send_admin_commands(bed: &TestBed<'_>, commands: &[String]) -> Result<Outcome> {
     let script = commands.iter().fold(String::new(), |mut script, command| {
         let _ = writeln!(script, "cleave-client --admin '{command}'");
         script
     });
-    let said = run_script(bed, HOSTILE, &script)?;
+    let said = run_script(bed, HOSTILE_POD, &script)?;
     let replies = parse_json_lines(&said);
     ensure!(replies.len() == commands.len(), "{commands:?}: {said}");
     match replies.iter().find(|reply| !reply["reply"].is_null()) {
@@ -592,7 +605,7 @@ fn exit_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
 }
 
 /// Runs clients that shut down the socket to the server.
-fn shut_down(bed: &TestBed<'_>) -> Result<Outcome> {
+fn shut_down_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
     on_the_same_server(bed, (0..6).map(|step| format!("shutdown={step}")))
 }
 
@@ -601,7 +614,7 @@ fn shut_down(bed: &TestBed<'_>) -> Result<Outcome> {
 fn on_the_same_server(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
     let server = read_processes(bed)?.server;
     for lie in lies {
-        run_script(bed, LIAR, &format!("cleave-client --lie {lie}"))?;
+        run_script(bed, LIAR_POD, &format!("cleave-client --lie {lie}"))?;
         check_neighbour_starts(bed)?;
     }
     let now = read_processes(bed)?.server;
@@ -617,7 +630,7 @@ fn wait_for_finding(bed: &TestBed<'_>, pod: &str, kind: &'static str) -> Result<
 
 /// Mounts the node's directory of doors and uses the neighbour's door. A pod that can mount this
 /// directory is root on the node, but the agent still reports the pod's use of the GPU.
-fn anothers_door(bed: &TestBed<'_>) -> Result<Outcome> {
+fn use_neighbours_door(bed: &TestBed<'_>) -> Result<Outcome> {
     let script =
         format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", neighbour_allocation_id(bed)?);
     let mut thief = pod("thief", &json!({}), &script);

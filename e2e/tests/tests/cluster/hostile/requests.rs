@@ -1,30 +1,31 @@
 //! Lists attempts by requests to the API server, by the owner of a namespace and with an agent's
 //! token.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, GPUNODES, POLICIES, SYSTEM, Scope, WAIT_TIMEOUT, pod, text, wait_for};
+use cleave_e2e::{Cluster, GPU_NODES_PATH, POLICIES_PATH, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, pod, text, wait_for};
 use serde_json::{Value, json};
 
 use super::{Attempt, Expected, Outcome, TestBed, create_owner, refusals};
-use crate::admission::{all_gpus, extra_container, pod_with, with_env};
-use crate::gate_admission::{GATE, OTHER, REGISTRATIONS};
-use crate::{NODE, SHARES};
+use crate::admission::{env_for_all_gpus, extra_container, pod_with, pod_with_env};
+use crate::gate_admission::{GATE_NAME, OTHER_GATE_NAME, REGISTRATIONS_PATH};
+use crate::{NODE, SHARES_RESOURCE};
 
 /// Another node that has an agent.
 const OTHER_NODE: &str = "node2";
 /// The annotation in which the operator records reservations, and a forged value.
-const ANNOTATION: &str = "cleave.dev/placement";
-pub(super) const FORGED: &str = concat!(
+const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
+pub(super) const FORGED_PLACEMENT: &str = concat!(
     r#"{"until":99999999999,"nodes":{"../../node2":[],"#,
     r#""node1":[{"resource":"nvidia.com/gpu-mps","units":9,"device":"../../etc/passwd"}]}}"#
 );
-const AGENT: &str = "cleave-agent";
-const OPERATOR: &str = "cleave-operator";
+const AGENT_ACCOUNT: &str = "cleave-agent";
+const OPERATOR_ACCOUNT: &str = "cleave-operator";
 
 /// Refusal of a write to the annotation.
 const ANNOTATION_REFUSED: Expected =
     Expected::Refused(&["(cleave.dev/placement)", "only the Cleave operator may write annotations"]);
 /// Refusal to remove the gate.
-const GATE_REFUSED: Expected = Expected::Refused(&["only the Cleave operator may remove the scheduling gate", GATE]);
+const GATE_REFUSED: Expected =
+    Expected::Refused(&["only the Cleave operator may remove the scheduling gate", GATE_NAME]);
 /// Refusal by RBAC of a write to `GpuNode`s.
 const GPU_NODES_REFUSED: Expected = Expected::Refused(&["cannot patch resource \"gpunodes"]);
 
@@ -32,8 +33,8 @@ const GPU_NODES_REFUSED: Expected = Expected::Refused(&["cannot patch resource \
 /// pod also has another gate.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let bed = TestBed::new(Scope::new(cluster, "hostile-requests")?)?;
-    let mut waits = pod("waits", &json!({SHARES: 1}), "true");
-    waits["spec"]["schedulingGates"] = json!([{"name": OTHER}, {"name": GATE}]);
+    let mut waits = pod("waits", &json!({SHARES_RESOURCE: 1}), "true");
+    waits["spec"]["schedulingGates"] = json!([{"name": OTHER_GATE_NAME}, {"name": GATE_NAME}]);
     cluster.create(&bed.pods_path(), &waits)?;
     Ok(bed)
 }
@@ -55,21 +56,22 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "NVIDIA_VISIBLE_DEVICES=all in a pod's specification",
         expected: Expected::Refused(&["sets NVIDIA_VISIBLE_DEVICES"]),
-        run: |bed| expect_refusal_of_env(bed, &all_gpus()),
+        run: |bed| expect_refusal_of_env(bed, &env_for_all_gpus()),
     },
     Attempt {
         name: "NVIDIA_VISIBLE_DEVICES=all in an init container",
         expected: Expected::Refused(&["container \"first\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
-            let first = |spec: &mut Value| spec["initContainers"] = json!([extra_container("first", &all_gpus())]);
-            expect_refusal(bed, &pod_with(&json!({SHARES: 1}), first))
+            let first =
+                |spec: &mut Value| spec["initContainers"] = json!([extra_container("first", &env_for_all_gpus())]);
+            expect_refusal(bed, &pod_with(&json!({SHARES_RESOURCE: 1}), first))
         },
     },
     Attempt {
         name: "NVIDIA_VISIBLE_DEVICES=all in an ephemeral container",
         expected: Expected::Refused(&["container \"debug\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
-            let debug = json!({"spec": {"ephemeralContainers": [extra_container("debug", &all_gpus())]}});
+            let debug = json!({"spec": {"ephemeralContainers": [extra_container("debug", &env_for_all_gpus())]}});
             refusals([bed.tenant.patch(&format!("{}/ephemeralcontainers", path_of_waits(bed)), &debug)])
         },
     },
@@ -77,8 +79,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "a forged placement at a pod's creation",
         expected: ANNOTATION_REFUSED,
         run: |bed| {
-            let mut pod = pod("t", &json!({SHARES: 1}), "true");
-            pod["metadata"]["annotations"] = json!({ANNOTATION: FORGED});
+            let mut pod = pod("t", &json!({SHARES_RESOURCE: 1}), "true");
+            pod["metadata"]["annotations"] = json!({PLACEMENT_ANNOTATION: FORGED_PLACEMENT});
             expect_refusal(bed, &pod)
         },
     },
@@ -95,7 +97,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "a forged placement by way of a binding",
         expected: ANNOTATION_REFUSED,
-        run: |bed| bind_waits(bed, &json!({ANNOTATION: FORGED})),
+        run: |bed| bind_waits(bed, &json!({PLACEMENT_ANNOTATION: FORGED_PLACEMENT})),
     },
     Attempt {
         name: "a binding of a pod that waits at the gate",
@@ -106,8 +108,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "a path in an annotation's name",
         expected: Expected::Refused(&["metadata.annotations: Invalid value"]),
         run: |bed| {
-            let mut pod = pod("t", &json!({SHARES: 1}), "true");
-            pod["metadata"]["annotations"] = json!({"../../etc.cleave.dev/placement": FORGED});
+            let mut pod = pod("t", &json!({SHARES_RESOURCE: 1}), "true");
+            pod["metadata"]["annotations"] = json!({"../../etc.cleave.dev/placement": FORGED_PLACEMENT});
             expect_refusal(bed, &pod)
         },
     },
@@ -120,7 +122,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "removal of the gate by a service account with the operator's name in another namespace",
         expected: GATE_REFUSED,
         run: |bed| {
-            let token = create_owner(&bed.scope, OPERATOR)?;
+            let token = create_owner(&bed.scope, OPERATOR_ACCOUNT)?;
             refusals([remove_gate(&Cluster::by_token(&token, None)?, bed)])
         },
     },
@@ -128,7 +130,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "removal of the gate by impersonation of the operator",
         expected: Expected::Refused(&["cannot impersonate"]),
         run: |bed| {
-            let operator = format!("system:serviceaccount:{SYSTEM}:{OPERATOR}");
+            let operator = format!("system:serviceaccount:{SYSTEM_NAMESPACE}:{OPERATOR_ACCOUNT}");
             refusals([remove_gate(&Cluster::by_token(&bed.token, Some(&operator))?, bed)])
         },
     },
@@ -150,7 +152,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "paths as a pod's name",
         expected: Expected::Refused(&["metadata.name: Invalid value"]),
         run: |bed| {
-            let named = |name: &str| dry_run(bed, &pod(name, &json!({SHARES: 1}), "true"));
+            let named = |name: &str| create_in_dry_run(bed, &pod(name, &json!({SHARES_RESOURCE: 1}), "true"));
             refusals(["..", "../../cleave-system/x", "/run/cleave", "x\u{0}"].map(named))
         },
     },
@@ -159,25 +161,31 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: Expected::Refused(&["one GPU has at most 48"]),
         run: |bed| {
             refusals(
-                ["49", "1k", "9223372036854775807"].map(|count| dry_run(bed, &pod_requesting(&json!({SHARES: count})))),
+                ["49", "1k", "9223372036854775807"]
+                    .map(|count| create_in_dry_run(bed, &pod_requesting(&json!({SHARES_RESOURCE: count})))),
             )
         },
     },
     Attempt {
         name: "a negative number of shares",
         expected: Expected::Refused(&["must be greater than or equal to 0"]),
-        run: |bed| expect_refusal(bed, &pod_requesting(&json!({SHARES: "-1"}))),
+        run: |bed| expect_refusal(bed, &pod_requesting(&json!({SHARES_RESOURCE: "-1"}))),
     },
     Attempt {
         name: "half a share",
         expected: Expected::Refused(&["must be an integer"]),
-        run: |bed| refusals(["0.5", "500m"].map(|count| dry_run(bed, &pod_requesting(&json!({SHARES: count}))))),
+        run: |bed| {
+            refusals(
+                ["0.5", "500m"].map(|count| create_in_dry_run(bed, &pod_requesting(&json!({SHARES_RESOURCE: count})))),
+            )
+        },
     },
     Attempt {
         name: "shares in the requests, and none in the limits",
         expected: Expected::Refused(&["Limit must be set for non overcommitable resources"]),
         run: |bed| {
-            let requests = |spec: &mut Value| spec["containers"][0]["resources"] = json!({"requests": {SHARES: "1"}});
+            let requests =
+                |spec: &mut Value| spec["containers"][0]["resources"] = json!({"requests": {SHARES_RESOURCE: "1"}});
             expect_refusal(bed, &pod_with(&json!({}), requests))
         },
     },
@@ -187,7 +195,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| {
             let mut containers = bed.scope.cluster.get(&path_of_waits(bed))?["spec"]["containers"].clone();
             for kind in ["limits", "requests"] {
-                containers[0]["resources"][kind][SHARES] = json!("5");
+                containers[0]["resources"][kind][SHARES_RESOURCE] = json!("5");
             }
             let change = json!({"spec": {"containers": containers}});
             refusals([bed.tenant.patch(&format!("{}/resize", path_of_waits(bed)), &change)])
@@ -196,7 +204,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "a volume with Cleave's directory of the node, where the namespace is held to the standard `baseline`",
         expected: Expected::Refused(&["violates PodSecurity", "hostPath volumes"]),
-        run: host_path,
+        run: mount_host_path,
     },
     Attempt {
         name: "an exception for the owner's own namespace",
@@ -211,7 +219,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: Expected::Refused(&["cannot delete resource \"validatingadmissionpolicybindings\""]),
         run: |bed| {
             refusals(["cleave-pods", "cleave-annotations", "cleave-gate"].map(|name| {
-                let path = format!("{REGISTRATIONS}/validatingadmissionpolicybindings/{name}");
+                let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicybindings/{name}");
                 bed.tenant.delete(&path, None).map(|()| Value::Null)
             }))
         },
@@ -224,14 +232,14 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 "apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": "mine"},
                 "spec": {"mode": "Whole"},
             });
-            refusals([bed.tenant.create(POLICIES, &policy)])
+            refusals([bed.tenant.create(POLICIES_PATH, &policy)])
         },
     },
     Attempt {
         name: "a GpuNode's spec and status by the owner of a namespace",
         expected: GPU_NODES_REFUSED,
         run: |bed| {
-            let path = format!("{GPUNODES}/{NODE}");
+            let path = format!("{GPU_NODES_PATH}/{NODE}");
             refusals([
                 bed.tenant.patch(&path, &json!({"spec": {"gpus": []}})),
                 bed.tenant.patch(&format!("{path}/status"), &patch_without_gpus()),
@@ -241,43 +249,45 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "a token of the agent's account for the owner of a namespace",
         expected: Expected::Refused(&["cannot create resource \"serviceaccounts/token\""]),
-        run: |bed| refusals([bed.tenant.token(SYSTEM, AGENT, None).map(Value::from)]),
+        run: |bed| refusals([bed.tenant.token(SYSTEM_NAMESPACE, AGENT_ACCOUNT, None).map(Value::from)]),
     },
     Attempt {
         name: "the status of another node's GpuNode by an agent's token",
         expected: Expected::Refused(&["the Cleave agent of node node2 may write only GpuNode node2, not node1"]),
         run: |bed| {
-            refusals(
-                [agent_client(bed, OTHER_NODE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &patch_without_gpus())],
-            )
+            refusals([
+                agent_client(bed, OTHER_NODE)?.patch(&format!("{GPU_NODES_PATH}/{NODE}/status"), &patch_without_gpus())
+            ])
         },
     },
     Attempt {
         name: "labels, owners and finalizers of another node's GpuNode by an agent's token",
         expected: Expected::Refused(&["\"node1\" is forbidden"]),
         run: |bed| {
-            let (agent, path) = (agent_client(bed, OTHER_NODE)?, format!("{GPUNODES}/{NODE}"));
+            let (agent, path) = (agent_client(bed, OTHER_NODE)?, format!("{GPU_NODES_PATH}/{NODE}"));
             refusals([agent.patch(&path, &metadata_patch()), agent.patch(&format!("{path}/status"), &metadata_patch())])
         },
     },
     Attempt {
         name: "the spec, labels, owners and finalizers of its own GpuNode by way of the status, by an agent's token",
         expected: Expected::NoEffect,
-        run: own_metadata,
+        run: change_own_metadata,
     },
     Attempt {
         name: "its own GpuNode's spec by an agent's token",
         expected: GPU_NODES_REFUSED,
         run: |bed| {
-            refusals([agent_client(bed, NODE)?.patch(&format!("{GPUNODES}/{NODE}"), &json!({"spec": {"gpus": []}}))])
+            refusals([
+                agent_client(bed, NODE)?.patch(&format!("{GPU_NODES_PATH}/{NODE}"), &json!({"spec": {"gpus": []}}))
+            ])
         },
     },
     Attempt {
         name: "a GpuNode's status by an agent's token that is bound to no pod",
         expected: Expected::Refused(&["bound to no node"]),
         run: |bed| {
-            let token = bed.scope.cluster.token(SYSTEM, AGENT, None)?;
-            let path = format!("{GPUNODES}/{NODE}/status");
+            let token = bed.scope.cluster.token(SYSTEM_NAMESPACE, AGENT_ACCOUNT, None)?;
+            let path = format!("{GPU_NODES_PATH}/{NODE}/status");
             refusals([Cluster::by_token(&token, None)?.patch(&path, &patch_without_gpus())])
         },
     },
@@ -290,8 +300,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": "mine"},
                 "spec": {"planId": "x", "gpus": []},
             });
-            let deleted = agent.delete(&format!("{GPUNODES}/{OTHER_NODE}"), None).map(|()| Value::Null);
-            refusals([agent.create(GPUNODES, &made), deleted])
+            let deleted = agent.delete(&format!("{GPU_NODES_PATH}/{OTHER_NODE}"), None).map(|()| Value::Null);
+            refusals([agent.create(GPU_NODES_PATH, &made), deleted])
         },
     },
     Attempt {
@@ -315,13 +325,13 @@ fn path_of_waits(bed: &TestBed<'_>) -> String {
 }
 
 /// Creates a pod as the tenant, in a dry run.
-fn dry_run(bed: &TestBed<'_>, pod: &Value) -> Result<Value> {
+fn create_in_dry_run(bed: &TestBed<'_>, pod: &Value) -> Result<Value> {
     bed.tenant.create(&format!("{}?dryRun=All", bed.pods_path()), pod)
 }
 
 /// Expects that a pod is refused.
 fn expect_refusal(bed: &TestBed<'_>, pod: &Value) -> Result<Outcome> {
-    refusals([dry_run(bed, pod)])
+    refusals([create_in_dry_run(bed, pod)])
 }
 
 /// A pod with one container that has these limits.
@@ -331,17 +341,17 @@ fn pod_requesting(limits: &Value) -> Value {
 
 /// Expects that a pod with shares and this environment variable is refused.
 fn expect_refusal_of_env(bed: &TestBed<'_>, env: &Value) -> Result<Outcome> {
-    expect_refusal(bed, &with_env(&json!({SHARES: 1}), env))
+    expect_refusal(bed, &pod_with_env(&json!({SHARES_RESOURCE: 1}), env))
 }
 
 /// A pod with shares that names its node.
 fn pod_with_node_name() -> Value {
-    pod_with(&json!({SHARES: 1}), |spec| spec["nodeName"] = json!(NODE))
+    pod_with(&json!({SHARES_RESOURCE: 1}), |spec| spec["nodeName"] = json!(NODE))
 }
 
 /// A patch with the forged annotation.
 fn forged_annotation_patch() -> Value {
-    json!({"metadata": {"annotations": {ANNOTATION: FORGED}}})
+    json!({"metadata": {"annotations": {PLACEMENT_ANNOTATION: FORGED_PLACEMENT}}})
 }
 
 /// A patch of a status without GPUs.
@@ -356,17 +366,17 @@ fn metadata_patch() -> Value {
 
 /// Removes the placement gate from the pod `waits`, and keeps the other gate.
 fn remove_gate(client: &Cluster, bed: &TestBed<'_>) -> Result<Value> {
-    client.patch(&path_of_waits(bed), &json!({"spec": {"schedulingGates": [{"name": OTHER}]}}))
+    client.patch(&path_of_waits(bed), &json!({"spec": {"schedulingGates": [{"name": OTHER_GATE_NAME}]}}))
 }
 
 /// A client with the token of the agent's pod on a node.
 fn agent_client(bed: &TestBed<'_>, node: &str) -> Result<Cluster> {
     let cluster = bed.scope.cluster;
-    let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=agent");
+    let path = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector=app.kubernetes.io/component=agent");
     let pods = cluster.list(&path)?;
     let is_agent = |pod: &&Value| pod["spec"]["nodeName"] == node && pod["metadata"]["deletionTimestamp"].is_null();
     let pod = pods.iter().find(is_agent).with_context(|| format!("no agent on {node}"))?;
-    Cluster::by_token(&cluster.token(SYSTEM, AGENT, Some(pod))?, None)
+    Cluster::by_token(&cluster.token(SYSTEM_NAMESPACE, AGENT_ACCOUNT, Some(pod))?, None)
 }
 
 /// Binds the pod `waits` with these annotations. The API server copies annotations of a binding to
@@ -381,17 +391,20 @@ fn bind_waits(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
         bed.tenant.create(&format!("/api/v1/namespaces/{}/bindings", bed.scope.namespace), &binding),
     ])?;
     let pod = bed.scope.cluster.get(&path_of_waits(bed))?;
-    ensure!(pod["spec"]["nodeName"].is_null() && pod["metadata"]["annotations"][ANNOTATION].is_null(), "{pod}");
+    ensure!(
+        pod["spec"]["nodeName"].is_null() && pod["metadata"]["annotations"][PLACEMENT_ANNOTATION].is_null(),
+        "{pod}"
+    );
     Ok(outcome)
 }
 
 /// Changes fields other than the status through the status subresource, with an agent's token.
-fn own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
+fn change_own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
     let cluster = bed.scope.cluster;
     let before = cluster.gpunode(NODE)?["metadata"].clone();
     let mut change = metadata_patch();
     change["spec"] = json!({"planId": "hostile"});
-    agent_client(bed, NODE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &change)?;
+    agent_client(bed, NODE)?.patch(&format!("{GPU_NODES_PATH}/{NODE}/status"), &change)?;
     let after = cluster.gpunode(NODE)?;
     for field in ["labels", "finalizers", "ownerReferences"] {
         let (before, after) = (&before[field], &after["metadata"][field]);
@@ -407,7 +420,7 @@ fn own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
 
 /// Requests a directory of the node as a volume, in a namespace that enforces the Pod Security
 /// Standard `baseline`.
-fn host_path(bed: &TestBed<'_>) -> Result<Outcome> {
+fn mount_host_path(bed: &TestBed<'_>) -> Result<Outcome> {
     let namespace = format!("/api/v1/namespaces/{}", bed.scope.namespace);
     let label = json!({"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}});
     bed.scope.cluster.patch(&namespace, &label)?;

@@ -10,7 +10,7 @@ use crate::placement::gatekeeper::Gatekeeper;
 const ZONE: &str = "topology.kubernetes.io/zone";
 
 /// Creates a cluster of these nodes, each with its zone.
-fn zones(nodes: &[(&str, &str)]) -> TestCluster {
+fn nodes_in_zones(nodes: &[(&str, &str)]) -> TestCluster {
     let mut world = TestCluster::default();
     for (name, zone) in nodes {
         world = world.node(name, &[0]);
@@ -38,7 +38,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
         "{message}"
     );
     // The released pods still count after the watch has reported them.
-    actions.releases.iter().for_each(|release| assert!(world.patch(release)));
+    actions.releases.iter().for_each(|release| assert!(world.apply_release(release)));
     assert_eq!(released(&reconcile(&mut keeper, &world, 1)), []);
     assert_eq!(
         released(&reconcile(&mut Gatekeeper::default(), &world, 2)),
@@ -58,7 +58,7 @@ fn replicas_are_spread_over_zones_by_their_constraint() {
     let spread = json!({"topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": ZONE, "whenUnsatisfiable": "DoNotSchedule",
         "labelSelector": {"matchLabels": {"app": "web"}}}]});
     let all = [("a1", "a"), ("a2", "a"), ("b1", "b"), ("c1", "c")];
-    let mut world = zones(&all);
+    let mut world = nodes_in_zones(&all);
     for at in 0..6 {
         world = replica(world, &format!("r{at}"), spread.clone());
     }

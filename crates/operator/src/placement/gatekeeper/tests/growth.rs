@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS, TestCluster, at, reconcile, refuse, released};
+use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, refuse, released};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::growth::{FULL_AFTER, NO_NODE_AFTER};
@@ -15,12 +15,12 @@ fn reports(actions: &Actions) -> Vec<(&str, bool)> {
 }
 
 /// Reconciles once at the start and once later. Returns the second result.
-fn later(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u64) -> Actions {
+fn reconcile_later(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u64) -> Actions {
     reconcile(keeper, world, 0);
     reconcile(keeper, world, seconds)
 }
 
-fn take_back(world: &mut TestCluster, pod: &str) {
+fn restore_gate(world: &mut TestCluster, pod: &str) {
     let gated = json!([{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]);
     world.change(|world| &mut world.pods, pod, |pod| pod["status"]["conditions"] = gated);
 }
@@ -30,15 +30,15 @@ fn with_low_pod(world: TestCluster, shares: u32) -> TestCluster {
     let bound = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
     let mut world = world.pod_with("low", shares, bound).policy(10);
     let ids: Vec<String> = (0..shares).map(|id| format!("n1-GPU-0::{id}")).collect();
-    let allocation = json!({"pod": "team/low", "container": "main", "resource": MPS, "device": "n1-GPU-0", "ids": ids,
+    let allocation = json!({"pod": "team/low", "container": "main", "resource": MPS_RESOURCE, "device": "n1-GPU-0", "ids": ids,
         "clients": 0});
     let allocate = |node: &mut Value| node["status"]["gpus"][0]["allocations"] = json!([allocation]);
     world.change(|world| &mut world.gpu_nodes, "n1", allocate);
     world
 }
 
-const FULL: u64 = FULL_AFTER.as_secs();
-const NO_NODE: u64 = NO_NODE_AFTER.as_secs();
+const FULL_SECONDS: u64 = FULL_AFTER.as_secs();
+const NO_NODE_SECONDS: u64 = NO_NODE_AFTER.as_secs();
 
 #[test]
 fn a_pod_is_reported_while_the_pool_is_full_and_no_longer_when_it_is_released() {
@@ -47,16 +47,16 @@ fn a_pod_is_reported_while_the_pool_is_full_and_no_longer_when_it_is_released() 
     let first = reconcile(&mut keeper, &world, 0);
     assert_eq!((reports(&first), first.reported), (vec![], 0), "pods that end may make room");
     assert!(first.requeue.is_some_and(|requeue| requeue <= FULL_AFTER), "{:?}", first.requeue);
-    let due = reconcile(&mut keeper, &world, FULL);
+    let due = reconcile(&mut keeper, &world, FULL_SECONDS);
     assert_eq!((reports(&due), due.reported), (vec![("team/five", true)], 1));
     let message = due.reports[0].message.as_deref().unwrap();
     assert!(message.contains("no device has 5 nvidia.com/gpu-mps free"), "{message}");
     assert_eq!(due.reports[0].version, world.pods["team/five"]["metadata"]["resourceVersion"]);
-    assert_eq!(reports(&reconcile(&mut keeper, &world, FULL + 1)), [], "the watch lags");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, FULL_SECONDS + 1)), [], "the watch lags");
     refuse(&mut world, "team/five");
-    assert_eq!(reports(&reconcile(&mut keeper, &world, FULL + 60)), [], "nothing has changed");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, FULL_SECONDS + 60)), [], "nothing has changed");
     world = world.node("n2", &[0]);
-    let actions = reconcile(&mut keeper, &world, FULL + 61);
+    let actions = reconcile(&mut keeper, &world, FULL_SECONDS + 61);
     assert_eq!(released(&actions), [("team/five", "reserved")]);
     assert_eq!((actions.releases[0].reported, reports(&actions), actions.reported), (true, vec![], 0));
 }
@@ -74,8 +74,8 @@ fn a_pool_grows_from_zero_if_a_policy_offers_the_request() {
     for (shares, policies, expected) in cases {
         let world = policies.iter().fold(TestCluster::default().pod("a", shares), |world, units| world.policy(*units));
         let mut keeper = Gatekeeper::default();
-        assert_eq!(reports(&later(&mut keeper, &world, FULL)), [], "agents may be starting");
-        let actions = reconcile(&mut keeper, &world, NO_NODE);
+        assert_eq!(reports(&reconcile_later(&mut keeper, &world, FULL_SECONDS)), [], "agents may be starting");
+        let actions = reconcile(&mut keeper, &world, NO_NODE_SECONDS);
         assert_eq!(actions.reports.len(), usize::from(expected), "{shares} shares, policies {policies:?}");
         let much_later = reconcile(&mut keeper, &world, UNSCHEDULABLE_AFTER.as_secs());
         let waits = much_later.releases.is_empty();
@@ -87,7 +87,7 @@ fn a_pool_grows_from_zero_if_a_policy_offers_the_request() {
 fn a_pod_that_is_larger_than_any_known_gpu_lets_no_pool_grow() {
     let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).pod("one", 1).policy(10);
     let mut keeper = Gatekeeper::default();
-    assert_eq!(reports(&later(&mut keeper, &world, 60)), [("team/one", true)]);
+    assert_eq!(reports(&reconcile_later(&mut keeper, &world, 60)), [("team/one", true)]);
     // The last node leaves. A node that is added for the pod would be too small again.
     refuse(&mut world, "team/one");
     (world.nodes, world.gpu_nodes, world.agents) = Default::default();
@@ -128,7 +128,7 @@ fn a_pod_is_reported_once_a_search_shows_that_no_preemption_helps() {
     }
     let mut keeper = Gatekeeper::default();
     assert!(reconcile(&mut keeper, &world, 0).more, "not every pod has its turn at once");
-    for (seconds, expected) in [(FULL, 4), (2 * FULL - 1, 4), (2 * FULL, 6)] {
+    for (seconds, expected) in [(FULL_SECONDS, 4), (2 * FULL_SECONDS - 1, 4), (2 * FULL_SECONDS, 6)] {
         assert_eq!(reconcile(&mut keeper, &world, seconds).reported, expected, "second {seconds}");
     }
     // A changed pod waits for its turn again.
@@ -136,7 +136,7 @@ fn a_pod_is_reported_once_a_search_shows_that_no_preemption_helps() {
         refuse(&mut world, &format!("team/high-{shares}"));
     }
     for seconds in 0..3 {
-        let actions = reconcile(&mut keeper, &world, 2 * FULL + seconds);
+        let actions = reconcile(&mut keeper, &world, 2 * FULL_SECONDS + seconds);
         assert_eq!((reports(&actions), actions.reported), (vec![], 6), "second {seconds}");
     }
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
@@ -147,7 +147,7 @@ fn a_pod_is_reported_once_a_search_shows_that_no_preemption_helps() {
 fn a_pod_is_not_reported_while_the_status_of_a_node_is_missing() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 2).policy(10);
     world.gpu_nodes.clear();
-    let actions = later(&mut Gatekeeper::default(), &world, UNSCHEDULABLE_AFTER.as_secs());
+    let actions = reconcile_later(&mut Gatekeeper::default(), &world, UNSCHEDULABLE_AFTER.as_secs());
     assert_eq!((reports(&actions), released(&actions)), (vec![], vec![]));
 }
 
@@ -178,10 +178,13 @@ fn a_report_is_taken_back_when_another_node_would_not_help() {
     assert_eq!((reports(&actions), actions.reported), (vec![], 1), "a new leader keeps the report of the former one");
     let actions = keeper.reconcile(&world.cluster(), &demand(Reason::Repartitioning), at(1));
     assert_eq!((reports(&actions), actions.reported), (vec![("team/a", false)], 0));
-    take_back(&mut world, "team/a");
+    restore_gate(&mut world, "team/a");
     assert_eq!(reports(&keeper.reconcile(&world.cluster(), &demand(Reason::Repartitioning), at(2))), []);
     assert_eq!(reports(&keeper.reconcile(&world.cluster(), &demand(Reason::NoRoom), at(3))), []);
-    assert_eq!(reports(&keeper.reconcile(&world.cluster(), &demand(Reason::NoRoom), at(3 + FULL))), [("team/a", true)]);
+    assert_eq!(
+        reports(&keeper.reconcile(&world.cluster(), &demand(Reason::NoRoom), at(3 + FULL_SECONDS))),
+        [("team/a", true)]
+    );
 }
 
 #[test]
@@ -190,10 +193,11 @@ fn reports_can_be_switched_off() {
     let mut keeper = Gatekeeper::default().with_reports(false);
     refuse(&mut world, "team/b");
     assert_eq!(reports(&reconcile(&mut keeper, &world, 0)), [("team/b", false)], "earlier reports are taken back");
-    take_back(&mut world, "team/b");
+    restore_gate(&mut world, "team/b");
     assert_eq!(reports(&reconcile(&mut keeper, &world, 60)), []);
     let nothing = TestCluster::default().pod("a", 2).policy(10);
-    let actions = later(&mut Gatekeeper::default().with_reports(false), &nothing, UNSCHEDULABLE_AFTER.as_secs());
+    let actions =
+        reconcile_later(&mut Gatekeeper::default().with_reports(false), &nothing, UNSCHEDULABLE_AFTER.as_secs());
     assert_eq!(released(&actions), [("team/a", "unschedulable")], "the scheduler reports it");
 }
 
@@ -204,14 +208,14 @@ fn reports_are_bounded_and_repeated_after_a_failure() {
         world = world.pod(&format!("pod-{index:04}"), 1);
     }
     let mut keeper = Gatekeeper::default();
-    let mut due = later(&mut keeper, &world, FULL);
+    let mut due = reconcile_later(&mut keeper, &world, FULL_SECONDS);
     assert_eq!((due.reports.len(), due.reported), (64, 1000));
     let failed = due.reports.remove(0);
     keeper.record_failed_report(&failed.uid);
     for report in &due.reports {
         refuse(&mut world, &report.pod);
     }
-    let next = reconcile(&mut keeper, &world, FULL);
+    let next = reconcile(&mut keeper, &world, FULL_SECONDS);
     assert_eq!((next.reports.len(), &next.reports[0].pod), (64, &failed.pod));
 }
 
@@ -220,13 +224,13 @@ fn a_node_whose_free_shares_are_on_several_gpus_is_tainted_for_the_autoscaler() 
     let mut world = TestCluster::default().node("n1", &[6, 6]).node("n2", &[9, 9]).pod("five", 5).policy(10);
     let mut keeper = Gatekeeper::default().with_taints(true);
     assert_eq!(reconcile(&mut keeper, &world, 0).taints, [], "the pod is not reported yet");
-    let actions = reconcile(&mut keeper, &world, FULL);
+    let actions = reconcile(&mut keeper, &world, FULL_SECONDS);
     let nodes: Vec<&str> = actions.taints.iter().map(|change| change.node.as_str()).collect();
     assert_eq!(nodes, ["n1"], "n2 has two free shares in all");
     assert!(actions.taints[0].patch.to_string().contains("PreferNoSchedule"), "{actions:?}");
-    assert_eq!(reconcile(&mut keeper, &world, FULL).taints, [], "the watch lags");
+    assert_eq!(reconcile(&mut keeper, &world, FULL_SECONDS).taints, [], "the watch lags");
     keeper.record_failed_taint("n1");
-    assert_eq!(reconcile(&mut keeper, &world, FULL).taints.len(), 1, "the write failed");
+    assert_eq!(reconcile(&mut keeper, &world, FULL_SECONDS).taints.len(), 1, "the write failed");
     let taint = json!([{"key": "other", "effect": "NoExecute"}, {"key": "cleave.dev/fragmented", "effect": "PreferNoSchedule"}]);
     world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["taints"] = taint);
     world.change(
@@ -236,11 +240,11 @@ fn a_node_whose_free_shares_are_on_several_gpus_is_tainted_for_the_autoscaler() 
             pod["spec"]["tolerations"] = json!([{"operator": "Exists"}]);
         },
     );
-    assert_eq!(reconcile(&mut keeper, &world, FULL + 1).taints, []);
+    assert_eq!(reconcile(&mut keeper, &world, FULL_SECONDS + 1).taints, []);
     world.pods.clear();
-    let actions = reconcile(&mut keeper, &world, FULL + 2);
+    let actions = reconcile(&mut keeper, &world, FULL_SECONDS + 2);
     assert!(actions.taints[0].why.is_none() && actions.taints[0].patch.to_string().contains("/spec/taints/1"));
     let mut disabled = Gatekeeper::default();
     let world = TestCluster::default().node("n1", &[6, 6]).pod("five", 5).policy(10);
-    assert_eq!(later(&mut disabled, &world, FULL).taints, []);
+    assert_eq!(reconcile_later(&mut disabled, &world, FULL_SECONDS).taints, []);
 }

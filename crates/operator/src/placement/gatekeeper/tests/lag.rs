@@ -58,11 +58,11 @@ fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_it() 
     let mut world = world.pod_with("p1", 6, json!({"priority": 10}));
     let released = reconcile(&mut Gatekeeper::default(), &world, 0).releases;
     assert_eq!(released.iter().map(|release| &*release.pod).collect::<Vec<_>>(), ["team/p1"]);
-    assert!(world.patch(&released[0]), "the former leader releases one pod");
+    assert!(world.apply_release(&released[0]), "the former leader releases one pod");
     // What the new leader's own write requires.
     let required = Versions { pods: world.version, ..Versions::default() };
     let second = Gatekeeper::default().reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
-    assert!(world.patch(&second[0]), "6 and 6 of 10 shares are reserved");
+    assert!(world.apply_release(&second[0]), "6 and 6 of 10 shares are reserved");
     assert!(!stored.reach(required), "so the new leader does not act on this watch");
 }
 
@@ -113,7 +113,7 @@ proptest! {
                     prop_assert_eq!(&actions, &thorough.reconcile(&copied, &BTreeMap::new(), at(second as u64)));
                     prop_assert_eq!(keeper.ledger(), thorough.ledger());
                     for (index, release) in actions.releases.iter().enumerate() {
-                        if index >= written || !world.patch(release) {
+                        if index >= written || !world.apply_release(release) {
                             keeper.record_failed_release(&release.pod);
                             thorough.record_failed_release(&release.pod);
                         }
@@ -180,7 +180,7 @@ proptest! {
         for second in 0..4 {
             let actions = reconcile(&mut keeper, &world, second);
             for release in &actions.releases {
-                prop_assert!(world.patch(release));
+                prop_assert!(world.apply_release(release));
                 let placement = reservation(release);
                 let (node, reserved) = placement.nodes.first_key_value().unwrap();
                 world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!(node));

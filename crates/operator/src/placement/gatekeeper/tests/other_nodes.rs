@@ -4,111 +4,111 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS, TestCluster, reconcile, refuse, released, requesting, whole_gpus};
+use super::world::{MPS_RESOURCE, TestCluster, reconcile, refuse, released, requesting, whole_gpus};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::stranded::MISSING_NODE_DELAY;
 
 /// A change of the cluster.
-type Change = fn(&mut TestCluster);
+type ClusterChange = fn(&mut TestCluster);
 
-const GPU: &str = "nvidia.com/gpu";
-const LONG: u64 = 10 * UNSCHEDULABLE_AFTER.as_secs();
+const GPU_RESOURCE: &str = "nvidia.com/gpu";
+const LONG_SECONDS: u64 = 10 * UNSCHEDULABLE_AFTER.as_secs();
 
 /// Adds a node on which another device plugin serves whole GPUs.
-fn other_node(mut world: TestCluster, name: &str, gpus: u32) -> TestCluster {
+fn with_other_node(mut world: TestCluster, name: &str, gpus: u32) -> TestCluster {
     world.version += 1;
     let node = json!({"metadata": {"name": name, "resourceVersion": world.version.to_string(), "labels": {"kubernetes.io/hostname": name}},
-        "status": {"allocatable": {"cpu": "8", "pods": "110", GPU: gpus.to_string()}}});
+        "status": {"allocatable": {"cpu": "8", "pods": "110", GPU_RESOURCE: gpus.to_string()}}});
     world.nodes.insert(name.into(), node);
     world
 }
 
 /// Adds a label to a node.
-fn label(world: &mut TestCluster, node: &str) {
+fn label_node(world: &mut TestCluster, node: &str) {
     world.change(|world| &mut world.nodes, node, |node| node["metadata"]["labels"]["gpu"] = json!("cleave"));
 }
 
 /// A cluster with one whole GPU on Cleave's node n1, and pods at the gate that request one each.
-fn fleet(pods: &[&str]) -> TestCluster {
+fn cluster_with_waiting_pods(pods: &[&str]) -> TestCluster {
     let mut world = whole_gpus(TestCluster::default(), "n1", &[0]);
-    label(&mut world, "n1");
-    pods.iter().fold(world, |world, pod| world.pod_with(pod, 1, requesting(GPU, 1)))
+    label_node(&mut world, "n1");
+    pods.iter().fold(world, |world, pod| world.pod_with(pod, 1, requesting(GPU_RESOURCE, 1)))
 }
 
 /// A gatekeeper whose agents run only on nodes with the label.
-fn keeper() -> Gatekeeper {
+fn gatekeeper_with_agent_labels() -> Gatekeeper {
     let labels = [("gpu", "cleave"), ("kubernetes.io/os", "linux")];
     Gatekeeper::default().with_agent_labels(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
 }
 
 /// Binds a pod to a node, as the scheduler does.
-fn bind(world: &mut TestCluster, pod: &str, node: &str) {
+fn bind_pod(world: &mut TestCluster, pod: &str, node: &str) {
     world.change(|world| &mut world.pods, pod, |pod| pod["spec"]["nodeName"] = json!(node));
 }
 
 #[test]
 fn pods_for_a_resource_that_cleave_does_not_serve_are_released_at_once() {
-    let world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, requesting(GPU, 1));
-    let mut world = other_node(world, "other", 1);
+    let world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, requesting(GPU_RESOURCE, 1));
+    let mut world = with_other_node(world, "other", 1);
     for taken in [false, true] {
-        let actions = reconcile(&mut keeper(), &world, 0);
+        let actions = reconcile(&mut gatekeeper_with_agent_labels(), &world, 0);
         assert_eq!(released(&actions), [("team/a", "not_managed")], "whether or not the node has room");
         let mut patched = world.clone();
-        assert!(patched.patch(&actions.releases[0]));
+        assert!(patched.apply_release(&actions.releases[0]));
         assert_eq!(patched.pods["team/a"]["spec"].get("affinity"), None);
         if !taken {
-            world = world.pod_with("taker", 1, requesting(GPU, 1));
+            world = world.pod_with("taker", 1, requesting(GPU_RESOURCE, 1));
             world.change(|world| &mut world.pods, "team/taker", |pod| pod["spec"]["schedulingGates"] = json!([]));
-            bind(&mut world, "team/taker", "other");
+            bind_pod(&mut world, "team/taker", "other");
         }
     }
 }
 
 #[test]
 fn pods_use_cleaves_nodes_first_and_then_as_many_gpus_as_other_nodes_have_free() {
-    let mut world = other_node(fleet(&["a", "b", "c", "d", "taker"]), "other", 3);
+    let mut world = with_other_node(cluster_with_waiting_pods(&["a", "b", "c", "d", "taker"]), "other", 3);
     world.change(|world| &mut world.pods, "team/taker", |pod| pod["spec"]["schedulingGates"] = json!([]));
-    bind(&mut world, "team/taker", "other");
-    let mut keeper = keeper();
+    bind_pod(&mut world, "team/taker", "other");
+    let mut keeper = gatekeeper_with_agent_labels();
     let actions = reconcile(&mut keeper, &world, 0);
     let expected = [("team/a", "reserved"), ("team/b", "other_plugin"), ("team/c", "other_plugin")];
     assert_eq!(released(&actions), expected);
     assert!(actions.waiting.contains_key("team/d"));
-    assert!(actions.releases.iter().all(|release| world.patch(release)));
+    assert!(actions.releases.iter().all(|release| world.apply_release(release)));
     let spec = &world.pods["team/b"]["spec"];
     let terms =
         &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
     let away = json!([{"matchExpressions": [{"key": "gpu", "operator": "NotIn", "values": ["cleave"]}]}]);
     assert_eq!(*terms, away, "a label, not a list of nodes");
     assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [], "b and c are not bound yet, but count");
-    bind(&mut world, "team/b", "other");
-    bind(&mut world, "team/c", "other");
+    bind_pod(&mut world, "team/b", "other");
+    bind_pod(&mut world, "team/c", "other");
     assert_eq!(released(&reconcile(&mut keeper, &world, 2)), []);
-    assert_eq!(released(&reconcile(&mut keeper, &world, LONG)), [], "d may fit later");
+    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_SECONDS)), [], "d may fit later");
     drop(world.pods.remove("team/b"));
-    assert_eq!(released(&reconcile(&mut keeper, &world, LONG + 1)), [("team/d", "other_plugin")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_SECONDS + 1)), [("team/d", "other_plugin")]);
 }
 
 #[test]
 fn only_other_nodes_that_accept_the_pod_and_have_all_resources_count() {
     let spec = |rest: Value| {
-        let mut spec = requesting(GPU, 1);
+        let mut spec = requesting(GPU_RESOURCE, 1);
         spec.as_object_mut().unwrap().extend(rest.as_object().unwrap().clone());
         spec
     };
-    let mut large = requesting(GPU, 1);
+    let mut large = requesting(GPU_RESOURCE, 1);
     large["containers"][0]["resources"]["requests"] = json!({"cpu": "9"});
-    let unchanged: Change = |_| ();
-    let tainted: Change = |world| {
-        let taints = json!([{"key": GPU, "effect": "NoSchedule"}]);
+    let unchanged: ClusterChange = |_| ();
+    let tainted: ClusterChange = |world| {
+        let taints = json!([{"key": GPU_RESOURCE, "effect": "NoSchedule"}]);
         world.change(|world| &mut world.nodes, "other", |node| node["spec"]["taints"] = taints);
     };
-    let labelled: Change = |world| label(world, "other");
-    let not_ready: Change = |world| {
+    let labelled: ClusterChange = |world| label_node(world, "other");
+    let not_ready: ClusterChange = |world| {
         let taints = json!([{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]);
         world.change(|world| &mut world.nodes, "other", |node| node["spec"]["taints"] = taints);
     };
-    let tolerant = spec(json!({"tolerations": [{"key": GPU, "operator": "Exists"}]}));
+    let tolerant = spec(json!({"tolerations": [{"key": GPU_RESOURCE, "operator": "Exists"}]}));
     let cases = [
         ("a taint", tainted, spec(json!({})), false),
         ("a tolerated taint", tainted, tolerant, true),
@@ -119,25 +119,25 @@ fn only_other_nodes_that_accept_the_pod_and_have_all_resources_count() {
         ("room", unchanged, spec(json!({})), true),
     ];
     for (what, change, pod, fits) in cases {
-        let mut world = other_node(fleet(&["a"]), "other", 2).pod_with("b", 1, pod);
+        let mut world = with_other_node(cluster_with_waiting_pods(&["a"]), "other", 2).pod_with("b", 1, pod);
         change(&mut world);
-        let actions = reconcile(&mut keeper(), &world, 0);
+        let actions = reconcile(&mut gatekeeper_with_agent_labels(), &world, 0);
         let expected: &[_] =
             if fits { &[("team/a", "reserved"), ("team/b", "other_plugin")] } else { &[("team/a", "reserved")] };
         assert_eq!(released(&actions), expected, "{what}");
     }
     // Without a label that tells the nodes apart, the pod could be bound to a full node of Cleave.
-    let mut world = other_node(fleet(&["a", "b"]), "other", 2);
+    let mut world = with_other_node(cluster_with_waiting_pods(&["a", "b"]), "other", 2);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     assert_eq!(released(&actions), [("team/a", "reserved")], "no labels are known");
     world.change(|world| &mut world.nodes, "n1", |node| node["metadata"]["labels"]["gpu"] = json!("old"));
-    let actions = reconcile(&mut keeper(), &world, 0);
+    let actions = reconcile(&mut gatekeeper_with_agent_labels(), &world, 0);
     assert_eq!(released(&actions), [("team/a", "reserved")], "a node of Cleave lacks the label");
 }
 
 #[test]
 fn a_pod_that_other_nodes_refuse_is_recreated_when_cleaves_nodes_have_room() {
-    let mut world = other_node(fleet(&["a", "b"]), "other", 1);
+    let mut world = with_other_node(cluster_with_waiting_pods(&["a", "b"]), "other", 1);
     world.change(
         |world| &mut world.pods,
         "team/b",
@@ -147,27 +147,27 @@ fn a_pod_that_other_nodes_refuse_is_recreated_when_cleaves_nodes_have_room() {
             pod["metadata"]["ownerReferences"] = json!([owner]);
         },
     );
-    let mut keeper = keeper();
+    let mut keeper = gatekeeper_with_agent_labels();
     let actions = reconcile(&mut keeper, &world, 0);
-    assert!(actions.releases.iter().all(|release| world.patch(release)));
+    assert!(actions.releases.iter().all(|release| world.apply_release(release)));
     let recreated = |keeper: &mut Gatekeeper, world: &TestCluster, second| {
         let rescue = reconcile(keeper, world, second).rescue;
         rescue.recreate.into_iter().map(|one| one.pod).collect::<Vec<_>>()
     };
     refuse(&mut world, "team/b");
     assert_eq!(recreated(&mut keeper, &world, 1), [""; 0]);
-    assert_eq!(recreated(&mut keeper, &world, LONG), [""; 0], "Cleave's node is full too");
+    assert_eq!(recreated(&mut keeper, &world, LONG_SECONDS), [""; 0], "Cleave's node is full too");
     // The reservation of a is dropped with the pod.
     drop(world.pods.remove("team/a"));
-    for second in [LONG + 10, LONG + 20] {
+    for second in [LONG_SECONDS + 10, LONG_SECONDS + 20] {
         assert_eq!(recreated(&mut keeper, &world, second), [""; 0]);
     }
-    assert_eq!(recreated(&mut keeper, &world, LONG + 20 + MISSING_NODE_DELAY.as_secs()), ["team/b"]);
+    assert_eq!(recreated(&mut keeper, &world, LONG_SECONDS + 20 + MISSING_NODE_DELAY.as_secs()), ["team/b"]);
 }
 
 #[test]
 fn nothing_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
-    let cases: [(&str, Change); 3] = [
+    let cases: [(&str, ClusterChange); 3] = [
         ("the GpuNode is deleted", |world| drop(world.gpu_nodes.remove("n1"))),
         ("the GpuNode and the agent are deleted", |world| {
             drop(world.gpu_nodes.remove("n1"));
@@ -183,13 +183,13 @@ fn nothing_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
     ];
     for (what, change) in cases {
         // Whole GPUs, and shares with a full GPU.
-        let whole = whole_gpus(TestCluster::default(), "n1", &[1]).pod_with("a", 1, requesting(GPU, 1));
+        let whole = whole_gpus(TestCluster::default(), "n1", &[1]).pod_with("a", 1, requesting(GPU_RESOURCE, 1));
         for before in [whole, TestCluster::default().node("n1", &[10]).pod("a", 1)] {
-            let mut keeper = keeper();
+            let mut keeper = gatekeeper_with_agent_labels();
             assert_eq!(released(&reconcile(&mut keeper, &before, 0)), []);
             let mut world = before.clone();
             change(&mut world);
-            for second in [1, LONG, 2 * LONG] {
+            for second in [1, LONG_SECONDS, 2 * LONG_SECONDS] {
                 let actions = reconcile(&mut keeper, &world, second);
                 assert_eq!(released(&actions), [], "{what}");
                 assert!(actions.waiting["team/a"].message.contains("its GpuNode"), "{what}: {actions:?}");
@@ -200,19 +200,19 @@ fn nothing_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
     }
     // When the kubelet no longer reports the resource, the pod is judged as usual.
     let mut world = TestCluster::default().node("n1", &[10]).pod("a", 1);
-    let mut keeper = keeper();
+    let mut keeper = gatekeeper_with_agent_labels();
     reconcile(&mut keeper, &world, 0);
     cases[1].1(&mut world);
     reconcile(&mut keeper, &world, 1);
-    world.change(|world| &mut world.nodes, "n1", |node| node["status"]["allocatable"][MPS] = json!("0"));
+    world.change(|world| &mut world.nodes, "n1", |node| node["status"]["allocatable"][MPS_RESOURCE] = json!("0"));
     reconcile(&mut keeper, &world, 2);
-    assert_eq!(released(&reconcile(&mut keeper, &world, LONG)), [("team/a", "unschedulable")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_SECONDS)), [("team/a", "unschedulable")]);
 }
 
 #[test]
 fn other_nodes_do_not_hide_that_a_gpu_node_is_missing() {
-    let mut world = other_node(fleet(&["a", "b"]), "other", 1);
-    let mut keeper = keeper();
+    let mut world = with_other_node(cluster_with_waiting_pods(&["a", "b"]), "other", 1);
+    let mut keeper = gatekeeper_with_agent_labels();
     world.gpu_nodes = BTreeMap::new();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(released(&actions), [("team/a", "other_plugin")], "as many as the other node has GPUs");

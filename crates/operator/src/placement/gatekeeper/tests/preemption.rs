@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::world::{ActualAllocations, MPS, TestCluster, at, reconcile, released};
+use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reconcile, released};
 use crate::evict::Evicted;
 use crate::placement::actions::Actions;
 use crate::placement::cluster::Cluster;
@@ -145,15 +145,15 @@ fn with_budget(mut world: TestCluster, name: &str, app: Option<&str>, allowed: u
     world
 }
 
-fn label(world: &mut TestCluster, pod: &str, app: &str) {
+fn label_pod(world: &mut TestCluster, pod: &str, app: &str) {
     world.change(|world| &mut world.pods, pod, |pod| pod["metadata"]["labels"] = json!({"app": app}));
 }
 
 #[test]
 fn no_eviction_is_requested_that_a_disruption_budget_does_not_allow() {
     let (mut world, _) = high_behind_two();
-    label(&mut world, "team/first", "a");
-    label(&mut world, "team/second", "b");
+    label_pod(&mut world, "team/first", "a");
+    label_pod(&mut world, "team/second", "b");
     let found = |world: TestCluster| {
         let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
         victims(&actions).into_iter().map(str::to_owned).collect::<Vec<_>>()
@@ -188,7 +188,7 @@ fn two_preemptors_do_not_exceed_one_budget() {
 
 /// A node with 8 CPUs and a GPU with room, and a pod of low priority with these CPUs.
 fn busy_node(cpus: &str) -> (TestCluster, ActualAllocations) {
-    let containers = json!([{"resources": {"requests": {"cpu": cpus}, "limits": {MPS: "2"}}}]);
+    let containers = json!([{"resources": {"requests": {"cpu": cpus}, "limits": {MPS_RESOURCE: "2"}}}]);
     let spec = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0, "containers": containers});
     let mut world = TestCluster::default().node("n1", &[0]).pod_with("low", 2, spec);
     let mut reality = ActualAllocations::default();
@@ -197,14 +197,14 @@ fn busy_node(cpus: &str) -> (TestCluster, ActualAllocations) {
     (world, reality)
 }
 
-fn asks_cpus(priority: i32, cpus: &str) -> Value {
-    json!({"priority": priority, "containers": [{"resources": {"requests": {"cpu": cpus}, "limits": {MPS: "2"}}}]})
+fn spec_requesting_cpus(priority: i32, cpus: &str) -> Value {
+    json!({"priority": priority, "containers": [{"resources": {"requests": {"cpu": cpus}, "limits": {MPS_RESOURCE: "2"}}}]})
 }
 
 #[test]
 fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     let (world, mut reality) = busy_node("6");
-    let mut world = world.pod_with("high", 2, asks_cpus(1000, "4"));
+    let mut world = world.pod_with("high", 2, spec_requesting_cpus(1000, "4"));
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((victims(&actions), released(&actions)), (vec!["team/low"], vec![]));
@@ -218,7 +218,7 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     reality.given.remove("team/low");
     reality.report_on(&mut world, 1);
     // The newcomer would fit beside the shares of the preemptor, but not beside its CPUs.
-    let world = world.pod_with("newcomer", 2, asks_cpus(1000, "5"));
+    let world = world.pod_with("newcomer", 2, spec_requesting_cpus(1000, "5"));
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");
 }
@@ -227,7 +227,8 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
 fn a_pod_of_lower_priority_does_not_use_cpu_that_is_nominated() {
     let (world, _) = busy_node("6");
     // Two of eight CPUs are free.
-    let world = world.pod_with("high", 2, asks_cpus(1000, "4")).pod_with("small", 2, asks_cpus(1, "2"));
+    let world =
+        world.pod_with("high", 2, spec_requesting_cpus(1000, "4")).pod_with("small", 2, spec_requesting_cpus(1, "2"));
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     assert_eq!((victims(&actions), released(&actions)), (vec!["team/low"], vec![]));
 }
@@ -235,13 +236,13 @@ fn a_pod_of_lower_priority_does_not_use_cpu_that_is_nominated() {
 #[test]
 fn no_pod_is_evicted_on_a_node_that_is_too_small() {
     let (world, _) = busy_node("6");
-    let actions = reconcile(&mut Gatekeeper::default(), &world.pod_with("high", 2, asks_cpus(1000, "9")), 0);
+    let actions = reconcile(&mut Gatekeeper::default(), &world.pod_with("high", 2, spec_requesting_cpus(1000, "9")), 0);
     assert_eq!((victims(&actions), released(&actions)), (vec![], vec![]));
 }
 
 /// Reconciles until no pod waits for its turn. Returns the evicted pods and the number of
 /// reconciles.
-fn until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec<String>, usize) {
+fn reconcile_until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec<String>, usize) {
     let (cluster, mut evicted) = (world.cluster(), Vec::new());
     for count in 1..100 {
         let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(0));
@@ -258,10 +259,10 @@ fn until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec<String>, 
 
 /// Waiting pods of high priority that no eviction helps, because no node has so many CPUs free.
 /// They differ, so that each needs its own search.
-fn hopeless_waiters(mut world: TestCluster, count: u32) -> TestCluster {
+fn with_hopeless_pods(mut world: TestCluster, count: u32) -> TestCluster {
     for index in 0..count {
         let cpus = format!("{}m", 7500 + index);
-        world = world.pod_with(&format!("hopeless-{index:02}"), 2, asks_cpus(1000, &cpus));
+        world = world.pod_with(&format!("hopeless-{index:02}"), 2, spec_requesting_cpus(1000, &cpus));
     }
     world
 }
@@ -276,8 +277,8 @@ fn partly_fixed_node() -> TestCluster {
 
 #[test]
 fn hopeless_waiters_do_not_block_one_that_can_be_helped() {
-    let world = hopeless_waiters(partly_fixed_node(), 30).pod_with("zz-helped", 2, asks_cpus(9, "3"));
-    let (evicted, reconciles) = until_settled(&mut Gatekeeper::default(), &world);
+    let world = with_hopeless_pods(partly_fixed_node(), 30).pod_with("zz-helped", 2, spec_requesting_cpus(9, "3"));
+    let (evicted, reconciles) = reconcile_until_settled(&mut Gatekeeper::default(), &world);
     assert_eq!(evicted, ["team/low"]);
     assert!((4..12).contains(&reconciles), "work of a reconcile is bounded, and nobody is skipped: {reconciles}");
 }
@@ -286,10 +287,10 @@ fn hopeless_waiters_do_not_block_one_that_can_be_helped() {
 fn replicas_of_a_hopeless_pod_are_searched_for_once() {
     let mut world = partly_fixed_node();
     for index in 0..100 {
-        world = world.pod_with(&format!("hopeless-{index:02}"), 2, asks_cpus(1000, "7"));
+        world = world.pod_with(&format!("hopeless-{index:02}"), 2, spec_requesting_cpus(1000, "7"));
     }
-    let world = world.pod_with("helped", 2, asks_cpus(9, "3"));
-    let (evicted, reconciles) = until_settled(&mut Gatekeeper::default(), &world);
+    let world = world.pod_with("helped", 2, spec_requesting_cpus(9, "3"));
+    let (evicted, reconciles) = reconcile_until_settled(&mut Gatekeeper::default(), &world);
     assert_eq!((evicted, reconciles), (vec!["team/low".to_owned()], 1));
 }
 
@@ -302,10 +303,10 @@ fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
     // Pods of the same priority wait too, and come first by their names.
     let mut world = world;
     for index in 0..20 {
-        world = world.pod_with(&format!("a-{index:02}"), 6, json!({"priority": 9, "containers": [{"resources": {"requests": {"cpu": format!("{}m", 1000 + index)}, "limits": {MPS: "10"}}}]}));
+        world = world.pod_with(&format!("a-{index:02}"), 6, json!({"priority": 9, "containers": [{"resources": {"requests": {"cpu": format!("{}m", 1000 + index)}, "limits": {MPS_RESOURCE: "10"}}}]}));
     }
-    label(&mut world, "team/first", "kept");
-    label(&mut world, "team/second", "kept");
+    label_pod(&mut world, "team/first", "kept");
+    label_pod(&mut world, "team/second", "kept");
     let mut world = with_budget(world, "x", Some("kept"), 0);
     let deleted = json!("2026-01-01T00:00:00Z");
     world.change(|world| &mut world.pods, &victim.pod, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
@@ -323,7 +324,7 @@ fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
 
 #[test]
 fn a_search_without_result_is_repeated_only_after_a_change() {
-    let world = hopeless_waiters(partly_fixed_node(), 1);
+    let world = with_hopeless_pods(partly_fixed_node(), 1);
     let mut keeper = Gatekeeper::default();
     let mut cluster = world.cluster();
     let mut searches =

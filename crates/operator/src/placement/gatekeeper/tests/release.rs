@@ -6,7 +6,7 @@ use cleave_api::placement::ReservedUnits;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::json;
 
-use super::world::{MPS, TestCluster, at, reconcile, released};
+use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, released};
 use crate::placement::actions::{Actions, ReleaseReason};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::queue::{FIRST_BACKOFF, MAX_REFUSALS};
@@ -17,13 +17,13 @@ fn a_pod_that_fits_is_released_to_its_node_with_its_reservation_as_annotation() 
     let mut world = TestCluster::default().node("n1", &[8, 5, 0]).pod("a", 3);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     assert_eq!(released(&actions), [("team/a", "reserved")]);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     let pod = &world.pods["team/a"];
     assert_eq!(pod["spec"].get("schedulingGates"), None);
     let terms =
         &pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
     assert_eq!(*terms, json!([{"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": ["n1"]}]}]));
-    let expected = ReservedUnits { resource: MPS.into(), units: 3, device: "n1-GPU-1".into() };
+    let expected = ReservedUnits { resource: MPS_RESOURCE.into(), units: 3, device: "n1-GPU-1".into() };
     assert_eq!(
         TestCluster::placement(pod).unwrap().nodes,
         BTreeMap::from([("n1".to_owned(), vec![expected])]),
@@ -80,7 +80,7 @@ fn a_pod_that_fits_on_no_gpu_is_released_after_minutes_to_larger_gpus_on_any_nod
         matches!(&actions.releases[0].reason, ReleaseReason::Unschedulable(why) if why.contains("the largest has 10")),
         "{actions:?}"
     );
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     let spec = &world.pods["team/a"]["spec"];
     let terms =
         &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
@@ -101,7 +101,7 @@ fn a_pod_that_requests_nothing_that_cleave_serves_is_released_unchanged() {
     );
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     assert_eq!(released(&actions), [("team/mig", "not_managed"), ("team/plain", "not_managed")]);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     assert_eq!(world.pods["team/mig"]["spec"].get("affinity"), None);
 }
 
@@ -113,7 +113,7 @@ fn every_term_of_the_pods_own_affinity_is_narrowed() {
         {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": own}}}});
     let mut world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, affinity);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     let spec = &world.pods["team/a"]["spec"];
     let terms =
         &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];

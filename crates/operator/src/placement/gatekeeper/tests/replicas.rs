@@ -5,7 +5,7 @@ use cleave_api::names::REPLICA_PLACEMENT;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::world::{MPS, TestCluster, at, reconcile, released, replica, reservation};
+use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, released, replica, reservation};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::Gatekeeper;
 
@@ -19,17 +19,17 @@ fn gpus_of(actions: &Actions) -> BTreeMap<String, String> {
 }
 
 /// The number of different GPUs of the released pods.
-fn number_of_gpus(actions: &Actions) -> usize {
+fn count_gpus(actions: &Actions) -> usize {
     gpus_of(actions).into_values().collect::<BTreeSet<String>>().len()
 }
 
 /// Two nodes of two GPUs, and replicas of one controller.
-fn web(replicas: usize) -> TestCluster {
+fn cluster_with_replicas(replicas: usize) -> TestCluster {
     let world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
     (0..replicas).fold(world, |world, at| replica(world, &format!("r{at}"), json!({})))
 }
 
-fn annotate(world: &mut TestCluster, value: &str) {
+fn annotate_all_pods(world: &mut TestCluster, value: &str) {
     for name in world.pods.keys().cloned().collect::<Vec<_>>() {
         world.change(
             |world| &mut world.pods,
@@ -51,7 +51,7 @@ fn set_policy(world: &mut TestCluster, placement: &str) {
             |object| {
                 let gpus = object["status"]["gpus"].as_array().unwrap();
                 let partition = json!({"mps": {"multiUser": true, "computeMode": "ExclusiveProcess",
-                    "slices": [{"resource": MPS, "count": 10}]}});
+                    "slices": [{"resource": MPS_RESOURCE, "count": 10}]}});
                 let spec =
                     gpus.iter().map(|gpu| json!({"uuid": gpu["uuid"], "policy": "shares", "partition": partition}));
                 let spec: Vec<Value> = spec.collect();
@@ -63,13 +63,13 @@ fn set_policy(world: &mut TestCluster, placement: &str) {
 
 #[test]
 fn replicas_use_different_gpus_and_nodes_before_they_share_one() {
-    let mut world = web(2);
+    let mut world = cluster_with_replicas(2);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     let nodes: BTreeSet<String> =
         actions.releases.iter().flat_map(|release| reservation(release).nodes.into_keys()).collect();
     assert_eq!(nodes.len(), 2, "two replicas use two nodes");
-    actions.releases.iter().for_each(|release| assert!(world.patch(release)));
+    actions.releases.iter().for_each(|release| assert!(world.apply_release(release)));
     let first: BTreeSet<String> = gpus_of(&actions).into_values().collect();
     for at in 2..6 {
         world = replica(world, &format!("r{at}"), json!({}));
@@ -85,9 +85,9 @@ fn replicas_use_different_gpus_and_nodes_before_they_share_one() {
 
 #[test]
 fn pods_without_a_controller_and_pods_of_other_controllers_share_a_gpu() {
-    let world = web(0).pod("a", 2).pod("b", 2).pod("c", 2);
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
-    let mut world = web(3);
+    let world = cluster_with_replicas(0).pod("a", 2).pod("b", 2).pod("c", 2);
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
+    let mut world = cluster_with_replicas(3);
     for (name, controller) in [("r0", "one"), ("r1", "two"), ("r2", "three")] {
         world.change(
             |world| &mut world.pods,
@@ -95,12 +95,12 @@ fn pods_without_a_controller_and_pods_of_other_controllers_share_a_gpu() {
             |pod| pod["metadata"]["ownerReferences"][0]["uid"] = json!(controller),
         );
     }
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
 }
 
 #[test]
 fn pods_of_a_job_share_a_gpu_unless_their_annotation_says_spread() {
-    let mut world = web(4);
+    let mut world = cluster_with_replicas(4);
     for at in 0..4 {
         world.change(
             |world| &mut world.pods,
@@ -108,31 +108,31 @@ fn pods_of_a_job_share_a_gpu_unless_their_annotation_says_spread() {
             |pod| pod["metadata"]["ownerReferences"][0]["kind"] = json!("Job"),
         );
     }
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
-    annotate(&mut world, "Spread");
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
+    annotate_all_pods(&mut world, "Spread");
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
 }
 
 #[test]
 fn a_policy_or_an_annotation_packs_replicas() {
-    let mut world = web(4);
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
+    let mut world = cluster_with_replicas(4);
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
     set_policy(&mut world, "Spread");
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4);
     set_policy(&mut world, "Pack");
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
-    assert_eq!((actions.releases.len(), number_of_gpus(&actions)), (4, 1), "the policy packs");
-    annotate(&mut world, "Spread");
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "the annotation overrides");
-    let mut world = web(4);
-    annotate(&mut world, "Pack");
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
-    annotate(&mut world, "neither");
-    assert_eq!(number_of_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "another value has no effect");
+    assert_eq!((actions.releases.len(), count_gpus(&actions)), (4, 1), "the policy packs");
+    annotate_all_pods(&mut world, "Spread");
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "the annotation overrides");
+    let mut world = cluster_with_replicas(4);
+    annotate_all_pods(&mut world, "Pack");
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 1);
+    annotate_all_pods(&mut world, "neither");
+    assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "another value has no effect");
 }
 
 /// Pods of 6 and 4 shares that run on a node without free GPUs.
-fn history() -> TestCluster {
+fn cluster_with_past_pods() -> TestCluster {
     let mut world = TestCluster::default();
     for at in 0..60 {
         let name = format!("old{at}");
@@ -157,7 +157,7 @@ fn after_a_restart_typical_requests_are_learned_from_the_pods_that_run() {
         gpus_of(&reconcile(&mut Gatekeeper::default(), &world, 0))["team/new"].clone()
     };
     assert_eq!(gpu(TestCluster::default().node("n1", &[0, 4])), "n1-GPU-1", "without a history: the tightest fit");
-    assert_eq!(gpu(history()), "n1-GPU-0");
+    assert_eq!(gpu(cluster_with_past_pods()), "n1-GPU-0");
 }
 
 #[test]
@@ -186,7 +186,7 @@ proptest! {
         pack in any::<bool>(),
         learned in any::<bool>(),
     ) {
-        let mut world = if learned { history() } else { TestCluster::default() };
+        let mut world = if learned { cluster_with_past_pods() } else { TestCluster::default() };
         world.nodes.remove("n1");
         world.gpu_nodes.clear();
         for (at, used) in used.iter().enumerate() {
@@ -196,7 +196,7 @@ proptest! {
             world = replica(world, &format!("r{at:02}"), json!({}));
         }
         if pack {
-            annotate(&mut world, "Pack");
+            annotate_all_pods(&mut world, "Pack");
         }
         let room: u32 = used.iter().flatten().map(|used| (10 - used) / 2).sum();
         let actions = Gatekeeper::default().reconcile(&world.cluster(), &BTreeMap::new(), at(0));

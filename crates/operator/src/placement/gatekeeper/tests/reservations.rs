@@ -28,7 +28,7 @@ fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_eac
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(reservation(&actions.releases[0]).nodes.keys().collect::<Vec<_>>(), ["n1", "n2"]);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     let mut world = world.pod("b", 6);
     assert_eq!(released(&reconcile(&mut keeper, &world, 1)), []);
     world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n2"));
@@ -45,7 +45,7 @@ fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default().with_reports(false);
     let actions = reconcile(&mut keeper, &world, 0);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     refuse(&mut world, "team/a");
     let world = world.pod("b", 6);
     let actions = reconcile(&mut keeper, &world, 1);
@@ -61,7 +61,7 @@ fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_other
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let ahead = Now { epoch: at(3_600).epoch, ..at(0) };
     let actions = Gatekeeper::default().reconcile(&world.cluster(), &BTreeMap::new(), ahead);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     refuse(&mut world, "team/a");
     let world = world.pod("b", 6);
     let mut keeper = Gatekeeper::default().with_reports(false);
@@ -76,7 +76,7 @@ fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_other
 fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_for_seconds() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
-    assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
+    assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));
     world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n1"));
     reconcile(&mut keeper, &world, 1);
     world.pods.clear();
@@ -93,7 +93,7 @@ fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_for_se
 fn a_new_pod_of_the_same_name_gets_a_reservation_of_its_own() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
-    assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
+    assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));
     world.pods.clear();
     let world = world.pod("a", 8);
     assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/a", "reserved")]);

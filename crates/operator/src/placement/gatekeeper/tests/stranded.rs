@@ -15,27 +15,27 @@ use crate::placement::stranded::{MISSING_NODE_DELAY, Recreation, Rescue};
 const UNSCHEDULABLE_SECONDS: u64 = UNSCHEDULABLE_AFTER.as_secs();
 
 /// A change of the cluster.
-type Change = fn(&mut TestCluster);
+type ClusterChange = fn(&mut TestCluster);
 
 fn change_node(world: &mut TestCluster, how: impl FnOnce(&mut Value)) {
     world.change(|world| &mut world.nodes, "n1", how);
 }
 
-fn taint(world: &mut TestCluster, key: &str) {
+fn taint_node(world: &mut TestCluster, key: &str) {
     change_node(world, |node| node["spec"]["taints"] = json!([{"key": key, "effect": "NoSchedule"}]));
 }
 
-fn not_ready(world: &mut TestCluster) {
-    taint(world, "node.kubernetes.io/not-ready");
+fn taint_as_not_ready(world: &mut TestCluster) {
+    taint_node(world, "node.kubernetes.io/not-ready");
 }
 
-fn untaint(world: &mut TestCluster) {
+fn untaint_node(world: &mut TestCluster) {
     change_node(world, |node| node["spec"]["taints"] = json!([]));
 }
 
 #[test]
 fn a_pod_stays_gated_during_a_temporary_obstacle_of_any_length() {
-    let cases: [(&str, Change, Change); 5] = [
+    let cases: [(&str, ClusterChange, ClusterChange); 5] = [
         (
             "is cordoned",
             |world| change_node(world, |node| node["spec"]["unschedulable"] = json!(true)),
@@ -44,12 +44,12 @@ fn a_pod_stays_gated_during_a_temporary_obstacle_of_any_length() {
         ("has the taint node.kubernetes.io/not-ready, which the pod does not tolerate", not_ready, untaint),
         (
             "has the taint node.kubernetes.io/memory-pressure, which the pod does not tolerate",
-            |world| taint(world, "node.kubernetes.io/memory-pressure"),
+            |world| taint_node(world, "node.kubernetes.io/memory-pressure"),
             untaint,
         ),
         (
             "has the taint cleave.dev/unhealthy, which the pod does not tolerate",
-            |world| taint(world, "cleave.dev/unhealthy"),
+            |world| taint_node(world, "cleave.dev/unhealthy"),
             untaint,
         ),
         (
@@ -80,7 +80,7 @@ fn a_pod_stays_gated_during_a_temporary_obstacle_of_any_length() {
 #[test]
 fn no_pod_is_released_while_a_policy_or_a_gpu_node_is_absent_for_a_short_time() {
     // The kubelet continues to report the shares for some seconds.
-    let cases: [(&str, Change); 2] = [
+    let cases: [(&str, ClusterChange); 2] = [
         ("the policy", |world| {
             world.change(|world| &mut world.gpu_nodes, "n1", |node| node["status"]["gpus"][0]["slices"] = json!([]));
         }),
@@ -120,7 +120,7 @@ fn released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
     let world = TestCluster::default().node("n1", &[0]);
     let mut world = if owned { replica(world, "a", json!({})) } else { world.pod("a", 2) };
     let mut keeper = Gatekeeper::default();
-    assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
+    assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));
     let actions = reconcile(&mut keeper, &world, 1);
     assert_eq!(
         (&actions.rescue.recreate, &actions.rescue.advise),
@@ -132,8 +132,8 @@ fn released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
 
 #[test]
 fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
-    let full: Change = |world| change_node(world, |node| node["status"]["allocatable"]["pods"] = json!("0"));
-    let cases: [(&str, Change, Duration); 4] = [
+    let full: ClusterChange = |world| change_node(world, |node| node["status"]["allocatable"]["pods"] = json!("0"));
+    let cases: [(&str, ClusterChange, Duration); 4] = [
         ("no longer exist: n1.", |world| drop(world.nodes.remove("n1")), MISSING_NODE_DELAY),
         (
             "n1: cordoned.",
@@ -237,7 +237,7 @@ fn a_pod_released_as_unschedulable_is_recreated_once_a_gpu_is_large_enough() {
     reconcile(&mut keeper, &world, 0);
     let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
     assert_eq!(released(&actions), [("team/a", "unschedulable")]);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     let affinity = world.pods["team/a"]["spec"]["affinity"].to_string();
     assert!(
         affinity.contains("largest.cleave.dev/gpu-mps"),
@@ -266,7 +266,7 @@ fn a_pod_whose_resource_no_node_offers_is_released_to_any_node() {
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
     let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
     assert_eq!(released(&actions), [("team/a", "unschedulable")]);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     let pod = &world.pods["team/a"];
     assert_eq!(
         (pod["spec"].get("affinity"), &pod["metadata"]["annotations"]),
@@ -295,10 +295,10 @@ fn a_job_whose_node_is_removed_after_its_reservation_ended_is_recreated() {
 #[test]
 fn a_temporary_obstacle_when_a_reservation_ends_strands_no_pod() {
     let (mut world, mut keeper) = released_to_n1(false);
-    not_ready(&mut world);
+    taint_as_not_ready(&mut world);
     let rescue = reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue;
     assert_eq!((rescue.recreate, rescue.advise), (vec![], vec![]));
-    untaint(&mut world);
+    untaint_node(&mut world);
     reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1);
     assert!(keeper.ledger().unwrap().claim("team/a").is_some(), "the pod's shares are still reserved");
 }
@@ -325,7 +325,7 @@ fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
     reconcile(&mut keeper, &world, 0);
     let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
     assert_eq!(released(&actions), [("team/a", "unschedulable")]);
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     for second in [2, 3, 10] {
         assert_eq!(reconcile(&mut keeper, &world, second * UNSCHEDULABLE_SECONDS).rescue.recreate, []);
     }
@@ -337,7 +337,7 @@ fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another() {
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(nodes_of(&actions), [["n1"]], "the fullest GPU that fits");
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     refuse(&mut world, "team/a");
     reconcile(&mut keeper, &world, 1);
     assert_eq!(reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue.recreate.len(), 1);

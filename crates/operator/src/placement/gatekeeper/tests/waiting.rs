@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS, TestCluster, at, reconcile, released};
+use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, released};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::policies::demand::{Reason, WaitingPod};
 
@@ -38,7 +38,7 @@ fn a_pod_waits_while_gpus_are_repartitioned_for_it() {
 
 #[test]
 fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_none() {
-    let busy = json!({"containers": [{"resources": {"requests": {"cpu": "6"}, "limits": {MPS: "2"}}}]});
+    let busy = json!({"containers": [{"resources": {"requests": {"cpu": "6"}, "limits": {MPS_RESOURCE: "2"}}}]});
     let world = |other: Value| {
         TestCluster::default()
             .node("n1", &[0])
@@ -62,8 +62,8 @@ fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_non
 
 #[test]
 fn a_pod_waits_for_a_gpu_that_cannot_serve_now() {
-    type Break = fn(&mut TestCluster);
-    let cases: [Break; 5] = [
+    type ClusterChange = fn(&mut TestCluster);
+    let cases: [ClusterChange; 5] = [
         |world| {
             world.change(
                 |world| &mut world.agents,

@@ -9,7 +9,7 @@ use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::policies::demand::{Reason, WaitingPod};
 
 /// Begins or ends an obstacle.
-type Change<'a> = &'a dyn Fn(&mut TestCluster, bool);
+type ClusterChange<'a> = &'a dyn Fn(&mut TestCluster, bool);
 
 /// Adds a pod at the gate that requests this many whole GPUs.
 fn pod(world: TestCluster, name: &str, count: u32) -> TestCluster {
@@ -31,7 +31,7 @@ fn whole_gpus_are_reserved_on_one_node() {
     assert_eq!(released(&actions), [("team/a", "reserved"), ("team/b", "reserved")], "no GPU is left for c");
     assert_eq!(nodes_of(&actions), [["n1"], ["n2"]]);
     assert!(message(&actions, "team/c").contains("no device has 1 nvidia.com/gpu free"), "{actions:?}");
-    assert!(world.patch(&actions.releases[0]));
+    assert!(world.apply_release(&actions.releases[0]));
     let placement = TestCluster::placement(&world.pods["team/a"]).unwrap();
     assert_eq!(placement.nodes, BTreeMap::from([("n1".to_owned(), vec![])]), "whole GPUs are only counted");
     assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [], "both reservations are kept");
@@ -58,17 +58,17 @@ fn a_pod_waits_while_its_gpu_is_repartitioned_cordoned_or_unhealthy() {
     let status = |world: &mut TestCluster, key: &str, value| {
         world.change(|world| &mut world.gpu_nodes, "n1", |node| node["status"]["gpus"][0][key] = value);
     };
-    let spec: Change<'_> = &|world, begins| {
+    let spec: ClusterChange<'_> = &|world, begins| {
         let replicas = json!({"timeSlicing": {"resource": "nvidia.com/gpu-timeslice", "replicas": 4}});
         let gpu = json!({"uuid": "n1-GPU-0", "enforcement": "Report", "partition": replicas});
         let spec = if begins { json!({"planId": "p", "gpus": [gpu]}) } else { json!({}) };
         world.change(|world| &mut world.gpu_nodes, "n1", |node| node["spec"] = spec);
     };
-    let cordon: Change<'_> = &|world, begins| {
+    let cordon: ClusterChange<'_> = &|world, begins| {
         let cordons = if begins { json!({"cleave.dev/cordon": "n1-GPU-0=new fan"}) } else { json!({}) };
         world.change(|world| &mut world.gpu_nodes, "n1", |node| node["metadata"]["annotations"] = cordons);
     };
-    let health: Change<'_> = &|world, begins| status(world, "health", json!({"healthy": !begins}));
+    let health: ClusterChange<'_> = &|world, begins| status(world, "health", json!({"healthy": !begins}));
     for change in [spec, cordon, health] {
         let mut world = pod(whole_gpus(TestCluster::default(), "n1", &[0]), "a", 1);
         change(&mut world, true);

@@ -15,10 +15,10 @@ use crate::placement::gatekeeper::Gatekeeper;
 use crate::pods::PodObject;
 use crate::rollout::Hosts;
 
-pub(super) const MPS: &str = "nvidia.com/gpu-mps";
+pub(super) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
 /// Parses a JSON value.
-pub(super) fn of<T: serde::de::DeserializeOwned>(value: Value) -> T {
+pub(super) fn from_json<T: serde::de::DeserializeOwned>(value: Value) -> T {
     let text = value.to_string();
     serde_json::from_value(value).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
@@ -42,7 +42,7 @@ pub(super) struct TestCluster {
 }
 
 impl TestCluster {
-    fn raise(&mut self, mut object: Value) -> Value {
+    fn raise_version(&mut self, mut object: Value) -> Value {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
         object
@@ -52,8 +52,8 @@ impl TestCluster {
     /// GPU. The pods that use them are not in the cluster's list.
     pub(super) fn node(mut self, name: &str, used: &[u32]) -> Self {
         let node = json!({"metadata": {"name": name, "uid": name, "labels": {HOSTNAME: name}},
-            "status": {"allocatable": {"cpu": "8", "pods": "110", MPS: (used.len() * 10).to_string()}}});
-        let node = self.raise(node);
+            "status": {"allocatable": {"cpu": "8", "pods": "110", MPS_RESOURCE: (used.len() * 10).to_string()}}});
+        let node = self.raise_version(node);
         self.nodes.insert(name.into(), node);
         let gpus: Vec<Value> = used
             .iter()
@@ -61,16 +61,16 @@ impl TestCluster {
             .map(|(index, used)| {
                 json!({"uuid": format!("{name}-GPU-{index}"), "index": index, "model": "H100", "memoryMib": 81559, "sms": 132, "mode": "Mps",
                     "health": {"healthy": true}, "allocations": [],
-                    "slices": [{"device": format!("{name}-GPU-{index}"), "resource": MPS, "total": 10, "inUse": used, "unhealthy": 0}]})
+                    "slices": [{"device": format!("{name}-GPU-{index}"), "resource": MPS_RESOURCE, "total": 10, "inUse": used, "unhealthy": 0}]})
             })
             .collect();
         let object = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": name}, "spec": {},
             "status": {"agentVersion": "1", "gpus": gpus}});
-        let object = self.raise(object);
+        let object = self.raise_version(object);
         self.gpu_nodes.insert(name.into(), object);
         let agent = json!({"metadata": {"name": format!("agent-{name}")}, "spec": {"nodeName": name},
             "status": {"conditions": [{"type": "Ready", "status": "True"}]}});
-        let agent = self.raise(agent);
+        let agent = self.raise_version(agent);
         self.agents.insert(name.into(), agent);
         self
     }
@@ -91,7 +91,7 @@ impl TestCluster {
         let name = format!("shares-{units}");
         let policy = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": name},
             "spec": {"mode": "Mps", "mps": {"units": units}}});
-        let policy = self.raise(policy);
+        let policy = self.raise_version(policy);
         self.policies.insert(name, policy);
         self
     }
@@ -106,9 +106,9 @@ impl TestCluster {
     pub(super) fn pod_with(mut self, name: &str, shares: u32, mut spec: Value) -> Self {
         let mut pod = json!({"metadata": {"name": name, "namespace": "team", "uid": format!("{name}-{}", self.version)},
             "spec": {"schedulingGates": [{"name": GATE}],
-                "containers": [{"name": "main", "resources": {"limits": {MPS: shares.to_string()}}}]}});
+                "containers": [{"name": "main", "resources": {"limits": {MPS_RESOURCE: shares.to_string()}}}]}});
         pod["spec"].as_object_mut().unwrap().append(spec.as_object_mut().unwrap());
-        let pod = self.raise(pod);
+        let pod = self.raise_version(pod);
         self.pods.insert(format!("team/{name}"), pod);
         self
     }
@@ -122,31 +122,33 @@ impl TestCluster {
     ) {
         let mut object = of(self)[name].clone();
         how(&mut object);
-        let object = self.raise(object);
+        let object = self.raise_version(object);
         of(self).insert(name.into(), object);
     }
 
     /// The cluster as watches without lag report it.
     pub(super) fn cluster(&self) -> Cluster {
         let pod = |value: &Value| {
-            let mut pod: PodObject = of(value.clone());
+            let mut pod: PodObject = from_json(value.clone());
             pod.trim();
             Arc::new(pod)
         };
         Cluster {
             pods: self.pods.values().map(pod).collect(),
-            nodes: self.nodes.values().map(|node| Arc::new(of(node.clone()))).collect(),
-            gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(of(object.clone()))).collect(),
-            policies: self.policies.values().map(|policy| Arc::new(of(policy.clone()))).collect(),
-            agents: self.agents.values().map(|agent| Arc::new(of(agent.clone()))).collect(),
+            nodes: self.nodes.values().map(|node| Arc::new(from_json(node.clone()))).collect(),
+            gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(from_json(object.clone()))).collect(),
+            policies: self.policies.values().map(|policy| Arc::new(from_json(policy.clone()))).collect(),
+            agents: self.agents.values().map(|agent| Arc::new(from_json(agent.clone()))).collect(),
             hosts: self.hosts.as_ref().map(|hosts| Hosts {
-                pods: hosts.values().map(|host| Arc::new(of(host.clone()))).collect(),
-                revisions: [("old", 1), ("new", 2)].map(|(hash, number)| Arc::new(of(revision(hash, number)))).into(),
+                pods: hosts.values().map(|host| Arc::new(from_json(host.clone()))).collect(),
+                revisions: [("old", 1), ("new", 2)]
+                    .map(|(hash, number)| Arc::new(from_json(revision(hash, number))))
+                    .into(),
             }),
-            volume_claims: self.volume_claims.iter().map(|claim| Arc::new(of(claim.clone()))).collect(),
-            volumes: self.volumes.iter().map(|volume| Arc::new(of(volume.clone()))).collect(),
-            budgets: self.budgets.values().map(|budget| Arc::new(of(budget.clone()))).collect(),
-            namespaces: self.namespaces.iter().map(|namespace| Arc::new(of(namespace.clone()))).collect(),
+            volume_claims: self.volume_claims.iter().map(|claim| Arc::new(from_json(claim.clone()))).collect(),
+            volumes: self.volumes.iter().map(|volume| Arc::new(from_json(volume.clone()))).collect(),
+            budgets: self.budgets.values().map(|budget| Arc::new(from_json(budget.clone()))).collect(),
+            namespaces: self.namespaces.iter().map(|namespace| Arc::new(from_json(namespace.clone()))).collect(),
         }
     }
 
@@ -160,7 +162,7 @@ impl TestCluster {
     }
 
     /// Applies a release atomically, as the API server does. Returns false if the patch fails.
-    pub(super) fn patch(&mut self, release: &Release) -> bool {
+    pub(super) fn apply_release(&mut self, release: &Release) -> bool {
         let Some(mut pod) = self.pods.get(&release.pod).cloned() else { return false };
         for operation in release.patch.as_array().unwrap() {
             let path = operation["path"].as_str().unwrap();
@@ -176,14 +178,14 @@ impl TestCluster {
                 },
             }
         }
-        let pod = self.raise(pod);
+        let pod = self.raise_version(pod);
         self.pods.insert(release.pod.clone(), pod);
         true
     }
 
     /// The number of shares that a pod requests.
     pub(super) fn units(pod: &Value) -> u32 {
-        pod["spec"]["containers"][0]["resources"]["limits"][MPS].as_str().unwrap().parse().unwrap()
+        pod["spec"]["containers"][0]["resources"]["limits"][MPS_RESOURCE].as_str().unwrap().parse().unwrap()
     }
 
     /// The reservation in a pod's annotation.
@@ -199,12 +201,12 @@ pub(super) fn requesting(resource: &str, count: u32) -> Value {
 
 /// Adds a node with whole GPUs. `used` has 1 for each GPU in use.
 pub(super) fn whole_gpus(world: TestCluster, name: &str, used: &[u32]) -> TestCluster {
-    const GPU: &str = "nvidia.com/gpu";
+    const GPU_RESOURCE: &str = "nvidia.com/gpu";
     let mut world = world.node(name, used);
     world.change(
         |world| &mut world.nodes,
         name,
-        |node| node["status"]["allocatable"] = json!({"cpu": "8", "pods": "110", GPU: used.len().to_string()}),
+        |node| node["status"]["allocatable"] = json!({"cpu": "8", "pods": "110", GPU_RESOURCE: used.len().to_string()}),
     );
     world.change(
         |world| &mut world.gpu_nodes,
@@ -212,7 +214,7 @@ pub(super) fn whole_gpus(world: TestCluster, name: &str, used: &[u32]) -> TestCl
         |node| {
             for gpu in node["status"]["gpus"].as_array_mut().unwrap() {
                 gpu["mode"] = json!("Whole");
-                (gpu["slices"][0]["resource"], gpu["slices"][0]["total"]) = (json!(GPU), json!(1));
+                (gpu["slices"][0]["resource"], gpu["slices"][0]["total"]) = (json!(GPU_RESOURCE), json!(1));
             }
         },
     );
@@ -227,7 +229,7 @@ pub(super) fn revision(hash: &str, number: i64) -> Value {
 }
 
 /// Names of the nodes whose MPS hosts are replaced.
-pub(super) fn replaced(actions: &Actions) -> Vec<&str> {
+pub(super) fn nodes_of_replaced_hosts(actions: &Actions) -> Vec<&str> {
     actions.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
 }
 
@@ -295,7 +297,7 @@ impl ActualAllocations {
                     status["allocations"] = of_gpu
                         .map(|(pod, (device, units))| {
                             let ids: Vec<String> = (0..*units).map(|unit| format!("{device}::{unit}")).collect();
-                            json!({"pod": pod, "container": "main", "resource": MPS, "device": device, "ids": ids, "clients": 0})
+                            json!({"pod": pod, "container": "main", "resource": MPS_RESOURCE, "device": device, "ids": ids, "clients": 0})
                         })
                         .collect();
                 }
