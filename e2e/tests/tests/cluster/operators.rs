@@ -8,7 +8,7 @@ use crate::gate_admission::{GATE, OTHER};
 use crate::restarts::{component_pod, is_ready, leader};
 use crate::{HOLD, NODE, SHARES, ten_shares};
 
-/// The operator's pods that are not being deleted.
+/// Returns the operator's pods that are not being deleted.
 fn operators(cluster: &Cluster) -> Result<Vec<Value>> {
     let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=operator");
     Ok(cluster.list(&path)?.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null()).collect())

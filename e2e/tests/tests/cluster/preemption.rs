@@ -93,7 +93,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     wait_for_event(&scope, "seven-0", "Preempted")
 }
 
-/// A pod on [`NODE`] with this number of shares and these thousandths of a CPU.
+/// Returns a pod on [`NODE`] with this number of shares and these thousandths of a CPU.
 fn with_cpu(name: &str, shares: u64, milli: u64) -> Value {
     let mut pod = pod(name, &json!({SHARES: shares}), SLEEP_FOREVER);
     pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
@@ -110,7 +110,7 @@ fn with_priority(mut pod: Value) -> Value {
     pod
 }
 
-/// A quantity of CPU in thousandths.
+/// Returns a quantity of CPU in thousandths.
 fn parse_millicores(quantity: &Value) -> Result<u64> {
     let quantity = text(quantity);
     match quantity.strip_suffix('m') {
@@ -120,7 +120,7 @@ fn parse_millicores(quantity: &Value) -> Result<u64> {
     }
 }
 
-/// CPU of [`NODE`] in thousandths that no pod requests.
+/// Returns the CPU of [`NODE`] in thousandths that no pod requests.
 fn free_cpu(cluster: &Cluster) -> Result<u64> {
     let node = cluster.get(&format!("/api/v1/nodes/{NODE}"))?;
     let mut free = parse_millicores(&node["status"]["allocatable"]["cpu"])?;
