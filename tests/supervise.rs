@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Time limit of each wait. It is longer than any test needs.
+/// Time limit of each wait. The limit is longer than any test needs.
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Records its process ID and waits until its input closes. Exits with 7 on SIGTERM.
 const WAITING_SCRIPT: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
@@ -65,7 +65,8 @@ fn wait_until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     panic!("timed out waiting for {what}")
 }
 
-/// Whether a process has exited. It may be a zombie that its new parent has not reaped yet.
+/// Returns whether a process has exited. The process may be a zombie that its new parent has not
+/// reaped yet.
 fn is_gone(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_pid())).unwrap_or_default();
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))

@@ -1,5 +1,5 @@
-//! `cleave agent` as a separate program. It uses less memory on every node, because it does not
-//! contain the rest of Cleave.
+//! `cleave agent` as a separate program. The separate program uses less memory on every node,
+//! because it does not contain the rest of Cleave.
 #[path = "../process.rs"]
 mod process;
 

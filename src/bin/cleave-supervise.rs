@@ -1,13 +1,13 @@
 //! `cleave-supervise PROGRAM [ARGUMENT]...`: runs a program, and restarts it at once if a signal
 //! kills it.
 //!
-//! The agent runs under it. Without a supervisor, the container of a killed agent exits, and the
-//! kubelet restarts it with a back-off (1 s, 10 s, 20 s and so on). During the back-off, the node's
-//! shares are unhealthy and new pods fail.
+//! The agent runs under this program. Without a supervisor, the container of a killed agent exits,
+//! and the kubelet restarts it with a back-off (1 s, 10 s, 20 s and so on). During the back-off,
+//! the node's shares are unhealthy and new pods fail.
 //!
-//! The supervisor is small because it runs on every node: no threads, no runtime, no state. It
-//! forwards signals and exits with the program's exit code. If the supervisor is killed, the
-//! program is killed too.
+//! The supervisor is small because it runs on every node: no threads, no runtime, no state. The
+//! supervisor forwards signals and exits with the program's exit code. If the supervisor is killed,
+//! the program is killed too.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -126,7 +126,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     }
 }
 
-/// The signals that the supervisor waits for.
+/// Returns the signals that the supervisor waits for.
 fn awaited() -> SigSet {
     FORWARDED_SIGNALS.into_iter().chain([Signal::SIGCHLD]).collect()
 }
@@ -148,7 +148,7 @@ fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     }
 }
 
-/// How a child exited; `None` if it is only stopped.
+/// Returns how a child exited, or `None` if it is only stopped.
 fn end(status: WaitStatus) -> Option<End> {
     status.exit_status().map(End::Exit).or_else(|| status.terminating_signal().map(End::Signal))
 }

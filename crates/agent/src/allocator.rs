@@ -1,7 +1,7 @@
 //! Allocates slices for a front end such as the device plugin.
 //!
-//! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. It is
-//! held briefly, never across an await, and never during file I/O. When a container starts, the
+//! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. The lock
+//! is held briefly, never across an await, and never during file I/O. When a container starts, the
 //! allocator waits until the allocation's door and devices are ready.
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -18,7 +18,7 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub run_dir: PathBuf,
 
-    /// Directory on the host's disk for the checkpoint. It must survive a reboot.
+    /// Directory on the host's disk for the checkpoint. The directory must survive a reboot.
     #[arg(long, env = "CLEAVE_STATE_DIR", value_name = "DIR", default_value = "/var/lib/cleave")]
     pub state_dir: PathBuf,
 
@@ -53,8 +53,7 @@ pub struct AgentArgs {
     pub host_root: PathBuf,
 
     /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`.
-    /// The directory is mounted read-only at `--container-driver-root` in each container that gets
-    /// a GPU. By default nothing is mounted.
+    /// Containers that get a GPU have the directory read-only at `--container-driver-root`.
     #[arg(long, env = "CLEAVE_DRIVER_ROOT", value_name = "HOST_DIR")]
     pub driver_root: Option<PathBuf>,
 
@@ -93,21 +92,19 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_IGNORE_XIDS", value_name = "XID,...", value_delimiter = ',', default_values_t = [13, 31, 43, 45, 68, 109])]
     pub ignore_xids: Vec<u64>,
 
-    /// Seconds without a further error after which a suspect GPU can be healthy again, once NVML
-    /// answers. If the time is too short, a GPU that fails under load serves slices between
-    /// failures. If it is too long, a single error costs capacity for longer.
+    /// Seconds without a further error before a suspect GPU can be healthy again.
     #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = DEFAULT_QUIET_PERIOD.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub suspect_quiet: u64,
 
-    /// Seconds for which an allocation is kept before the kubelet lists its pod. The kubelet does
-    /// not list a pod that it is admitting, and a kubelet that has just started lists its pods one
-    /// by one.
+    /// Seconds for which an allocation is kept before the kubelet lists the allocation's pod.
+    // The kubelet does not list a pod that it is admitting. A restarted kubelet lists its pods one
+    // by one.
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
 
     /// The kubelet's `shutdownGracePeriodByPodPriority`, or the equivalent of its
-    /// `shutdownGracePeriod`. At shutdown the kubelet terminates pods by priority, lowest first,
-    /// without deleting them. Without this setting the agent does not follow shutdowns.
+    /// `shutdownGracePeriod`. Without this setting, the agent does not follow shutdowns.
+    // At shutdown the kubelet terminates pods by priority, lowest first, without deleting them.
     #[arg(long, env = "CLEAVE_SHUTDOWN_GRACE", value_name = "PRIORITY=SECONDS,...", value_delimiter = ',')]
     pub shutdown_grace: Vec<Period>,
 

@@ -18,12 +18,12 @@ const SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
 /// Device nodes that every CUDA program opens in addition to those of its GPU.
 const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
 
-/// The fully qualified CDI name of a device.
+/// Returns the fully qualified CDI name of a device.
 pub fn name(uuid: &str) -> String {
     format!("{CDI_KIND}={uuid}")
 }
 
-/// Existing device nodes, by UUID of the GPU or MIG device.
+/// Returns the existing device nodes, by UUID of the GPU or MIG device.
 pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<String>> {
     let there = |path: &str| host_root.join(path.trim_start_matches('/')).exists();
     let control: Vec<String> = CONTROL_NODES.iter().filter(|path| there(path)).map(|&path| path.to_owned()).collect();
@@ -57,13 +57,14 @@ impl Capability {
         Some(Self { minor: field("DeviceFileMinor:")?, mode: field("DeviceFileMode:").unwrap_or(0o444) & 0o777 })
     }
 
-    /// Path of the capability's device node on the host.
+    /// Returns the path of the capability's device node on the host.
     fn device_path(self) -> String {
         format!("/dev/nvidia-caps/nvidia-cap{}", self.minor)
     }
 }
 
-/// The capabilities of a MIG instance: one for its GPU instance and one for its compute instance.
+/// Returns the capabilities of a MIG instance: one for its GPU instance and one for its compute
+/// instance.
 fn capabilities<'a>(
     gpu: &Gpu,
     instance: &MigInstance,
@@ -106,13 +107,13 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
     Ok(())
 }
 
-/// The major number of `nvidia-caps` in `/proc/devices`.
+/// Returns the major number of `nvidia-caps` in `/proc/devices`.
 fn major(devices: &str) -> Option<u32> {
     let numbers = devices.lines().filter_map(|line| line.trim().split_once(' '));
     numbers.filter(|(_, name)| *name == "nvidia-caps").find_map(|(number, _)| number.parse().ok())
 }
 
-/// Whether the specification in `directory` lists all of `devices`.
+/// Returns whether the specification in `directory` lists all of `devices`.
 pub fn describes(directory: &Path, devices: &[String]) -> bool {
     let Ok(text) = fs::read(directory.join(SPECIFICATION_FILE)) else { return false };
     let spec: Value = serde_json::from_slice(&text).unwrap_or_default();

@@ -38,13 +38,13 @@ pub fn parse_pod_uids(text: &str) -> Vec<String> {
     found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
 }
 
-/// The cgroup path of each hierarchy in `/proc/PID/cgroup`.
+/// Returns the cgroup path of each hierarchy in `/proc/PID/cgroup`.
 fn paths(text: &str) -> impl Iterator<Item = &str> {
     // `hierarchy:controllers:path`, in version 2 `0::path`. A path may contain colons.
     text.lines().filter_map(|line| line.splitn(3, ':').nth(2))
 }
 
-/// The pods in a path, outermost first, each with the container that follows it.
+/// Returns the pods in a path, outermost first, each with the container that follows it.
 fn owners(path: &str) -> Vec<Owner> {
     // The kernel appends this suffix to the path of a removed cgroup that still has processes.
     let path = path.strip_suffix(" (deleted)").unwrap_or(path);
@@ -69,8 +69,8 @@ fn owners(path: &str) -> Vec<Owner> {
     found
 }
 
-/// The pod in systemd's name of its cgroup: `kubepods-burstable-pod<uid>.slice`. Nested kubelets
-/// prepend the name of another slice.
+/// Returns the pod in systemd's name of its cgroup: `kubepods-burstable-pod<uid>.slice`. Nested
+/// kubelets prepend the name of another slice.
 fn in_slice(component: &str) -> Option<&str> {
     let (of, pod) = component.strip_suffix(".slice")?.rsplit_once("-pod")?;
     let of = of.strip_suffix("-burstable").or_else(|| of.strip_suffix("-besteffort")).unwrap_or(of);

@@ -25,7 +25,7 @@ impl Clock {
         Self { from: Stamp { now, wall } }
     }
 
-    /// The time of day at `now`.
+    /// Returns the time of day at `now`.
     pub fn stamp(self, now: Instant) -> Stamp {
         let since = SignedDuration::try_from(now.saturating_duration_since(self.from.now)).unwrap_or_default();
         Stamp { now, wall: self.from.wall.saturating_add(since).unwrap_or(self.from.wall) }

@@ -73,14 +73,14 @@ impl ContainerSettings {
         }
     }
 
-    /// Directory of the CDI specification. A container can start only after the specification lists
-    /// the allocation's devices. `None` for strategies without CDI.
+    /// Returns the directory of the CDI specification. A container can start only after the
+    /// specification lists the allocation's devices. Returns `None` for strategies without CDI.
     pub fn specification(&self) -> Option<&Path> {
         (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
     }
 
-    /// The edits for a container with this allocation. `nodes` contains the paths of device nodes,
-    /// by device.
+    /// Returns the edits for a container with this allocation. `nodes` contains the paths of device
+    /// nodes, by device.
     pub fn edits(&self, allocation: &Allocation, nodes: &BTreeMap<String, Vec<String>>) -> ContainerEdits {
         let mut edits = ContainerEdits { mounts: self.mounts.clone(), ..ContainerEdits::default() };
         let visible = match self.strategy {

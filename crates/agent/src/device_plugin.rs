@@ -13,8 +13,8 @@ use crate::container_edits::ContainerEdits;
 use crate::gpu::layout::{Kind, Pool, parse_id};
 use crate::metrics::{AllocateOutcome, Metrics};
 
-/// Whether the choice of slices matters: the available slices belong to several devices, and
-/// `must_include` does not determine the device.
+/// Returns whether the choice of slices matters: the available slices belong to several devices,
+/// and `must_include` does not determine the device.
 fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
     let mut devices = request.available.iter().filter_map(|id| Some(parse_id(id)?.0));
     let first = devices.next();
@@ -47,7 +47,8 @@ impl<'a> From<&PreferredRequest<'a>> for Choice<'a> {
     }
 }
 
-/// The refusal that the kubelet receives. Its text becomes part of the pod's status.
+/// Returns the refusal that the kubelet receives. The text of the refusal becomes part of the pod's
+/// status.
 fn refusal(denied: Denied) -> Refusal {
     match denied {
         Denied::Split(sentence) | Denied::Invalid(sentence) => Refusal::Invalid(sentence),

@@ -44,19 +44,19 @@ pub struct PodEvent {
 }
 
 impl PodEvent {
-    /// The Event for a finding.
+    /// Returns the Event for a finding.
     pub fn of(finding: FindingStatus) -> Self {
         let FindingStatus { kind, namespace, pod, uid, message, .. } = finding;
         Self { namespace, pod, uid, reason: kind, note: message }
     }
 }
 
-/// A warning about the node.
+/// Returns a warning about the node.
 pub fn warning(reason: &'static str, note: String) -> NodeEvent {
     NodeEvent { warning: true, reason, note, regarding: None, related: None }
 }
 
-/// An Event of type Normal about the node, which reports a recovery.
+/// Returns an Event of type Normal about the node, which reports a recovery.
 pub fn recovered(note: String) -> NodeEvent {
     NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: None }
 }

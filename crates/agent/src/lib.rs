@@ -23,9 +23,9 @@
 //! - [`node`]: the model of the node, and its decision [`node::Node::reconcile`]. Pure.
 //! - [`args`], [`metrics`], [`cdi`]: the command line, metrics, and the CDI specification.
 //! - [`container_edits`], [`allocator`]: settings of a container, and the service that allocates.
-//! - [`device_plugin`]: the front end for extended resources. It translates the kubelet's calls for
-//!   the allocator. No module before it depends on it, but [`allocation`] and [`node`] assume that
-//!   the kubelet allocates extended resources and lists them in PodResources.
+//! - [`device_plugin`]: the front end for extended resources. The front end translates the
+//!   kubelet's calls for the allocator. No module before it depends on it, but [`allocation`] and
+//!   [`node`] assume that the kubelet allocates extended resources and lists them in PodResources.
 //! - `run`: the tasks.
 //!
 //! Front ends answer from [`allocation::table::AllocationTable`], under a lock that is never held

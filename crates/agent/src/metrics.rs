@@ -333,7 +333,7 @@ impl Metrics {
         }
     }
 
-    /// The text of `/metrics`.
+    /// Returns the text of `/metrics`.
     pub fn encode(&self) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))?;

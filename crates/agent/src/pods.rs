@@ -101,8 +101,8 @@ struct ContainerStatus {
 }
 
 impl PodObject {
-    /// The `Allocate` calls that the kubelet will make for this pod. `None` if the pod has
-    /// completed or requests no resource that Cleave serves.
+    /// Returns the `Allocate` calls that the kubelet will make for this pod. Returns `None` if the
+    /// pod has completed or requests no resource that Cleave serves.
     pub fn bound(&self, node: &str) -> Option<BoundPod> {
         let PodObject { metadata, spec, status } = self;
         if self.has_ended() {
@@ -169,7 +169,8 @@ impl PodObject {
         matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
-    /// The pod's name and the names of its containers. `None` if the pod has completed.
+    /// Returns the pod's name and the names of its containers. Returns `None` if the pod has
+    /// completed.
     pub fn named(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
         if self.has_ended() {
@@ -188,13 +189,14 @@ impl PodObject {
         Some((metadata.uid.clone()?, pod))
     }
 
-    /// The pod's UID.
+    /// Returns the pod's UID.
     pub(crate) fn uid(&self) -> Option<&String> {
         self.metadata.uid.as_ref()
     }
 }
 
-/// The requests of each container for each resource that Cleave serves, with their reservations.
+/// Returns the requests of each container for each resource that Cleave serves, with their
+/// reservations.
 fn requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits]) -> Vec<ContainerRequest> {
     let init = spec.init_containers.iter().map(|container| {
         let sidecar = container.restart_policy.as_deref() == Some("Always");

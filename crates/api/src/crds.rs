@@ -16,7 +16,7 @@ pub enum Error {
     Yaml(&'static str, #[source] serde_saphyr::ser::Error),
 }
 
-/// The file name and text of each CRD, in the order in which `cleave crds` prints them.
+/// Returns the file name and text of each CRD, in the order in which `cleave crds` prints them.
 pub fn files() -> Result<[(&'static str, String); 2], Error> {
     Ok([
         ("gpunodes.yaml", yaml("GpuNode", &GpuNode::crd())?),

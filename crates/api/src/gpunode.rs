@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
 
-/// Desired state of the GPUs of the node with the same name. It is complete: the agent applies it
-/// without further decisions.
+/// Desired state of the GPUs of the node with the same name. The spec is complete: the agent
+/// applies it without further decisions.
 #[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "cleave.dev",
@@ -62,8 +62,8 @@ use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeSpec {
-    /// Hash of `gpus`. The status repeats the hash to report which spec the node matches. Empty
-    /// until the operator has planned the node's GPUs.
+    /// Hash of `gpus`. The status repeats the hash to report which spec the node matches. The hash
+    /// is empty until the operator has planned the node's GPUs.
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub plan_id: String,
@@ -92,8 +92,8 @@ pub struct GpuSpec {
     /// Slices in use are not affected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
-    /// Time up to which an administrator cleared the GPU's recorded faults. It is compared with
-    /// `status.gpus[].health.last`.
+    /// Time up to which an administrator cleared the GPU's recorded faults. The time is compared
+    /// with `status.gpus[].health.last`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<Time>,
 }
@@ -127,8 +127,8 @@ pub struct Whole {
     pub resource: String,
 }
 
-/// MPS slices of a GPU or MIG instance. Their memory and thread limits never add up to more than
-/// the device has.
+/// MPS slices of a GPU or MIG instance. The slices' memory and thread limits never add up to more
+/// than the device has.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MpsPartition {
@@ -152,13 +152,13 @@ pub struct MpsSlices {
     /// added or removed.
     #[serde(default)]
     pub first: u32,
-    /// Memory limit of k slices in MiB, at index k - 1. Empty means no limit.
+    /// Memory limit of k slices in MiB, at index k - 1. An empty list means no limit.
     ///
     /// The limits are listed and not computed, because the limit of k shares is not k times the
     /// rounded limit of one share.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memory_mib: Vec<u64>,
-    /// Active thread percentage of k slices, at index k - 1. Empty means no limit.
+    /// Active thread percentage of k slices, at index k - 1. An empty list means no limit.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub threads: Vec<u8>,
     /// Maximum number of MPS clients of one allocation.
@@ -215,7 +215,7 @@ pub struct GpuNodeStatus {
     /// Generation of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// The `spec.planId` that the node matches. Empty if the node matches none.
+    /// The `spec.planId` that the node matches. The value is empty if the node matches none.
     #[serde(default)]
     pub plan_id: String,
     /// Version of the agent.
@@ -230,8 +230,8 @@ pub struct GpuNodeStatus {
     /// Summary of `gpus` for `kubectl get`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub summary: Option<Summary>,
-    /// Properties of GPU models. They are not repeated for each GPU, because the agent writes the
-    /// whole status whenever a pod starts or ends.
+    /// Properties of GPU models. The properties are not repeated for each GPU, because the agent
+    /// writes the whole status whenever a pod starts or ends.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<ModelStatus>,
     /// The GPUs, by index.
@@ -395,8 +395,8 @@ pub struct MigStatus {
     /// MIG mode after the next reset, if it differs from `enabled`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<bool>,
-    /// Profiles and placements as NVML reports them. Empty if `models` lists them for the GPU's
-    /// model.
+    /// Profiles and placements as NVML reports them. The list is empty if `models` lists the
+    /// profiles for the GPU's model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub profiles: Vec<MigProfileStatus>,
     /// MIG instances that exist.
@@ -424,7 +424,7 @@ pub struct MigProfileStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigInstanceStatus {
-    /// UUID of the MIG device. Empty if the instance has no compute instance.
+    /// UUID of the MIG device. The UUID is empty if the instance has no compute instance.
     pub uuid: String,
     /// Profile name without prefix.
     pub profile: String,
@@ -499,8 +499,9 @@ pub struct Health {
     /// Whether the GPU can serve.
     pub healthy: bool,
     /// What makes the GPU healthy again. `Suspect`: a period without further faults and an answer
-    /// from NVML. `NeedsReset`: a reset, or `cleave uncordon`. `Lost`: an answer from NVML. Empty
-    /// if the GPU is healthy, or if another part of the node prevents the GPU from serving.
+    /// from NVML. `NeedsReset`: a reset, or `cleave uncordon`. `Lost`: an answer from NVML. The
+    /// class is empty if the GPU is healthy, or if another part of the node prevents the GPU from
+    /// serving.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
     /// Why the GPU cannot serve: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
@@ -552,7 +553,7 @@ pub struct StepStatus {
     /// Result: Done, Waiting, Refused or Failed.
     pub result: String,
     /// `InUse` for a step that waits until pods or processes no longer use the slices to remove.
-    /// Empty otherwise.
+    /// Other steps have no reason.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// The reason, as a sentence. For Waiting and Refused it names the pods that use the slices.
@@ -570,13 +571,14 @@ pub struct FindingStatus {
     pub gpu: String,
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// Namespace of the pod. Empty if it is not known yet, or if the process belongs to no pod.
+    /// Namespace of the pod. The namespace is empty if it is not known yet, or if the process
+    /// belongs to no pod.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub namespace: String,
     /// Name of the pod.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub pod: String,
-    /// UID of the pod. Empty if the process belongs to no pod.
+    /// UID of the pod. The UID is empty if the process belongs to no pod.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub uid: String,
     /// Name of the container.

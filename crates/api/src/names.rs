@@ -19,8 +19,8 @@ pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
 pub const RESOURCE_MIG_PREFIX: &str = "nvidia.com/mig-";
 /// The scheduling gate of pods that request shared resources.
 pub const GATE: &str = "cleave.dev/placement";
-/// Label of a namespace that exempts its pods from admission rules. Its value is one or more words,
-/// separated by dots.
+/// Label of a namespace that exempts its pods from admission rules. The label's value is one or
+/// more words, separated by dots.
 pub const ALLOW_LABEL: &str = "cleave.dev/allow";
 /// Word of [`ALLOW_LABEL`]: pods receive no placement gate.
 pub const ALLOW_PLACEMENT: &str = "placement";
@@ -123,7 +123,7 @@ pub mod daemon_state {
     pub const RESTARTING: &str = "Restarting";
     /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
     pub const BACK_OFF: &str = "BackOff";
-    /// The daemon is no longer desired. It quits once its clients have exited.
+    /// The daemon is no longer desired. The daemon quits once its clients have exited.
     pub const STOPPING: &str = "Stopping";
 }
 
@@ -147,7 +147,7 @@ pub const CONDITION_ACCEPTED: &str = "Accepted";
 /// Condition of a `SharingPolicy`: a more specific or older policy overrides it on some GPUs.
 pub const CONDITION_CONFLICT: &str = "Conflict";
 
-/// Whether Cleave can serve the resource with this name.
+/// Returns whether Cleave can serve the resource with this name.
 pub fn is_served(resource: &str) -> bool {
     resource == RESOURCE_GPU
         || resource == RESOURCE_SHARED
@@ -155,21 +155,21 @@ pub fn is_served(resource: &str) -> bool {
         || resource.starts_with(RESOURCE_MIG_PREFIX)
 }
 
-/// Whether pods that request this resource share GPUs. True for every resource that Cleave serves,
-/// except whole GPUs. The chart's admission policies use the same rule.
+/// Returns whether pods that request this resource share GPUs. Returns true for every resource that
+/// Cleave serves, except whole GPUs. The chart's admission policies use the same rule.
 pub fn is_shared(resource: &str) -> bool {
     is_served(resource) && resource != RESOURCE_GPU
 }
 
-/// Whether the resource with this name can be MPS shares. A policy can use some of these names for
-/// time-slicing. The chart's admission policies use the same rule.
+/// Returns whether the resource with this name can be MPS shares. A policy can use some of these
+/// names for time-slicing. The chart's admission policies use the same rule.
 pub fn is_mps(resource: &str) -> bool {
     let of_instance = resource.starts_with(RESOURCE_MIG_PREFIX) && resource.ends_with(SHARED_SUFFIX);
     resource.starts_with(RESOURCE_SHARES_PREFIX) && resource != RESOURCE_TIMESLICE || of_instance
 }
 
-/// The extended resource of MIG instances of a profile. As in NVIDIA's device plugin, `+` becomes a
-/// dot.
+/// Returns the extended resource of MIG instances of a profile. As in NVIDIA's device plugin, `+`
+/// becomes a dot.
 pub fn mig_resource(profile: &str) -> String {
     format!("{RESOURCE_MIG_PREFIX}{}", profile.replace('+', "."))
 }

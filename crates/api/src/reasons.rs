@@ -10,7 +10,7 @@ pub struct Reason {
     pub name: &'static str,
     /// What happened.
     pub meaning: &'static str,
-    /// What to do. Empty if no action is necessary.
+    /// What to do. The text is empty if no action is necessary.
     pub action: &'static str,
 }
 

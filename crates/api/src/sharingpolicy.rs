@@ -152,7 +152,8 @@ impl ReplicaPlacement {
     }
 }
 
-/// The schema of node labels. It is bounded, so that the cost of rules about labels is bounded.
+/// Returns the schema of node labels. The schema is bounded, so that the cost of rules about labels
+/// is bounded.
 fn labels(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",

@@ -103,7 +103,7 @@ async fn change(
     bail!("failed to update GpuNode {}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.", args.node)
 }
 
-/// The annotations that cordon a GPU. An empty reason preserves an existing reason.
+/// Returns the annotations that cordon a GPU. An empty reason preserves an existing reason.
 fn cordoned(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     let mut cordons = cordons(object);
     let before = cordons.0.get(uuid);
@@ -114,7 +114,7 @@ fn cordoned(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     vec![(CORDON_ANNOTATION, Some(cordons.to_string()))]
 }
 
-/// The annotations that uncordon a GPU and clear the faults recorded so far.
+/// Returns the annotations that uncordon a GPU and clear the faults recorded so far.
 fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
     let mut annotations = Annotations::new();
     let value = |text: String| (!text.is_empty()).then_some(text);
@@ -135,7 +135,8 @@ fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
     annotations
 }
 
-/// The time of the latest fault because of which a GPU or one of its MIG devices is unhealthy.
+/// Returns the time of the latest fault because of which a GPU or one of its MIG devices is
+/// unhealthy.
 fn last_fault(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);
@@ -146,7 +147,8 @@ fn last_fault(gpu: &GpuStatus) -> Option<Time> {
 mod tests {
     use super::*;
 
-    /// A node with two faults: one of GPU `GPU-a`, and a later one of a MIG device of `GPU-b`.
+    /// Returns a node with two faults: one of GPU `GPU-a`, and a later one of a MIG device of
+    /// `GPU-b`.
     fn node() -> GpuNode {
         let instance = json!({"uuid": "MIG-b", "profile": "1g.10gb", "start": 0, "gpuInstance": 1,
             "health": {"healthy": false, "last": "2026-11-21T20:00:05Z"}});

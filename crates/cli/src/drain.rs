@@ -121,7 +121,7 @@ impl std::fmt::Display for Usage {
     }
 }
 
-/// The usage of a GPU; `None` if the node does not report the GPU.
+/// Returns the usage of a GPU, or `None` if the node does not report the GPU.
 fn usage(object: &GpuNode, uuid: &str) -> Option<Usage> {
     let gpu = reported(object).iter().find(|gpu| gpu.uuid == uuid)?;
     Some(Usage {
@@ -141,7 +141,7 @@ enum Eviction {
     Throttled(Instant),
 }
 
-/// The pods to evict now.
+/// Returns the pods to evict now.
 fn due<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instant) -> Vec<&'a str> {
     let due = |pod: &&String| match evictions.get(*pod) {
         None => true,
@@ -153,7 +153,7 @@ fn due<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instan
     usage.pods.iter().filter(due).map(String::as_str).collect()
 }
 
-/// The pods that no controller recreates, except those that are already terminating.
+/// Returns the pods that no controller recreates, except those that are already terminating.
 fn bare<'a>(pods: impl IntoIterator<Item = (&'a str, &'a PartialObjectMeta<Pod>)>) -> Vec<&'a str> {
     let controlled =
         |pod: &PartialObjectMeta<Pod>| pod.owner_references().iter().any(|owner| owner.controller == Some(true));
@@ -198,7 +198,7 @@ async fn evict_due(
     Ok(())
 }
 
-/// A pod's metadata; `None` if the pod no longer exists.
+/// Returns a pod's metadata, or `None` if the pod no longer exists.
 async fn metadata(client: &Client, pod: &str) -> Result<Option<PartialObjectMeta<Pod>>> {
     let (namespace, name) = pod.split_once('/').with_context(|| format!("{pod:?} is not a pod name"))?;
     let api = Api::<Pod>::namespaced(client.clone(), namespace);

@@ -52,12 +52,12 @@ pub(crate) async fn read(client: &Client, node: &str) -> Result<GpuNode> {
     found.0.map_err(|invalid| anyhow!("GpuNode {node} is malformed: {}", invalid.error))
 }
 
-/// The error for a node that has no `GpuNode`.
+/// Returns the error for a node that has no `GpuNode`.
 pub(crate) fn not_found(node: &str) -> anyhow::Error {
     anyhow!("GpuNode {node} not found. Run `kubectl get gpunodes` to list them.")
 }
 
-/// The GPUs that a node's agent reported.
+/// Returns the GPUs that a node's agent reported.
 pub(crate) fn reported(object: &GpuNode) -> &[GpuStatus] {
     object.status.as_ref().map_or(&[], |status| status.gpus.as_slice())
 }
@@ -83,12 +83,12 @@ pub(crate) fn find(object: &GpuNode, node: &str, name: &str) -> Result<Target> {
     bail!("node {node} has no GPU {name:?}. It has GPUs {}.", all.join(", "))
 }
 
-/// The value of an annotation of an object.
+/// Returns the value of an annotation of an object.
 pub(crate) fn annotation<'a>(object: &'a GpuNode, name: &str) -> Option<&'a String> {
     object.metadata.annotations.as_ref()?.get(name)
 }
 
-/// The cordoned GPUs of a node.
+/// Returns the cordoned GPUs of a node.
 pub(crate) fn cordons(object: &GpuNode) -> Cordons {
     Cordons::read(annotation(object, CORDON_ANNOTATION))
 }

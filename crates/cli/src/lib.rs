@@ -65,8 +65,8 @@ pub enum Command {
 
     /// Stop new pods from using one GPU.
     ///
-    /// Pods that already use the GPU keep running. Its free shares are reported to the kubelet as
-    /// Unhealthy.
+    /// Pods that already use the GPU keep running. The GPU's free shares are reported to the
+    /// kubelet as Unhealthy.
     #[command(after_long_help = cordon::EXAMPLES)]
     Cordon(cordon::CordonArgs),
 
@@ -89,7 +89,7 @@ pub enum Command {
     /// Check that this node's GPU driver enforces limits as Cleave expects.
     ///
     /// Run it on the node as root, in the host's PID namespace. It starts its own MPS daemon on an
-    /// idle GPU. On a GPU that is in use it only reads.
+    /// idle GPU. It changes nothing on a GPU that is in use.
     ///
     /// Exit codes: 0 if every check passed, 1 if a check failed, 2 if nothing could be checked.
     Doctor(DoctorArgs),

@@ -160,7 +160,8 @@ fn planned_text(planned: &Planned) -> String {
     text
 }
 
-/// The slices of a GPU, such as `2 × nvidia.com/gpu-10gb, nvidia.com/mig-3g.20gb at 4 (in use)`.
+/// Returns the slices of a GPU, such as `2 × nvidia.com/gpu-10gb, nvidia.com/mig-3g.20gb at 4 (in
+/// use)`.
 fn slices(gpu: &GpuPlan) -> String {
     if gpu.slices.is_empty() {
         return "whole".to_owned();

@@ -157,7 +157,7 @@ impl Input {
         Ok(())
     }
 
-    /// Adds the pods of a workload. `count` is the JSON pointer to their number.
+    /// Adds the pods of a workload. `count` is the JSON pointer to the number of pods.
     fn add_workload(&mut self, object: &Value, name: &str, count: &str) -> Result<()> {
         let count = object.pointer(count).and_then(Value::as_u64).unwrap_or(1);
         ensure!(count <= MAX_PODS_PER_WORKLOAD, "{count} pods exceed the limit of {MAX_PODS_PER_WORKLOAD}");
@@ -173,7 +173,7 @@ impl Input {
         Ok(())
     }
 
-    /// The cluster that the objects describe. All agents are ready.
+    /// Returns the cluster that the objects describe. All agents are ready.
     fn observed(self) -> Result<Observed> {
         let Self { mut observed, nodes, gpu_nodes, pods, priorities } = self;
         for (node, gpus) in nodes {
@@ -217,7 +217,7 @@ impl Input {
     }
 }
 
-/// The GPUs of a node as its agent would report them.
+/// Returns the GPUs of a node as its agent would report them.
 fn reported_gpus(node: &str, gpus: &[DescribedGpus]) -> Result<Vec<GpuStatus>> {
     let mut all = Vec::new();
     for DescribedGpus { model, memory, count, sms } in gpus {

@@ -12,8 +12,8 @@ impl Table {
         Self { wide: false, rows: vec![headings.iter().map(|&cell| cell.to_owned()).collect()] }
     }
 
-    /// Adds columns if `wide` is true. Otherwise [`Table::wide_row`] drops the cells of these
-    /// columns.
+    /// Adds columns if `wide` is true. If `wide` is false, [`Table::wide_row`] drops the cells of
+    /// these columns.
     pub(crate) fn wide(mut self, wide: bool, headings: &[&str]) -> Self {
         self.wide = wide;
         if let Some(first) = self.rows.first_mut().filter(|_| wide) {

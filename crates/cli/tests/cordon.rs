@@ -36,7 +36,7 @@ fn error_status(code: u16) -> Value {
     json!({"kind": "Status", "status": "Failure", "code": code, "message": "no", "reason": ""})
 }
 
-/// A `GpuNode` on which these pods use GPU 0.
+/// Returns a `GpuNode` on which these pods use GPU 0.
 fn node(pods: &[&str]) -> Value {
     let allocation = |pod: &&str| json!({"pod": pod, "container": "c", "resource": "nvidia.com/gpu-mps", "device": "GPU-a", "ids": ["GPU-a::0"]});
     let slice = json!({"device": "GPU-a", "resource": "nvidia.com/gpu-mps", "total": 10, "inUse": pods.len(),

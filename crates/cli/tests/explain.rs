@@ -60,7 +60,7 @@ fn each_pod_has_its_state() {
     assert_eq!(explain(&live(), "demo/nobody"), None);
 }
 
-/// The objects of `explain/cluster.yaml` after `change`, at this time.
+/// Returns the objects of `explain/cluster.yaml` after `change`, at this time.
 fn changed(change: impl FnOnce(&mut Objects), now: u64) -> Live {
     let Fixture { nodes, agents, gpu_nodes, policies, pods } =
         serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();

@@ -2,10 +2,10 @@
 //! allocated.
 //!
 //! When the kubelet lists or allocates devices, it first drops the devices of deleted pods from
-//! memory. It writes the file only after an allocation, and for each device list that a plugin
-//! sends. A restarted kubelet reads the file, and admits pods before it drops any device. Therefore
-//! it does not allocate devices that only the file lists as allocated. The layout is that of
-//! `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
+//! memory. The kubelet writes the file only after an allocation, and for each device list that a
+//! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device.
+//! Therefore it does not allocate devices that only the file lists as allocated. The layout is that
+//! of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -85,8 +85,8 @@ impl KubeletCheckpoint {
         Self { path: directory.join(CHECKPOINT_FILE), read: None, devices: None }
     }
 
-    /// The devices that a kubelet would consider allocated if it restarted now. `None` if the file
-    /// does not exist. Reads the file only if it has changed.
+    /// Returns the devices that a kubelet would consider allocated if it restarted now. Returns
+    /// `None` if the file does not exist. Reads the file only if it has changed.
     ///
     /// # Errors
     /// The file cannot be read or is not a checkpoint. Each version of the file causes at most one

@@ -96,7 +96,7 @@ impl Directory {
         self.path.join(KUBELET_SOCKET)
     }
 
-    /// The current `kubelet.sock`, if it exists.
+    /// Returns the current `kubelet.sock`, if it exists.
     pub(crate) fn kubelet(&self) -> Option<SocketId> {
         SocketId::of(&self.kubelet_socket())
     }
@@ -154,7 +154,7 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Whether the path still names the locked directory.
+    /// Returns whether the path still names the locked directory.
     pub(crate) fn holds(&self, directory: &Directory) -> bool {
         std::fs::metadata(&directory.path).is_ok_and(|now| (now.dev(), now.ino()) == self.id)
     }

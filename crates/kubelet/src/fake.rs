@@ -1,8 +1,8 @@
 //! A fake kubelet on real unix sockets, for tests and benchmarks.
 //!
-//! It behaves on the wire like `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36, including its
-//! race: the resource name alone identifies a client. Therefore the end of an old stream removes
-//! the resource's current client.
+//! The fake kubelet behaves on the wire like `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36,
+//! including its race: the resource name alone identifies a client. Therefore the end of an old
+//! stream removes the resource's current client.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -73,7 +73,7 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Ids of the devices that the kubelet can allocate.
+    /// Returns the ids of the devices that the kubelet can allocate.
     pub fn healthy(&self) -> Vec<&str> {
         let devices = self.devices.iter().filter(|device| self.connected && device.health == "Healthy");
         devices.map(|device| device.id.as_str()).collect()
@@ -89,7 +89,7 @@ pub struct FakeKubeletState {
     pub endpoints: BTreeMap<String, Endpoint>,
 }
 
-/// The parts of a running kubelet. Dropping them ends it.
+/// The parts of a running kubelet. Dropping the parts ends the kubelet.
 struct Running {
     _connections: Connections,
     _listener: AbortOnDropHandle<()>,
@@ -215,7 +215,7 @@ impl FakeKubelet {
         Ok(())
     }
 
-    /// Path of the directory.
+    /// Returns the path of the directory.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -269,7 +269,7 @@ impl FakeKubelet {
         self.shared.disconnected(resource);
     }
 
-    /// A client of a resource's plugin, over the connection that the kubelet opened at the
+    /// Returns a client of a resource's plugin, over the connection that the kubelet opened at the
     /// registration.
     pub fn client(&self, resource: &str) -> Option<DevicePluginClient<Channel>> {
         locked(&self.shared.clients).by_name.get(resource).map(|client| client.channel.clone())
@@ -423,8 +423,8 @@ impl Shared {
         }
         let delay = locked(&self.behaviour).slow_disconnect;
         tokio::time::sleep(delay).await;
-        // Like the kubelet up to 1.36, this identifies the client by the name alone. It also uses
-        // the kubelet's order: the client disconnects, and then the endpoint stops.
+        // Like the kubelet up to 1.36, this identifies the client by the name alone. The fake also
+        // uses the kubelet's order: the client disconnects, and then the endpoint stops.
         drop(locked(&self.clients).by_name.remove(&resource));
         drop(client);
         self.disconnected(&resource);

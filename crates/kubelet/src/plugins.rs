@@ -30,7 +30,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// A configuration with default timings.
+    /// Returns a configuration with default timings.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self { directory: directory.into(), timings: Timings::default() }
     }
@@ -46,7 +46,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// The delay after a failure, given the number of earlier failures.
+    /// Returns the delay after a failure, given the number of earlier failures.
     pub fn delay(self, failures: u32) -> Duration {
         let factor = 2_u32.saturating_pow(failures);
         self.first.saturating_mul(factor).min(self.cap)
@@ -108,8 +108,8 @@ pub struct PluginsState {
 }
 
 impl PluginsState {
-    /// Whether this process has locked the directory, and the kubelet has an open stream of every
-    /// resource.
+    /// Returns whether this process has locked the directory, and the kubelet has an open stream of
+    /// every resource.
     pub fn is_ready(&self) -> bool {
         let has_it = |resource: &ResourceState| matches!(resource.phase, Phase::Streaming | Phase::Ending);
         self.directory == DirectoryState::Held && self.resources.values().all(has_it)

@@ -57,8 +57,8 @@ pub enum PodResourcesError {
     Call(#[source] Box<tonic::Status>),
 }
 
-/// A client of the kubelet's PodResources API. It connects at the first call, and reconnects after
-/// the kubelet restarts.
+/// A client of the kubelet's PodResources API. The client connects at the first call, and
+/// reconnects after the kubelet restarts.
 ///
 /// The kubelet answers at most 100 calls per second.
 #[derive(Clone, Debug)]

@@ -168,8 +168,8 @@ mod tests {
 
     const GRACE: Duration = Duration::from_secs(2);
 
-    /// The state of a healthy plugin, and a kubelet socket that was bound after the plugin's
-    /// registration.
+    /// Returns the state of a healthy plugin, and a kubelet socket that was bound after the
+    /// plugin's registration.
     fn healthy_observation() -> (Observation, SocketId) {
         let directory = tempfile::tempdir().expect("a directory");
         let bind = |name: &str| {

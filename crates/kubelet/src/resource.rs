@@ -17,20 +17,21 @@ use crate::proto::v1beta1 as wire;
 /// [`pre_start`](Resource::pre_start) must answer from memory. While the kubelet waits, it blocks
 /// the admission of pods, and sometimes its device manager.
 pub trait Resource: Send + Sync + 'static {
-    /// The devices, as they change. Each published list is sent on the open stream, even if it
-    /// equals the previous list, because the kubelet writes its
+    /// Returns the devices, as they change. Each published list is sent on the open stream, even if
+    /// it equals the previous list, because the kubelet writes its
     /// [checkpoint](crate::KubeletCheckpoint) for each list. A list that is the same `Arc` is not
     /// sent again.
     ///
     /// If the sender is dropped, the last list remains valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
-    /// The calls that the kubelet may use. The kubelet reads the options once for each
+    /// Returns the calls that the kubelet may use. The kubelet reads the options once for each
     /// registration. A replacement with other options is registered again.
     fn options(&self) -> Options;
 
-    /// A future to await before [`preferred`](Resource::preferred) can answer this request. `None`
-    /// if no wait is needed. Keep the wait short and bounded: no pod is admitted during the wait.
+    /// Returns a future to await before [`preferred`](Resource::preferred) can answer this request.
+    /// Returns `None` if no wait is needed. Keep the wait short and bounded: no pod is admitted
+    /// during the wait.
     fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None
@@ -40,8 +41,8 @@ pub trait Resource: Send + Sync + 'static {
     /// kubelet may allocate others.
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
 
-    /// The settings for a container to which the kubelet allocates exactly these devices. The
-    /// kubelet can repeat the call for the same devices.
+    /// Returns the settings for a container to which the kubelet allocates exactly these devices.
+    /// The kubelet can repeat the call for the same devices.
     ///
     /// `ids` is as the kubelet sent it. This method must refuse unknown ids, repeated ids and empty
     /// lists.
@@ -106,7 +107,7 @@ impl ResourceName {
         Ok(Self(name.into()))
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -168,7 +169,7 @@ impl DeviceId {
         Ok(Self(id.into()))
     }
 
-    /// The id as text.
+    /// Returns the id as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -257,7 +258,7 @@ pub struct ContainerResponse {
     pub devices: Vec<DeviceNode>,
     /// Fully qualified CDI names, such as `nvidia.com/gpu=all`.
     pub cdi_names: Vec<String>,
-    /// Annotations for the container runtime. They are not set on the pod.
+    /// Annotations for the container runtime. The annotations are not set on the pod.
     pub annotations: BTreeMap<String, String>,
 }
 

@@ -80,17 +80,17 @@ impl Session {
         &self.path
     }
 
-    /// The options that the kubelet reads at the registration.
+    /// Returns the options that the kubelet reads at the registration.
     pub(crate) fn options(&self) -> Options {
         self.options
     }
 
-    /// Number of open `ListAndWatch` streams.
+    /// Returns the number of open `ListAndWatch` streams.
     pub(crate) fn open_streams(&self) -> watch::Receiver<usize> {
         self.open.clone()
     }
 
-    /// Whether our socket still exists at its path.
+    /// Returns whether our socket still exists at its path.
     pub(crate) fn is_reachable(&self) -> bool {
         SocketId::of(&self.path) == Some(self.socket)
     }

@@ -23,7 +23,7 @@ impl FromStr for Label {
 /// Plan how GPUs are shared, and write it to each node's GpuNode.
 #[derive(Debug, Clone, clap::Args)]
 pub struct OperatorArgs {
-    /// Namespace that Cleave runs in. It contains the agents' pods and the lease.
+    /// Namespace that Cleave runs in. This namespace contains the agents' pods and the lease.
     #[arg(long, env = "POD_NAMESPACE", default_value = "cleave-system")]
     pub namespace: String,
 
@@ -40,8 +40,8 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_LEASE", value_name = "NAME", default_value = "cleave-operator")]
     pub lease: String,
 
-    /// Identity of this process in the lease. It must be unique among running operators and stay
-    /// the same when the container restarts.
+    /// Identity of this process in the lease. The identity must be unique among running operators
+    /// and stay the same when the container restarts.
     #[arg(long, env = "POD_NAME", value_name = "NAME")]
     pub identity: String,
 
@@ -49,8 +49,8 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
     pub metrics_addr: SocketAddr,
 
-    /// Enable the admission webhook. The value is the name of its Service, its Secret and its
-    /// `MutatingWebhookConfiguration`, which the chart creates.
+    /// Enable the admission webhook. The value is the name of the webhook's Service, Secret and
+    /// `MutatingWebhookConfiguration`.
     #[arg(long, env = "CLEAVE_WEBHOOK", value_name = "NAME")]
     pub webhook: Option<String>,
 
@@ -59,9 +59,8 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_TAINT_UNHEALTHY", default_value_t = false)]
     pub taint_unhealthy: bool,
 
-    /// Replace MPS hosts whose revision is older than the newest of their `DaemonSet`, once no
-    /// program uses MPS on their node. The value is the label selector of their pods. Needs
-    /// permission to delete pods and to list and watch controller revisions in its namespace.
+    /// Label selector of MPS host pods to replace when they are outdated and no program uses MPS on
+    /// the node. Needs permission to delete pods and to list and watch controller revisions.
     #[arg(long, env = "CLEAVE_REPLACE_MPS_HOSTS", value_name = "SELECTOR")]
     pub replace_mps_hosts: Option<String>,
 
@@ -70,19 +69,17 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_UNSCHEDULABLE_AFTER_SECONDS", value_name = "SECONDS", default_value_t = 180)]
     pub unschedulable_after_seconds: u64,
 
-    /// Labels that every node with an agent has, as `key=value`. If Cleave's nodes have no room for
-    /// a pod and nodes of another device plugin have, the pod is released to nodes without one of
-    /// these labels.
+    /// Labels that every node with an agent has, as `key=value`. Pods without room on these nodes
+    /// can be released to nodes of another device plugin.
     #[arg(long, env = "CLEAVE_NODE_SELECTOR", value_name = "LABELS", value_delimiter = ',')]
     pub node_selector: Vec<Label>,
 
-    /// Taints nodes with `cleave.dev/fragmented:PreferNoSchedule` while a pod that is reported as
-    /// `Unschedulable` fits the sum of their free units and none of their GPUs. Needs permission to
-    /// patch nodes.
+    /// Taint nodes with `cleave.dev/fragmented:PreferNoSchedule` while an `Unschedulable` pod fits
+    /// the sum of a node's free units but none of the node's GPUs. Needs permission to patch nodes.
     #[arg(long, env = "CLEAVE_TAINT_FRAGMENTED", default_value_t = false)]
     pub taint_fragmented: bool,
 
-    /// Reports pods at the placement gate that need another node as `Unschedulable`, so that
+    /// Report pods at the placement gate that need another node as `Unschedulable`, so that
     /// cluster autoscalers add nodes.
     #[arg(
         long,

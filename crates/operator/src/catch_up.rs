@@ -7,9 +7,9 @@
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order,
 //!   so once it delivers this one, the store contains all earlier changes of pods. One write costs
 //!   less than a list of all pods.
-//! - **Nodes and `GpuNode`s**, and pods if the process has no pod. It lists the objects' metadata
-//!   from etcd, and waits for the newest version. This does not show deletions, which endanger no
-//!   reservation.
+//! - **Nodes and `GpuNode`s**, and pods if the process has no pod. The operator lists the objects'
+//!   metadata from etcd, and waits for the newest version. This does not show deletions, which
+//!   endanger no reservation.
 //!
 //! [`Versions::reach`] decides and is pure.
 use std::fmt::Debug;
@@ -50,7 +50,7 @@ pub(crate) struct Versions {
 pub(crate) type OfKind = fn(&mut Versions) -> &mut u64;
 
 impl Versions {
-    /// Whether stores of these versions contain everything up to the `required` versions.
+    /// Returns whether stores of these versions contain everything up to the `required` versions.
     pub(crate) const fn reach(self, required: Self) -> bool {
         self.pods >= required.pods && self.nodes >= required.nodes && self.gpu_nodes >= required.gpu_nodes
     }
@@ -64,7 +64,8 @@ pub(crate) struct StoreVersion {
 }
 
 impl StoreVersion {
-    /// The version that the store contains after this event. `None` if the event does not show it.
+    /// Returns the version that the store contains after this event. Returns `None` if the event
+    /// does not show it.
     pub(crate) fn after<K: Resource>(&mut self, event: &Event<K>) -> Option<u64> {
         match event {
             Event::Init => self.listed = 0,
@@ -77,7 +78,8 @@ impl StoreVersion {
     }
 }
 
-/// The version of an object. 0 if it is absent or not a number: then nothing waits for it.
+/// Returns the version of an object. Returns 0 if it is absent or not a number: then nothing waits
+/// for it.
 fn version(object: &impl Resource) -> u64 {
     object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
@@ -117,7 +119,7 @@ pub(crate) async fn run(
 }
 
 /// Waits until the stores contain the required versions. A watch that lags for long may have lost
-/// its connection. It then connects again within [`crate::watches::WATCH_TIMEOUT`].
+/// its connection. The watch then connects again within [`crate::watches::WATCH_TIMEOUT`].
 async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) {
     loop {
         let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.reach(required))).await;
@@ -144,7 +146,8 @@ enum Error {
     Timeout,
 }
 
-/// The versions that the stores must contain: nothing that was written before this call is newer.
+/// Returns the versions that the stores must contain: nothing that was written before this call is
+/// newer.
 async fn required(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
     let pods = match mark(client, pod).await? {
         Some(version) => version,
@@ -166,7 +169,7 @@ async fn mark(client: &Client, (namespace, name): &(String, String)) -> Result<O
     }
 }
 
-/// The version of the newest object of a kind, read from etcd.
+/// Returns the version of the newest object of a kind, read from etcd.
 async fn newest<K>(client: &Client) -> Result<u64, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
@@ -239,8 +242,8 @@ mod tests {
         assert_eq!(store.after(&Event::Apply(foreign)), Some(0));
     }
 
-    /// An API server with a lease, two pages of nodes, one `GpuNode`, and this process's pod if
-    /// `has_pod`. Records the requests other than those about the lease.
+    /// Returns an API server with a lease, two pages of nodes, one `GpuNode`, and this process's
+    /// pod if `has_pod`. Records the requests other than those about the lease.
     fn fake_api_server(has_pod: bool) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));

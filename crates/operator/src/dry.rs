@@ -60,13 +60,13 @@ pub struct Objects {
     pub policies: Vec<DeserializeGuard<SharingPolicy>>,
     /// All pods that have not ended, trimmed.
     pub pods: Vec<PodObject>,
-    /// All volume claims. Empty if the user may not list them.
+    /// All volume claims. The list is empty if the user may not list volume claims.
     pub volume_claims: Vec<VolumeClaimObject>,
-    /// All volumes. Empty if the user may not list them.
+    /// All volumes. The list is empty if the user may not list volumes.
     pub volumes: Vec<VolumeObject>,
-    /// All disruption budgets. Empty if the user may not list them.
+    /// All disruption budgets. The list is empty if the user may not list budgets.
     pub budgets: Vec<BudgetObject>,
-    /// All namespaces with their labels. Empty if the user may not list them.
+    /// All namespaces with their labels. The list is empty if the user may not list namespaces.
     pub namespaces: Vec<NamespaceObject>,
 }
 
@@ -138,8 +138,8 @@ where
     }
 }
 
-/// The objects, or none if the user may not list them: users need not have all of the operator's
-/// rights.
+/// Returns the objects, or none if the user may not list them: users need not have all of the
+/// operator's rights.
 fn if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec<K>> {
     match listed {
         Err(kube::Error::Api(status)) if status.code == 403 => {

@@ -115,7 +115,7 @@ impl EventPublisher {
         events
     }
 
-    /// Whether a pod that waits for room has no Event yet.
+    /// Returns whether a pod that waits for room has no Event yet.
     pub(crate) fn is_waiting(&self) -> bool {
         self.pods.values().any(|reported| reported.last.is_none() && reported.reason == Reason::NoRoom)
     }

@@ -26,7 +26,7 @@ pub enum Evicted {
 }
 
 impl Evicted {
-    /// Value of the `result` label in metrics.
+    /// Returns the value of the `result` label in metrics.
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
             Self::Done => "evicted",

@@ -80,7 +80,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
     }
 }
 
-/// The spec of a lease that `me` acquires at `now`.
+/// Returns the spec of a lease that `me` acquires at `now`.
 fn lease_of(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     let kept = old.filter(|old| old.holder_identity.as_deref() == Some(me));
     let transitions = old.and_then(|old| old.lease_transitions).unwrap_or(0);
@@ -98,7 +98,7 @@ fn lease_of(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     }
 }
 
-/// The lease's spec after its release.
+/// Returns the lease's spec after its release.
 fn released_lease(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
     LeaseSpec { holder_identity: None, renew_time: Some(MicroTime(now)), ..old.clone() }
 }
@@ -124,22 +124,22 @@ struct Term {
 }
 
 impl Term {
-    /// The number of the current term. `None` if this process does not lead.
+    /// Returns the number of the current term. Returns `None` if this process does not lead.
     fn current(self) -> Option<u64> {
         self.until.is_some_and(|until| Instant::now() < until).then_some(self.number)
     }
 }
 
 impl LeaseGuard {
-    /// Whether the lease remains valid long enough for this process to complete a write, and the
-    /// process is ready to write.
+    /// Returns whether the lease remains valid long enough for this process to complete a write,
+    /// and the process is ready to write.
     pub fn is_current(&self) -> bool {
         let term = self.term();
         term.is_some_and(|term| self.ready.as_ref().is_none_or(|ready| *ready.borrow() >= term))
     }
 
-    /// The number of the current term, whether or not this process is ready to write. `None` if
-    /// this process does not lead.
+    /// Returns the number of the current term, whether or not this process is ready to write.
+    /// Returns `None` if this process does not lead.
     pub(crate) fn term(&self) -> Option<u64> {
         self.terms.borrow().current()
     }
@@ -157,12 +157,13 @@ impl LeaseGuard {
         }
     }
 
-    /// A guard of the same lease that is current only in terms up to the one that `ready` contains.
+    /// Returns a guard of the same lease that is current only in terms up to the one that `ready`
+    /// contains.
     pub(crate) fn when_ready(&self, ready: watch::Receiver<u64>) -> Self {
         Self { terms: self.terms.clone(), ready: Some(ready) }
     }
 
-    /// A guard that is current for an hour.
+    /// Returns a guard that is current for an hour.
     #[cfg(test)]
     pub(crate) fn leading() -> Self {
         let (terms, guard) = guard();
@@ -171,7 +172,7 @@ impl LeaseGuard {
         guard
     }
 
-    /// Whether the lease has been read, so that this process either leads or stands by.
+    /// Returns whether the lease has been read, so that this process either leads or stands by.
     pub fn is_known(&self) -> bool {
         self.terms.borrow().known
     }
@@ -233,7 +234,7 @@ pub(crate) fn start(
     Ok((guard, async { ended.await.context("the thread of the lease panicked")? }))
 }
 
-/// A guard, and the sender of its terms.
+/// Returns a guard, and the sender of its terms.
 fn guard() -> (watch::Sender<Term>, LeaseGuard) {
     let (sender, terms) = watch::channel(Term::default());
     (sender, LeaseGuard { terms, ready: None })
@@ -444,7 +445,7 @@ mod tests {
         assert!(RENEW_INTERVAL + POLL_INTERVAL + REQUEST_TIMEOUT <= GUARD, "a guard outlives one failed renewal");
     }
 
-    /// An API server that stores one lease, and sends the number of writes after each one.
+    /// Returns an API server that stores one lease, and sends the number of writes after each one.
     fn lease_server(writes: std::sync::mpsc::Sender<u64>) -> Client {
         let state = std::sync::Arc::new(std::sync::Mutex::new((json!({"metadata": {"name": "l"}}), 0_u64)));
         let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {

@@ -236,8 +236,8 @@ impl Metrics {
     }
 }
 
-/// Resident memory in bytes, from `/proc/self/status`. Unlike `statm`, this file does not depend on
-/// the page size.
+/// Returns the resident memory in bytes, from `/proc/self/status`. Unlike `statm`, this file does
+/// not depend on the page size.
 fn resident(status: &str) -> Option<i64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)

@@ -117,7 +117,7 @@ impl Passes {
         }
     }
 
-    /// Time since the process started.
+    /// Returns the time since the process started.
     fn now(&self) -> Duration {
         self.started.elapsed()
     }
@@ -436,7 +436,7 @@ mod tests {
         reflector::store().0
     }
 
-    /// The controller of an empty cluster, and the receiver of what pods wait for.
+    /// Returns the controller of an empty cluster, and the receiver of what pods wait for.
     fn passes() -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
         let (service, _) = tower_test::mock::pair::<http::Request<Body>, http::Response<Body>>();
         let client = Client::new(service, "default");

@@ -105,7 +105,7 @@ pub(crate) async fn write_to(
     }
 }
 
-/// The `resourceVersion` in an answer of the API server. Empty if the answer has none.
+/// Returns the `resourceVersion` in an answer of the API server, or "" if the answer has none.
 fn resource_version(answer: &str) -> String {
     #[derive(Default, Deserialize)]
     #[serde(rename_all = "camelCase", default)]

@@ -61,8 +61,8 @@ pub struct PodObject {
     pub replica_placement: Option<ReplicaPlacement>,
 }
 
-/// A digest of a controller's UID. It needs less memory than the UID. If two controllers had the
-/// same digest, their pods would be kept apart needlessly.
+/// A digest of a controller's UID. The digest needs less memory than the UID. If two controllers
+/// had the same digest, their pods would be kept apart needlessly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ControllerId(u64);
 
@@ -94,12 +94,12 @@ pub enum Replacement {
     /// The controller creates a new pod and counts a failure. A `Job` does so up to its
     /// `backoffLimit`.
     CountsAsFailure,
-    /// The reaction is unknown. The pod may not be replaced.
+    /// The reaction is unknown. The controller might not replace the pod.
     Unknown,
 }
 
 impl Controller {
-    /// How the controller reacts when one of its pods is evicted before the pod is bound.
+    /// Returns how the controller reacts when one of its pods is evicted before the pod is bound.
     pub fn replacement(&self) -> Replacement {
         match self.kind.as_str() {
             "ReplicaSet" | "ReplicationController" | "StatefulSet" | "DaemonSet" => Replacement::Free,
@@ -141,7 +141,7 @@ pub struct PodSpec {
     pub topology_spread_constraints: Vec<SpreadConstraint>,
     /// Volumes of the pod.
     pub volumes: Vec<Volume>,
-    /// Claims of dynamic resource allocation. Only their presence matters.
+    /// Claims of dynamic resource allocation. Only the presence of claims matters.
     pub resource_claims: Vec<IgnoredAny>,
     /// Groups of units. The units of each group must be on one device. Set by [`PodObject::trim`].
     /// Excludes [interchangeable](is_interchangeable) resources.
@@ -277,7 +277,7 @@ pub struct Lifecycle {
 pub struct Port {
     /// The node's port that this port is bound to.
     pub host_port: Option<u16>,
-    /// The node's address that the port is bound to. Empty for all addresses.
+    /// The node's address that the port is bound to. An empty string means all addresses.
     #[serde(rename = "hostIP")]
     pub host_ip: String,
     /// TCP, UDP or SCTP.
@@ -326,7 +326,7 @@ pub struct Claimant {
 }
 
 impl Claimant {
-    /// The pod's requests for GPU resources, as whole numbers.
+    /// Returns the pod's requests for GPU resources, as whole numbers.
     pub fn of_gpus(&self) -> impl Iterator<Item = (&str, u64)> {
         let served = |(name, quantity): (&'_ String, &Quantity)| is_served(name).then(|| quantity.count()).flatten();
         self.pod.requests.iter().filter_map(move |one| Some((one.0.as_str(), served(one).filter(|&count| count > 0)?)))
@@ -334,7 +334,7 @@ impl Claimant {
 }
 
 impl PodObject {
-    /// All requests of the pod for devices. Units of [interchangeable](is_interchangeable)
+    /// Returns all requests of the pod for devices. Units of [interchangeable](is_interchangeable)
     /// resources are listed one by one.
     pub fn device_requests(&self) -> Vec<DeviceRequest> {
         let mut device_requests = self.spec.device_requests.clone();
@@ -349,17 +349,18 @@ impl PodObject {
         device_requests
     }
 
-    /// Whether the pod is not bound and the placement gate is its only scheduling gate.
+    /// Returns whether the pod is not bound and the placement gate is its only scheduling gate.
     pub fn waits_at_gate(&self) -> bool {
         self.node().is_none() && matches!(self.spec.scheduling_gates.as_slice(), [gate] if gate.name == GATE)
     }
 
-    /// The node that the pod is bound to.
+    /// Returns the node that the pod is bound to.
     pub fn node(&self) -> Option<&str> {
         self.spec.node_name.as_deref().filter(|node| !node.is_empty())
     }
 
-    /// Whether the pod requests a resource that Cleave can serve. Call [`Self::trim`] first.
+    /// Returns whether the pod requests a resource that Cleave can serve. Call [`Self::trim`]
+    /// first.
     pub fn requests_gpus(&self) -> bool {
         self.spec.requests.iter().any(|(name, quantity)| is_served(name) && quantity.milli() != Some(0))
     }
@@ -417,27 +418,27 @@ impl PodObject {
         }
     }
 
-    /// Whether the condition `PodScheduled` has the reason `Unschedulable`. The scheduler writes it
-    /// for a released pod that it could not bind. The operator writes it for a pod at the gate that
-    /// another node would help.
+    /// Returns whether the condition `PodScheduled` has the reason `Unschedulable`. The scheduler
+    /// writes it for a released pod that it could not bind. The operator writes it for a pod at the
+    /// gate that another node would help.
     pub fn is_reported_unschedulable(&self) -> bool {
         let reported = |condition: &PodCondition| condition.status == "False" && condition.reason == "Unschedulable";
         self.condition(POD_SCHEDULED).is_some_and(reported)
     }
 
-    /// The pod's condition of this type.
+    /// Returns the pod's condition of this type.
     pub fn condition(&self, type_: &str) -> Option<&PodCondition> {
         self.status.conditions.iter().find(|condition| condition.type_ == type_)
     }
 }
 
-/// Whether all units of a resource on a node are equivalent: whole GPUs and whole MIG instances.
-/// Placement counts such units and does not choose devices for them.
+/// Returns whether all units of a resource on a node are equivalent: whole GPUs and whole MIG
+/// instances. Placement counts such units and does not choose devices for them.
 pub fn is_interchangeable(resource: &str) -> bool {
     resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
 }
 
-/// Groups of units. The units of each group must be on one device.
+/// Returns the groups of units. The units of each group must be on one device.
 fn device_requests(spec: &PodSpec) -> Vec<DeviceRequest> {
     let container = |(kind, container): (Kind, &Container)| ledger::Container {
         kind,
@@ -482,8 +483,8 @@ fn rules(spec: &mut PodSpec) -> Rules {
     Rules { affinity, anti_affinity, spread, ports: ports.collect() }
 }
 
-/// Names of the claims of a pod's volumes. A claim that is created with the pod is named after the
-/// pod.
+/// Returns the names of the claims of a pod's volumes. A claim that is created with the pod is
+/// named after the pod.
 fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     let claim = |volume: &Volume| match (&volume.persistent_volume_claim, &volume.ephemeral) {
         (Some(claim), _) => Some(claim.claim_name.clone()),
@@ -539,7 +540,7 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     })
 }
 
-/// The name of an object as `namespace/name`.
+/// Returns the name of an object as `namespace/name`.
 pub fn full_name(meta: &ObjectMeta) -> String {
     format!(
         "{}/{}",
@@ -548,9 +549,9 @@ pub fn full_name(meta: &ObjectMeta) -> String {
     )
 }
 
-/// Sums a pod's requests as the scheduler does. The sum covers all containers and sidecars, or the
-/// largest init container with the sidecars that start before it, whichever is more. Pod-level
-/// requests replace this sum. The overhead is added.
+/// Returns the sums a pod's requests as the scheduler does. The sum covers all containers and
+/// sidecars, or the largest init container with the sidecars that start before it, whichever is
+/// more. Pod-level requests replace this sum. The overhead is added.
 pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     let mut containers = Sum::default();
     spec.containers.iter().for_each(|container| containers.add(&container.resources));

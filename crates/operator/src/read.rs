@@ -100,8 +100,8 @@ pub struct VolumeNodeAffinity {
 }
 
 impl VolumeObject {
-    /// The terms of the selector. A node must match at least one term. `None` if every node can
-    /// mount the volume.
+    /// Returns the terms of the selector. A node must match at least one term. Returns `None` if
+    /// every node can mount the volume.
     pub fn required(&self) -> Option<&[NodeSelectorTerm]> {
         let required = self.spec.node_affinity.as_ref()?.required.as_ref()?;
         Some(&required.node_selector_terms)
@@ -264,24 +264,25 @@ pub struct Agent {
 }
 
 impl Node {
-    /// The node's GPUs as the agent last reported them. `None` if no agent has reported.
+    /// Returns the node's GPUs as the agent last reported them. Returns `None` if no agent has
+    /// reported.
     pub fn reported(&self) -> Option<&[GpuStatus]> {
         let status = self.object()?.status.as_ref()?;
         // Another writer may create the status first. Only the agent sets these fields.
         (!status.agent_version.is_empty() || !status.gpus.is_empty()).then_some(status.gpus.as_slice())
     }
 
-    /// The node's `GpuNode`. `None` if the object does not exist or is malformed.
+    /// Returns the node's `GpuNode`. Returns `None` if the object does not exist or is malformed.
     pub fn object(&self) -> Option<&GpuNode> {
         self.gpu_node.as_ref().and_then(|object| object.0.as_ref().ok())
     }
 
-    /// The GPUs that an administrator has cordoned.
+    /// Returns the GPUs that an administrator has cordoned.
     pub fn cordons(&self) -> Cordons {
         Cordons::read(self.annotation(CORDON_ANNOTATION))
     }
 
-    /// The GPUs whose recorded faults an administrator has cleared.
+    /// Returns the GPUs whose recorded faults an administrator has cleared.
     pub fn cleared(&self) -> Cleared {
         Cleared::read(self.annotation(CLEARED_ANNOTATION))
     }
@@ -290,12 +291,12 @@ impl Node {
         self.object()?.metadata.annotations.as_ref()?.get(name)
     }
 
-    /// Whether the node has a `GpuNode`, malformed or not.
+    /// Returns whether the node has a `GpuNode`, malformed or not.
     pub fn has_object(&self) -> bool {
         self.gpu_node.is_some()
     }
 
-    /// The desired state in the node's `GpuNode`. The default if no `GpuNode` exists.
+    /// Returns the desired state in the node's `GpuNode`. The default if no `GpuNode` exists.
     ///
     /// # Errors
     /// The object is malformed.
@@ -423,7 +424,7 @@ pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
     }
 }
 
-/// Whether an agent's pod is ready and not terminating.
+/// Returns whether an agent's pod is ready and not terminating.
 pub(crate) fn is_ready(pod: &AgentPod) -> bool {
     pod.metadata.deletion_timestamp.is_none()
         && pod.status.conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")

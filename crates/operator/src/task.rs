@@ -39,8 +39,8 @@ pub(crate) struct Trigger {
 
 /// A controller that reads the stores and writes to the API server.
 pub(crate) trait Controller {
-    /// Time to collect further changes after the first change, so that one reconcile handles a
-    /// burst.
+    /// Returns the time to collect further changes after the first change, so that one reconcile
+    /// handles a burst.
     fn gather_time(&mut self) -> Duration;
 
     /// Reconciles once. Returns the delay before the next reconcile if nothing changes.

@@ -30,7 +30,7 @@ use crate::rollout::{Revision, Watched};
 /// because its connection is lost without notice, ends 5 s later.
 pub(crate) const WATCH_TIMEOUT: u32 = 30;
 
-/// The configuration of all watches.
+/// Returns the configuration of all watches.
 fn config() -> watcher::Config {
     watcher::Config::default().timeout(WATCH_TIMEOUT)
 }
@@ -103,7 +103,7 @@ pub(crate) struct Watches<'a> {
     pub(crate) tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
     pub(crate) wakes: &'a Wakers,
     pub(crate) metrics: &'a Metrics,
-    /// Receives the versions that the stores have reached.
+    /// Publishes the versions that the stores have reached.
     pub(crate) versions: &'a watch::Sender<Versions>,
     pub(crate) stop: &'a CancellationToken,
 }

@@ -2,9 +2,9 @@
 //!
 //! The node selector terms of a pod are OR-ed, so the requirement must be added to each term. While
 //! a pod is gated, the API server accepts only additions: requirements appended to existing terms,
-//! or a whole affinity if the pod has none. It refuses further terms and changes to existing terms.
-//! So the result is a list of JSON Patch additions (RFC 6902) that contain only the parts that the
-//! pod does not have.
+//! or a whole affinity if the pod has none. The API server refuses further terms and changes to
+//! existing terms. So the result is a list of JSON Patch additions (RFC 6902) that contain only the
+//! parts that the pod does not have.
 //!
 //! Send the patch with a `test` of `/metadata/resourceVersion`, because the patch refers to terms
 //! by their index.
@@ -50,7 +50,7 @@ impl Operation {
         Self { op: "add", path, value }
     }
 
-    /// JSON pointer to the part of the pod that the operation adds.
+    /// Returns the JSON pointer to the part of the pod that the operation adds.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -86,8 +86,8 @@ const AFFINITY: &str = "/spec/affinity";
 const NODE_AFFINITY: &str = "/spec/affinity/nodeAffinity";
 const REQUIRED: &str = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution";
 
-/// A requirement for nodes with one of these hostnames. `None` if the list is empty, because a pod
-/// must not be narrowed to no nodes.
+/// Returns a requirement for nodes with one of these hostnames. Returns `None` if the list is
+/// empty, because a pod must not be narrowed to no nodes.
 pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Requirement> {
     let values: BTreeSet<&str> = hostnames.into_iter().collect();
     let values: Vec<String> = values.into_iter().map(str::to_owned).collect();
@@ -95,7 +95,7 @@ pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Require
 }
 
 /// Additions that restrict the pod to the nodes that match both its affinity and the requirement.
-/// Empty if the pod already has the requirement.
+/// The list is empty if the pod already has the requirement.
 pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNothing> {
     let required = || Terms { node_selector_terms: vec![term(requirement)] };
     let terms = match present {
@@ -124,8 +124,8 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
     Ok(terms.iter().enumerate().filter(|(_, term)| wants(term, requirement)).map(addition).collect())
 }
 
-/// The pod's required terms after [`narrow`], for callers that send the whole list. A pod without
-/// required terms receives one term.
+/// Returns the pod's required terms after [`narrow`], for callers that send the whole list. A pod
+/// without required terms receives one term.
 pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNothing> {
     let Present::Required(terms) = present else { return Ok(vec![term(requirement)]) };
     if terms.iter().all(is_empty) {
@@ -142,8 +142,8 @@ fn term(requirement: &Requirement) -> NodeSelectorTerm {
     NodeSelectorTerm { match_expressions: vec![requirement.clone()], match_fields: Vec::new() }
 }
 
-/// A term without requirements matches no node. An added requirement would make it match some
-/// nodes.
+/// Returns a term without requirements matches no node. An added requirement would make it match
+/// some nodes.
 fn is_empty(term: &NodeSelectorTerm) -> bool {
     term.match_expressions.is_empty() && term.match_fields.is_empty()
 }

@@ -57,7 +57,7 @@ pub(crate) struct Assignment {
     pub(crate) locations: Vec<Option<Location>>,
     /// Pods on each node, in the order in which they were placed.
     pub(crate) pods: Vec<Vec<u32>>,
-    /// Version of each node. It changes with the node's GPUs and never repeats.
+    /// Version of each node. The version changes with the node's GPUs and never repeats.
     versions: Vec<u64>,
     version: u64,
 }
@@ -91,9 +91,9 @@ impl Assignment {
         needs.iter().all(|(dimension, need)| free.get(usize::from(*dimension)).is_some_and(|free| free >= need))
     }
 
-    /// The lowest cost of placing one more pod of a group on a node. The cost is cached until the
-    /// node's GPUs change. The cost depends only on the GPU units, so groups with equal units share
-    /// the cache.
+    /// Returns the lowest cost of placing one more pod of a group on a node. The cost is cached
+    /// until the node's GPUs change. The cost depends only on the GPU units, so groups with equal
+    /// units share the cache.
     pub(crate) fn cost(
         &self,
         model: &Model<'_>,
@@ -118,8 +118,8 @@ impl Assignment {
         *cost
     }
 
-    /// The cheapest way to place one more pod of a group on a node. Writes the chosen GPUs to
-    /// `gpus`.
+    /// Returns the cheapest way to place one more pod of a group on a node. Writes the chosen GPUs
+    /// to `gpus`.
     pub(crate) fn find_location(
         &self,
         model: &Model<'_>,
@@ -228,7 +228,8 @@ pub(crate) fn group<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m crate:
     model.groups.get(group as usize)
 }
 
-/// Cost of changing a GPU from one state to another. `None` if the rule forbids it.
+/// Returns the cost of changing a GPU from one state to another. Returns `None` if the rule forbids
+/// it.
 pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Rule) -> Option<Cost> {
     let (before, after) = (states.summary(from), states.summary(to));
     let allowed = match rule {
@@ -243,7 +244,7 @@ pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Rul
     allowed.then_some(Cost(numbers))
 }
 
-/// The cheapest GPU for one unit. If several GPUs cost the same, the first of them.
+/// Returns the cheapest GPU for one unit. If several GPUs cost the same, the first of them.
 fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;
@@ -308,8 +309,8 @@ fn place_on_several_gpus(
     if chosen.len() == units.len() {
         return Some((sum, chosen));
     }
-    // Equal units need GPUs independently of each other. If placing them one by one fails, every
-    // other combination fails too.
+    // Equal units need GPUs independently of each other. If placing the units one by one fails,
+    // every other combination fails too.
     if units.windows(2).all(|pair| pair[0] == pair[1]) {
         return None;
     }

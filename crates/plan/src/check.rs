@@ -27,7 +27,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// All violations of a plan for a snapshot. Apply the plan only if the list is empty.
+/// Returns all violations of a plan for a snapshot. Apply the plan only if the list is empty.
 pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     let mut checker = Checker { found: Vec::new(), taken_whole: BTreeSet::new() };
     checker.check_gpus(snapshot, plan);
@@ -35,8 +35,8 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     checker.found
 }
 
-/// Whether all requested sizes fit into the bins at the same time, each size in one bin. Returns
-/// true if the steps run out, because the result is then unknown.
+/// Returns whether all requested sizes fit into the bins at the same time, each size in one bin.
+/// Returns true if the steps run out, because the result is then unknown.
 fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     for at in 0..free.len() {
@@ -68,7 +68,7 @@ type SliceKey<'a> = (Option<u32>, &'a str, Option<&'a str>);
 /// A node, one of its GPUs, and a resource.
 type ResourceKey<'a> = (&'a str, &'a str, &'a str);
 
-/// Numbers of equal slices.
+/// Returns the numbers of equal slices.
 fn count_slices(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
     let mut all = BTreeMap::new();
     for slice in slices.iter().filter(|slice| of(slice) && slice.count > 0) {

@@ -60,12 +60,12 @@ impl Families {
         Self(self.0 | 1 << family as u8)
     }
 
-    /// Whether the set has the family.
+    /// Returns whether the set has the family.
     pub const fn has(self, family: Family) -> bool {
         self.0 & 1 << family as u8 != 0
     }
 
-    /// Whether the set contains no family other than this one.
+    /// Returns whether the set contains no family other than this one.
     pub const fn is_subset_of(self, family: Family) -> bool {
         self.0 & !(1 << family as u8) == 0
     }
@@ -97,13 +97,14 @@ impl fmt::Display for Family {
     }
 }
 
-/// Resource of a MIG profile. As in NVIDIA's device plugin, `1g.10gb+me` becomes
+/// Returns the resource of a MIG profile. As in NVIDIA's device plugin, `1g.10gb+me` becomes
 /// `nvidia.com/mig-1g.10gb.me`.
 pub fn mig_resource(profile: &str) -> String {
     format!("{MIG_PREFIX}{}", profile.replace('+', "."))
 }
 
-/// The number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. G is at least 1.
+/// Returns the number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. G is at
+/// least 1.
 pub fn sized(resource: &str) -> Option<u64> {
     let digits = resource.strip_prefix("nvidia.com/gpu-")?.strip_suffix("gb")?;
     // Refuse leading zeros: `010` would be a second name of the same slice.

@@ -287,8 +287,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Whether removing `other` from the node could make room for a pod of group `id`. Returns
-    /// false only if removal certainly cannot help.
+    /// Returns whether removing `other` from the node could make room for a pod of group `id`.
+    /// Returns false only if removal certainly cannot help.
     fn could_make_room(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
@@ -335,7 +335,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// The first few nodes that currently have room for a pod of a group.
+    /// Returns the first few nodes that currently have room for a pod of a group.
     fn find_alternatives(&mut self, id: u32, rule: Rule) -> Vec<u32> {
         let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
         let mut alternatives = Vec::new();

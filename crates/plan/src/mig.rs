@@ -160,44 +160,46 @@ impl Table {
         })
     }
 
-    /// The built-in profiles of a model, for snapshots without NVML's report.
+    /// Returns the built-in profiles of a model, for snapshots without NVML's report.
     pub fn built_in(model: &str, memory_mib: u64) -> Option<Self> {
         let profiles = built_in(model, memory_mib)?;
         Self::new(&profiles).ok()
     }
 
-    /// Index of the profile that a resource such as `nvidia.com/mig-1g.10gb` names.
+    /// Returns the index of the profile that a resource such as `nvidia.com/mig-1g.10gb` names.
     pub(crate) fn profile(&self, resource: &str) -> Option<u8> {
         let at = self.entries.iter().position(|entry| entry.resource == resource)?;
         u8::try_from(at).ok()
     }
 
-    /// Name of a profile.
+    /// Returns the name of a profile.
     pub(crate) fn name(&self, profile: u8) -> Option<&str> {
         self.entries.get(usize::from(profile)).map(|entry| entry.name.as_str())
     }
 
-    /// Resources of the profiles, in the order of their indices.
+    /// Returns the resources of the profiles, in the order of their indices.
     pub(crate) fn resources(&self) -> impl Iterator<Item = &str> {
         self.entries.iter().map(|entry| entry.resource.as_str())
     }
 
-    /// An instance's part of the GPU's memory slices and compute slices, in 65,536ths, rounded
-    /// down.
+    /// Returns an instance's part of the GPU's memory slices and compute slices, in 65,536ths,
+    /// rounded down.
     pub(crate) fn memory_and_compute_part(&self, profile: u8) -> (u32, u32) {
         let Some(entry) = self.entries.get(usize::from(profile)) else { return (0, 0) };
         let compute = (entry.compute << 16).checked_div(self.compute).unwrap_or(0);
         (((u32::from(entry.size)) << 16).checked_div(self.slices).unwrap_or(0), compute)
     }
 
-    /// The memory slices of an instance. `None` if the profile cannot start at this slice.
+    /// Returns the memory slices of an instance. Returns `None` if the profile cannot start at this
+    /// slice.
     pub(crate) fn mask(&self, instance: Instance) -> Option<Mask> {
         let entry = self.entries.get(usize::from(instance.profile))?;
         entry.starts.binary_search(&instance.start).ok()?;
         Some(bits(entry.size, instance.start))
     }
 
-    /// Whether instances of these profiles can be on one GPU, regardless of their placements.
+    /// Returns whether instances of these profiles can be on one GPU, regardless of their
+    /// placements.
     fn allows(&self, profiles: impl Iterator<Item = u8> + Clone) -> bool {
         let mut counts = [0_u32; 32];
         let (mut extra, mut all, mut plain) = (0, 0, 0);
@@ -225,7 +227,8 @@ impl Table {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * max_instances(*size, starts, mask)).sum()
     }
 
-    /// The mask of all these instances. `None` if they cannot exist at the same time.
+    /// Returns the mask of all these instances. Returns `None` if they cannot exist at the same
+    /// time.
     pub(crate) fn combined_mask(&self, instances: &[Instance]) -> Option<Mask> {
         let mut mask = 0;
         for &instance in instances {
@@ -321,8 +324,8 @@ const fn bits(size: u8, start: u8) -> Mask {
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 
-/// Maximum number of instances of one shape that fit outside `mask`. For intervals of equal length,
-/// choosing the lowest interval that fits is optimal.
+/// Returns the maximum number of instances of one shape that fit outside `mask`. For intervals of
+/// equal length, choosing the lowest interval that fits is optimal.
 fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
     let mut taken = mask;
     let mut count = 0;
@@ -336,7 +339,7 @@ fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
     count
 }
 
-/// The media engines of a profile, from its name.
+/// Returns the media engines of a profile, from its name.
 fn media(name: &str) -> Media {
     if name.contains("+me.all") {
         Media::All
@@ -349,8 +352,8 @@ fn media(name: &str) -> Media {
     }
 }
 
-/// The number of compute slices in a profile's name, such as 3 in `3g.20gb`. NVIDIA has no profile
-/// with more than 64.
+/// Returns the number of compute slices in a profile's name, such as 3 in `3g.20gb`. NVIDIA has no
+/// profile with more than 64.
 fn compute(name: &str) -> u32 {
     name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
 }
@@ -364,8 +367,8 @@ struct SliceMemory {
     whole: u32,
 }
 
-/// Placements of the A30, of data center GPUs with seven compute slices, and of the RTX PRO 6000,
-/// as `nvidia-smi mig -lgipp` prints them.
+/// Returns the placements of the A30, of data center GPUs with seven compute slices, and of the RTX
+/// PRO 6000, as `nvidia-smi mig -lgipp` prints them.
 pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);
@@ -477,8 +480,8 @@ mod tests {
         assert!(Table::built_in("Tesla T4", 15_360).is_none());
     }
 
-    /// All layouts that have no room for another instance. The enumeration is independent of the
-    /// search.
+    /// Returns all layouts that have no room for another instance. The enumeration is independent
+    /// of the search.
     fn full_layouts(table: &Table) -> Vec<Vec<Instance>> {
         fn add_instances(table: &Table, from: &[Instance], chosen: &mut Vec<Instance>, all: &mut Vec<Vec<Instance>>) {
             for (at, &next) in from.iter().enumerate() {

@@ -245,7 +245,8 @@ impl<'a> Model<'a> {
         self.classes = in_order.into_iter().map(|(class, _)| class).collect();
     }
 
-    /// Free amounts of a node by dimension, and why its quantities are invalid, if they are.
+    /// Returns the free amounts of a node by dimension, and why its quantities are invalid, if they
+    /// are.
     fn free_resources(&self, node: &Node) -> (Vec<u64>, Option<String>) {
         let mut bad = None;
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
@@ -332,7 +333,7 @@ impl<'a> Model<'a> {
         snapshot.pods.iter().map(node).collect()
     }
 
-    /// Requests of a pod.
+    /// Returns the requests of a pod.
     fn pod_requests(&self, pod: &Pod, names: &Names<'_>) -> Result<PodRequests, String> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
@@ -382,8 +383,8 @@ impl<'a> Model<'a> {
     }
 }
 
-/// Names of the resources other than GPUs that pods request, sorted. Includes the number of pods if
-/// a node limits it.
+/// Returns the names of the resources other than GPUs that pods request, sorted. Includes the
+/// number of pods if a node limits it.
 fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
     let requested = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
     let mut all: BTreeSet<&str> = requested.filter(|name| names.get(name).is_none()).collect();
@@ -393,7 +394,7 @@ fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
     all.into_iter().collect()
 }
 
-/// The node with sorted lists, for comparison with a node of the same name.
+/// Returns the node with sorted lists, for comparison with a node of the same name.
 fn with_sorted_lists(node: &Node) -> Node {
     let mut node = node.clone();
     node.gpus = node.gpus.iter().map(with_slices_in_order).collect();
@@ -439,7 +440,7 @@ impl<'b> ClassBuilder<'b> {
         Self { policy, names, tables, mig: tables.all.iter().map(of).collect() }
     }
 
-    /// The class of a GPU, and why the GPU is excluded from the plan, if it is.
+    /// Returns the class of a GPU, and why the GPU is excluded from the plan, if it is.
     fn class(
         &self,
         gpu: &Gpu,

@@ -37,12 +37,12 @@ pub struct Limits {
     pub memory: Option<Mebibytes>,
 }
 
-/// Memory of a GPU that can be divided into shares.
+/// Returns the memory of a GPU that can be divided into shares.
 pub const fn shareable(total: Mebibytes) -> Mebibytes {
     total.saturating_sub(SERVER_RESERVE)
 }
 
-/// Thread percentage of `shares` of `units`, rounded down, at least 1 %.
+/// Returns the thread percentage of `shares` of `units`, rounded down, at least 1 %.
 ///
 /// If `shares` is larger than `units`, or `units` is 0, the result is the percentage of the whole
 /// GPU.
@@ -56,14 +56,16 @@ pub fn threads(shares: u32, units: u32, policy: Threads) -> Option<Percent> {
     u8::try_from(percent).ok().and_then(|percent| Percent::new(percent).ok())
 }
 
-/// Memory of `shares` of `units` of a GPU with `total` memory, in whole MiB, rounded down.
+/// Returns the memory of `shares` of `units` of a GPU with `total` memory, in whole MiB, rounded
+/// down.
 pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
     let whole = shareable(total);
     let part = (u128::from(whole.0) * u128::from(shares)).checked_div(u128::from(units)).unwrap_or(u128::from(whole.0));
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
 
-/// Memory that a sized slice of a GPU with `total` memory can use, in whole MiB, rounded down.
+/// Returns the memory that a sized slice of a GPU with `total` memory can use, in whole MiB,
+/// rounded down.
 ///
 /// Slices have the size that their names state, so two slices of 20 GiB fill a GPU of 40 GiB. The
 /// memory of the MPS server is deducted from each slice in proportion. A slice larger than the GPU
@@ -74,7 +76,8 @@ pub fn sized(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
 
-/// Number of SMs that a client can use if it is limited to `threads` of a GPU with `total` SMs.
+/// Returns the number of SMs that a client can use if it is limited to `threads` of a GPU with
+/// `total` SMs.
 ///
 /// MPS rounds down to an even number, but not below 8.
 pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
@@ -84,8 +87,8 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
     Sms(even.max(MIN_SMS).min(total.0))
 }
 
-/// Part of a client's memory limit that its CUDA context uses, if the client can use `sms` SMs.
-/// `None` if no measurement covers the GPU and driver.
+/// Returns the part of a client's memory limit that its CUDA context uses, if the client can use
+/// `sms` SMs. Returns `None` if no measurement covers the GPU and driver.
 ///
 /// GPUs of compute capability 9.0 with driver 580 need 27.1 MiB and 3.69 MiB for each SM. The
 /// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,

@@ -78,7 +78,7 @@ impl Ord for Shared {
 /// All properties of a GPU that a plan depends on. GPUs of one class are interchangeable in a plan.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class {
-    /// Families that the GPU can be repartitioned to. Empty for a GPU that must not be
+    /// Families that the GPU can be repartitioned to. The list is empty for a GPU that must not be
     /// repartitioned.
     pub(crate) families: Families,
     /// Memory in MiB.
@@ -151,7 +151,7 @@ impl Class {
         Ok(())
     }
 
-    /// The best partition that serves all demands. `None` if no partition does.
+    /// Returns the best partition that serves all demands. Returns `None` if no partition does.
     pub(crate) fn pack(&self, demands: &[Demand]) -> Option<Packed> {
         if self.needs_no_repartition(demands) {
             return Some(self.packed(self.free.clone(), demands));
@@ -160,7 +160,7 @@ impl Class {
         Some(self.packed(free, demands))
     }
 
-    /// Name of a MIG profile.
+    /// Returns the name of a MIG profile.
     pub(crate) fn profile_name(&self, profile: u8) -> Option<String> {
         self.table()?.name(profile).map(str::to_owned)
     }
@@ -181,7 +181,7 @@ impl Class {
         Packed { changed: free != self.free, destroyed, free, worth, used }
     }
 
-    /// Whether the existing slices serve the demands without a repartition.
+    /// Returns whether the existing slices serve the demands without a repartition.
     fn needs_no_repartition(&self, demands: &[Demand]) -> bool {
         if demands.iter().any(|demand| demand.kind == Kind::Whole) {
             let listed = self.free.iter().any(|cell| cell.kind == Kind::Whole);
@@ -201,7 +201,8 @@ impl Class {
             .fold(Families::NONE, |families, cell| self.family_of(cell).map_or(families, |f| families.with(f)))
     }
 
-    /// The family of a slice. `None` if the policy no longer allows the slice's mode.
+    /// Returns the family of a slice. Returns `None` if the policy no longer allows the slice's
+    /// mode.
     pub(crate) fn family_of(&self, cell: &Cell) -> Option<Family> {
         match cell.kind {
             Kind::Whole => Some(Family::Whole),
@@ -216,7 +217,7 @@ impl Class {
         }
     }
 
-    /// The family that serves a demand. `None` if this GPU cannot serve it.
+    /// Returns the family that serves a demand. Returns `None` if this GPU cannot serve it.
     pub(crate) fn family_for(&self, demand: &Demand) -> Option<Family> {
         let named = |table: &[(ResourceId, u8)]| table.iter().any(|(resource, _)| *resource == demand.resource);
         let is = |offer: Option<(ResourceId, u32)>| offer.is_some_and(|(resource, _)| resource == demand.resource);
@@ -262,8 +263,8 @@ impl Class {
         Some(vec![Cell { resource, kind: Kind::Shares, instance: None, count: free }])
     }
 
-    /// Memory in 1/n MiB, where n is the number of shares. In this unit, the memory of one share is
-    /// a whole number.
+    /// Returns the memory in 1/n MiB, where n is the number of shares. In this unit, the memory of
+    /// one share is a whole number.
     fn scaled_memory(&self, kind: Kind, count: u32) -> u128 {
         let units = u128::from(self.shares.map_or(1, |(_, units)| units));
         let one = match kind {
@@ -375,8 +376,8 @@ impl Class {
         Some(stay.into_iter().chain(cells).collect())
     }
 
-    /// The slices of an instance that no pod uses: the existing slices, or the slices that will be
-    /// created.
+    /// Returns the slices of an instance that no pod uses: the existing slices, or the slices that
+    /// will be created.
     fn free_cell(&self, instance: Instance, named: &[(ResourceId, u8)], kind: Kind, count: u32) -> Option<Cell> {
         if let Some(cell) = self.free.iter().find(|cell| cell.instance == Some(instance)) {
             return Some(*cell);
@@ -385,7 +386,7 @@ impl Class {
         Some(Cell { resource: *resource, kind, instance: Some(instance), count })
     }
 
-    /// MIG instances with slices in use, and MIG instances without.
+    /// Returns the MIG instances with slices in use, and MIG instances without.
     fn instances(&self) -> (Vec<Instance>, Vec<Instance>) {
         let mut in_use: Vec<Instance> = self.in_use.iter().filter_map(|cell| cell.instance).collect();
         in_use.sort_unstable();
@@ -415,8 +416,8 @@ impl Class {
         (i64::try_from(worth).unwrap_or(i64::MAX), used)
     }
 
-    /// The remaining value, the total value, and the parts in use. The value decreases faster than
-    /// the free memory.
+    /// Returns the remaining value, the total value, and the parts in use. The value decreases
+    /// faster than the free memory.
     fn measure_partition(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Usage) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
@@ -448,8 +449,8 @@ impl Class {
         (left.saturating_mul(left) / all.max(1), all, part(used, all))
     }
 
-    /// The mask of the memory slices that pods use or will use, and the parts of the GPU that they
-    /// occupy.
+    /// Returns the mask of the memory slices that pods use or will use, and the parts of the GPU
+    /// that they occupy.
     fn mig_usage(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Usage) {
         let (in_use, _) = self.instances();
         let mut mask: Mask =
@@ -475,8 +476,8 @@ impl Class {
         (mask, used)
     }
 
-    /// The smallest part of this GPU that a demand uses, in 65,536ths, rounded down. `None` if this
-    /// GPU cannot serve the demand.
+    /// Returns the smallest part of this GPU that a demand uses, in 65,536ths, rounded down.
+    /// Returns `None` if this GPU cannot serve the demand.
     pub(crate) fn weight(&self, demand: &Demand) -> Option<Usage> {
         let whole = Usage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         let existing = self.free.iter().any(|cell| cell.resource == demand.resource);

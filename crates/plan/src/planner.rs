@@ -196,7 +196,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
     }
 }
 
-/// The smallest part of a GPU that a demand uses, over all classes of GPUs.
+/// Returns the smallest part of a GPU that a demand uses, over all classes of GPUs.
 fn smallest_usage(states: &States, demand: &Demand) -> Usage {
     let parts = || states.classes().iter().filter_map(|class| class.weight(demand));
     Usage {
@@ -205,7 +205,7 @@ fn smallest_usage(states: &States, demand: &Demand) -> Usage {
     }
 }
 
-/// The node that represents all nodes joined with this node.
+/// Returns the node that represents all nodes joined with this node.
 fn leader_of(leader: &mut [u32], of: u32) -> u32 {
     let mut at = of;
     while let Some(&next) = leader.get(at as usize)

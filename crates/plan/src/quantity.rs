@@ -32,18 +32,18 @@ impl Quantity {
         Self::new(&format!("{mebibytes}Mi"))
     }
 
-    /// The value in thousandths, rounded up. An amount that exceeds 64 bits is `u64::MAX`. `None`
-    /// if the text is not a quantity or is negative.
+    /// Returns the value in thousandths, rounded up. An amount that exceeds 64 bits is `u64::MAX`.
+    /// Returns `None` if the text is not a quantity or is negative.
     pub const fn milli(&self) -> Option<u64> {
         self.milli
     }
 
-    /// The value as a whole number. `None` if it is not a whole number.
+    /// Returns the value as a whole number. Returns `None` if it is not a whole number.
     pub fn count(&self) -> Option<u64> {
         self.milli.filter(|milli| milli % 1000 == 0).map(|milli| milli / 1000)
     }
 
-    /// The value in MiB (2^20 bytes), rounded down.
+    /// Returns the value in MiB (2^20 bytes), rounded down.
     pub fn as_mebibytes(&self) -> Option<u64> {
         self.milli.map(|milli| milli / 1000 / (1 << 20))
     }
@@ -103,7 +103,7 @@ fn parse(text: &str) -> Option<u64> {
     Some(u64::try_from(milli).unwrap_or(u64::MAX))
 }
 
-/// Multiplier and divisor of a suffix.
+/// Returns the multiplier and divisor of a suffix.
 fn scale(suffix: &str) -> Option<(u128, u128)> {
     Some(match suffix {
         "n" => (1, 1_000_000_000),

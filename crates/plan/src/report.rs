@@ -160,7 +160,7 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
     format!("No node can run the pod. {}.", texts.join("; "))
 }
 
-/// Why pods of a group cannot be placed on a node.
+/// Returns why pods of a group cannot be placed on a node.
 fn obstacle(
     cluster: &Cluster<'_, '_>,
     states: &mut States,

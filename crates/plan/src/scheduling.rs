@@ -48,9 +48,9 @@ const PASSING_TAINTS: [&str; 11] = [
 ];
 
 impl Refused {
-    /// Whether the refusal can end without a change of the pod or a permanent change of the node.
-    /// True for a cordon and for taints that controllers add and remove. Labels and other taints
-    /// are permanent.
+    /// Returns whether the refusal can end without a change of the pod or a permanent change of the
+    /// node. Returns true for a cordon and for taints that controllers add and remove. Labels and
+    /// other taints are permanent.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Selector(_) | Self::Affinity => false,
@@ -82,7 +82,8 @@ pub fn admit(pod: &Pod, node: &Node) -> Result<(), Refused> {
     Constraints::of(pod).admit(node)
 }
 
-/// Why a pod cannot run on a node, as a sentence. `None` if the pod can run on the node.
+/// Returns why a pod cannot run on a node, as a sentence. Returns `None` if the pod can run on the
+/// node.
 pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
     admit(pod, node).err().map(|refused| refused.to_string())
 }
@@ -109,18 +110,19 @@ impl<'a> Constraints<'a> {
         lasting.or_else(cordoned).or_else(|| taints.into_iter().next()).map_or(Ok(()), Err)
     }
 
-    /// Whether the node matches the pod's node selector and required node affinity, regardless of
-    /// taints.
+    /// Returns whether the node matches the pod's node selector and required node affinity,
+    /// regardless of taints.
     pub(crate) fn selects(&self, node: &Node) -> bool {
         self.unselected(node).is_none() && self.has_affinity_to(node)
     }
 
-    /// Whether the pod tolerates all taints of the node with effect `NoSchedule` or `NoExecute`.
+    /// Returns whether the pod tolerates all taints of the node with effect `NoSchedule` or
+    /// `NoExecute`.
     pub(crate) fn tolerates_all(&self, node: &Node) -> bool {
         self.untolerated(node).next().is_none()
     }
 
-    /// The first label of the node selector that the node does not have.
+    /// Returns the first label of the node selector that the node does not have.
     fn unselected(&self, node: &Node) -> Option<(&'a String, &'a String)> {
         self.selector.iter().find(|(key, value)| node.labels.get(*key) != Some(*value))
     }
@@ -153,8 +155,8 @@ fn cordon() -> Taint {
     Taint { key, value: String::new(), effect: "NoSchedule".to_owned() }
 }
 
-/// Whether a node with these labels and this name matches one of the terms. An empty list matches
-/// every node.
+/// Returns whether a node with these labels and this name matches one of the terms. An empty list
+/// matches every node.
 pub(crate) fn matches_any(terms: &[NodeSelectorTerm], labels: &BTreeMap<String, String>, name: &str) -> bool {
     terms.is_empty() || terms.iter().any(|term| matches_term(term, labels, name))
 }
@@ -166,7 +168,7 @@ fn matches_term(term: &NodeSelectorTerm, labels: &BTreeMap<String, String>, name
     some && term.match_expressions.iter().all(label) && term.match_fields.iter().all(field)
 }
 
-/// Whether a value meets a requirement. `None` is a label that the node does not have.
+/// Returns whether a value meets a requirement. `None` is a label that the node does not have.
 pub(crate) fn matches(requirement: &Requirement, value: Option<&str>) -> bool {
     let listed = value.is_some_and(|value| requirement.values.iter().any(|one| one == value));
     let compared = || {

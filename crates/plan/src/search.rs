@@ -1,9 +1,9 @@
 //! Searches small parts of a cluster exactly. The search tries every assignment that can be better
 //! than the best known assignment.
 //!
-//! The search is depth first over the pods, highest priority first. It skips a branch that cannot
-//! be better than the best known assignment, even if all remaining pods are placed. It also skips a
-//! branch that leads to GPU states that it has already visited.
+//! The search is depth first over the pods, highest priority first. The search skips a branch that
+//! cannot be better than the best known assignment, even if all remaining pods are placed. The
+//! search also skips a branch that leads to GPU states that it has already visited.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Location, Rule, change_cost, group};
@@ -39,7 +39,7 @@ impl Part {
         self.nodes.iter().filter_map(|&node| model.node(node)).flat_map(|node| node.gpus.clone())
     }
 
-    /// The priorities of the part's pods, highest first.
+    /// Returns the priorities of the part's pods, highest first.
     fn levels(&self, model: &Model<'_>) -> Vec<i32> {
         let mut levels: Vec<i32> = self
             .groups
@@ -52,7 +52,7 @@ impl Part {
         levels
     }
 
-    /// The score if every pod is placed and no GPU is repartitioned.
+    /// Returns the score if every pod is placed and no GPU is repartitioned.
     pub(crate) fn ideal(&self, model: &Model<'_>) -> Score {
         let levels = self.levels(model);
         let mut placed = vec![0; levels.len()];
@@ -227,7 +227,7 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Whether the best possible continuation is better than the best known assignment.
+    /// Returns whether the best possible continuation is better than the best known assignment.
     fn can_improve(&self, at: usize) -> bool {
         let mut room = (0_u64, 0_u64); // Of memory and of compute.
         let mut unchanged = 0;
@@ -265,7 +265,7 @@ impl Search<'_, '_> {
         unchanged > self.best.unchanged
     }
 
-    /// The part of the state that determines the possible continuations.
+    /// Returns the part of the state that determines the possible continuations.
     fn key(&self, at: usize, skipped: bool) -> Vec<u32> {
         let mut nodes: Vec<Vec<u32>> = Vec::with_capacity(self.nodes.len());
         for (&node, &alike) in self.nodes.iter().zip(&self.alike) {
@@ -283,8 +283,8 @@ impl Search<'_, '_> {
         key
     }
 
-    /// All locations for a pod, cheapest first. Includes only one of several interchangeable
-    /// locations.
+    /// Returns all locations for a pod, cheapest first. Includes only one of several
+    /// interchangeable locations.
     fn options(&mut self, pod: u32) -> Vec<Location> {
         let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
         let model = self.model;

@@ -63,8 +63,8 @@ pub struct Gpu {
     pub mode: Mode,
     /// Current slices. An empty list is a whole GPU.
     pub slices: Vec<Slice>,
-    /// MIG profiles and placements as NVML reports them. If they are omitted, the planner uses the
-    /// built-in profiles of the model.
+    /// MIG profiles and placements as NVML reports them. If the profiles are omitted, the planner
+    /// uses the built-in profiles of the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profiles: Option<Vec<Profile>>,
     /// Number of MPS shares of the GPU, 1 to 48. If omitted, [`Policy`](crate::Policy) decides.
@@ -155,7 +155,8 @@ pub struct Pod {
     pub requests: BTreeMap<String, Quantity>,
     /// Labels that the node must have.
     pub node_selector: BTreeMap<String, String>,
-    /// Required node affinity. The node must match one of these terms. Empty means no requirement.
+    /// Required node affinity. The node must match one of these terms. An empty list means no
+    /// requirement.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub affinity: Vec<NodeSelectorTerm>,
     /// Tolerations of the pod.

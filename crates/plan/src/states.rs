@@ -59,7 +59,7 @@ impl States {
         Self { classes, demands, all: Vec::new(), known: BTreeMap::new(), work: 0 }
     }
 
-    /// The state of a GPU of this class without any pending pod.
+    /// Returns the state of a GPU of this class without any pending pod.
     pub(crate) fn base(&mut self, class: ClassId) -> Option<StateId> {
         self.state(class, Vec::new())
     }
@@ -78,7 +78,8 @@ impl States {
         Some(id)
     }
 
-    /// The state with one more demand. `None` if the GPU cannot serve the additional demand.
+    /// Returns the state with one more demand. Returns `None` if the GPU cannot serve the
+    /// additional demand.
     pub(crate) fn with(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let at = state as usize;
@@ -96,7 +97,8 @@ impl States {
         next
     }
 
-    /// The state with one demand less. A GPU that can serve a set of demands can serve each subset.
+    /// Returns the state with one demand less. A GPU that can serve a set of demands can serve each
+    /// subset.
     pub(crate) fn without(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let now = self.all.get(state as usize)?;
@@ -111,7 +113,7 @@ impl States {
         Some(before)
     }
 
-    /// The properties of a state. An unknown state counts as a full GPU.
+    /// Returns the properties of a state. An unknown state counts as a full GPU.
     pub(crate) fn summary(&self, state: StateId) -> Summary {
         let full = Summary { changed: true, destroyed: 0, worth: 0, used: Usage::default() };
         self.all.get(state as usize).map_or(full, |state| Summary {
@@ -122,7 +124,7 @@ impl States {
         })
     }
 
-    /// The class and the partition of a state.
+    /// Returns the class and the partition of a state.
     pub(crate) fn packed(&self, state: StateId) -> Option<(&Class, &Packed)> {
         let state = self.all.get(state as usize)?;
         Some((self.classes.get(state.class as usize)?, &state.packed))

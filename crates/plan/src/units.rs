@@ -63,7 +63,7 @@ impl Mebibytes {
         Self(gib * 1024)
     }
 
-    /// The difference, or 0 if `other` is larger.
+    /// Returns the difference, or 0 if `other` is larger.
     #[must_use]
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))

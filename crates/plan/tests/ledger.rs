@@ -17,7 +17,8 @@ const DEVICE_CAPACITY: u32 = 10;
 /// Lifetime of a claim, in ticks of `Event::Tick`.
 const CLAIM_SECONDS: u64 = 5;
 
-/// An event of the simulation. Its numbers are taken modulo the number of choices at that moment.
+/// An event of the simulation. The event's numbers are taken modulo the number of choices at that
+/// moment.
 #[derive(Debug, Clone)]
 enum Event {
     /// A pod with containers of these sizes is created and reserved on at most this many nodes.
@@ -238,14 +239,14 @@ impl Simulation {
         self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
     }
 
-    /// The part of the chosen device that remains, in thousandths.
+    /// Returns the part of the chosen device that remains, in thousandths.
     fn remaining_thousandths(&self, fit: &Fit) -> u32 {
         let devices = self.ledger.devices(fit.node());
         let device = devices.iter().find(|device| device.device == fit.reservations()[0].device).unwrap();
         thousandths(device.free, device.capacity) - thousandths(fit.reservations()[0].units.get(), device.capacity)
     }
 
-    /// Whether the sizes fit, determined by trying all assignments.
+    /// Returns whether the sizes fit, determined by trying all assignments.
     fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
         fn fit(free: &mut [u32], sizes: &[u32]) -> bool {
             let Some((&size, rest)) = sizes.split_first() else { return true };
@@ -297,7 +298,7 @@ impl Simulation {
         }
     }
 
-    /// A ledger rebuilt from the nodes and the annotations of the pods.
+    /// Returns a ledger rebuilt from the nodes and the annotations of the pods.
     fn rebuild_ledger(&self, noted: impl Fn(&str, &Pod) -> ReservationsByNode) -> Ledger {
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(

@@ -1,7 +1,7 @@
 //! Tests the planner against an exact solver on small random clusters of A100s.
 //!
-//! The solver shares no code with the planner. It tries every set of pods on every node, with the
-//! placements of NVIDIA's guide listed in this file.
+//! The solver shares no code with the planner. The solver tries every set of pods on every node,
+//! with the placements of NVIDIA's guide listed in this file.
 #![allow(clippy::expect_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
@@ -125,7 +125,7 @@ fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
     Snapshot { nodes, pods: pods.collect() }
 }
 
-/// Whether these slices fit beside the slices in use, determined by trying every placement.
+/// Returns whether these slices fit beside the slices in use, determined by trying every placement.
 fn fit_together(taken: &mut [u32], wanted: &[usize]) -> bool {
     let Some((&profile, rest)) = wanted.split_first() else { return true };
     let (_, size, places) = PROFILES[profile];
@@ -157,7 +157,7 @@ fn requested_cpu_millis(pod: &Pod) -> u64 {
     pod.requests["cpu"].milli().expect("a number")
 }
 
-/// For each set of pods, whether a node can run it.
+/// Returns for each set of pods, whether a node can run it.
 fn runnable_pod_sets(node: &Node, pods: &[Pod]) -> Vec<bool> {
     let in_use = |gpu: &Gpu| {
         let of = |slice: &Slice| {
@@ -199,7 +199,7 @@ fn priorities_highest_first(snapshot: &Snapshot) -> Vec<i32> {
     levels
 }
 
-/// The maximum number of placed pods by priority, highest first.
+/// Returns the maximum number of placed pods by priority, highest first.
 fn max_placed_by_priority(snapshot: &Snapshot) -> Vec<u32> {
     let sets = 1 << snapshot.pods.len();
     let mut reachable = vec![false; sets];

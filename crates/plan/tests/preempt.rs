@@ -27,8 +27,8 @@ fn allocation(pod: &str, device: &str, size: u32) -> Allocation {
     Allocation { pod: pod.to_owned(), resource: MPS_RESOURCE.to_owned(), device: device.to_owned(), units: units(size) }
 }
 
-/// A node with devices of ten units with these names. `held` lists the units that are allocated to
-/// pods.
+/// Returns a node with devices of ten units with these names. `held` lists the units that are
+/// allocated to pods.
 fn node(devices: &[&str], held: &[(&str, &str, u32)]) -> NodeFacts {
     let used = |device: &str| held.iter().filter(|held| held.1 == device).map(|held| held.2).sum();
     let device = |&device: &&str| DeviceFacts {
@@ -60,7 +60,7 @@ fn holder_with_cpus(holder: Holder<'static>, cpus: usize) -> Holder<'static> {
     Holder { requests: Some(&CPU_REQUESTS[cpus]), ..holder }
 }
 
-/// Node `n`, which is missing this number of CPUs.
+/// Returns node `n`, which is missing this number of CPUs.
 fn node_missing_cpus(cpus: u32) -> PreemptionNode<'static> {
     let missing = (cpus > 0).then(|| ("cpu", u128::from(cpus) * 1000));
     PreemptionNode { name: "n", missing: missing.into_iter().collect() }
@@ -88,7 +88,7 @@ fn owned_names(pods: &[&str]) -> Vec<String> {
 #[test]
 fn victims_are_on_one_device() {
     // By the sum of the node's units, `a1` and `b1` would suffice and have the lowest priorities.
-    // But they free 5 and 1 units on two devices.
+    // But these pods free 5 and 1 units on two devices.
     let facts = node(&["a", "b"], &[("a1", "a", 4), ("a2", "a", 5), ("b1", "b", 3), ("b2", "b", 6)]);
     let known = [("a1", holder(1)), ("a2", holder(2)), ("b1", holder(1)), ("b2", holder(2))];
     assert_eq!(victims(facts.clone(), &[5], &known), Some(owned_names(&["a1"])));
@@ -473,7 +473,7 @@ impl PreemptionCase {
         ledger.preempt(pending_pod("p", self.priority, &self.device_requests), nodes, &self.holders)
     }
 
-    /// Free units of a node after these pods and the terminating pods have ended.
+    /// Returns the free units of a node after these pods and the terminating pods have ended.
     fn free_units(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> FreeUnits {
         let facts = &self.nodes[node];
         let leaves = |held: &&Allocation| {
@@ -497,7 +497,7 @@ impl PreemptionCase {
         units
     }
 
-    /// Whether the budgets allow these evictions.
+    /// Returns whether the budgets allow these evictions.
     fn within_budgets(&self, victims: &[&str]) -> bool {
         (0_u32..).zip(&self.holders.budgets).all(|(index, allowed)| {
             let of = |victim: &&&str| self.holders.pods[**victim].budget == usize::try_from(index).ok();
@@ -505,7 +505,7 @@ impl PreemptionCase {
         })
     }
 
-    /// Possible victims on a node, in the order in which they are kept.
+    /// Returns the possible victims on a node, in the order in which they are kept.
     fn possible_victims(&self, node: &str) -> Vec<&str> {
         let pods: BTreeSet<&str> = self.nodes[node].allocations.iter().map(|held| held.pod.as_str()).collect();
         let lower = |pod: &&str| {
@@ -530,7 +530,7 @@ impl PreemptionCase {
         )
     }
 
-    /// All ways to place the requests on a node's devices.
+    /// Returns all ways to place the requests on a node's devices.
     fn device_choices(&self, node: &str) -> Vec<Vec<(String, String)>> {
         let devices = &self.nodes[node].devices;
         self.device_requests.iter().fold(vec![Vec::new()], |ways, request| {
@@ -555,7 +555,7 @@ impl PreemptionCase {
     }
 }
 
-/// All subsets of some pods.
+/// Returns all subsets of some pods.
 fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
     (0..1_usize << pods.len())
         .map(|set| pods.iter().enumerate().filter(|(index, _)| set >> index & 1 == 1).map(|(_, pod)| *pod).collect())

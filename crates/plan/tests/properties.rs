@@ -63,7 +63,8 @@ fn slice() -> impl Strategy<Value = Slice> {
     })
 }
 
-/// Slices that a GPU can have: the slices of a plan for these requests, some of them in use.
+/// Returns the slices that a GPU can have: the slices of a plan for these requests, some of them in
+/// use.
 fn possible_slices(gpu: &Gpu, requested: &[String], taken: &[bool]) -> Vec<Slice> {
     let pods = requested.iter().enumerate().map(|(at, resource)| Pod {
         name: format!("p{at}"),
@@ -183,7 +184,7 @@ fn plan_of(snapshot: &Snapshot) -> Plan {
     plan(snapshot, &Policy { search_steps: 2000, ..Policy::default() }).plan
 }
 
-/// The snapshot with the plan's slices, before any pod is placed.
+/// Returns the snapshot with the plan's slices, before any pod is placed.
 fn with_planned_slices(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     let mut next = snapshot.clone();
     for node in &mut next.nodes {
@@ -196,7 +197,7 @@ fn with_planned_slices(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     next
 }
 
-/// The snapshot with the plan's slices and its pods.
+/// Returns the snapshot with the plan's slices and its pods.
 fn with_planned_pods(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     let mut next = with_planned_slices(snapshot, plan);
     for placement in &plan.placements {
@@ -261,7 +262,7 @@ fn with_planned_pods(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     next
 }
 
-/// A pending pod that could run on a node with free slices for it.
+/// Returns a pending pod that could run on a node with free slices for it.
 fn placeable_pending_pod(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
     for waiting in &plan.unplaced {
         let pod = snapshot.pods.iter().find(|pod| pod.name == waiting.pod)?;

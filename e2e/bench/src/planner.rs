@@ -1,8 +1,8 @@
 //! `cleave-bench planner`: measures the time of a plan for 10 to 1,000 nodes.
 //!
-//! The cluster is busy. It has GPUs of three models in the three modes, with a third of their
-//! slices in use and a third free. Pods have mixed sizes and three priorities; a quarter of them
-//! select a zone. The same clusters are generated in every run.
+//! The cluster is busy. The cluster has GPUs of three models in the three modes, with a third of
+//! their slices in use and a third free. Pods have mixed sizes and three priorities; a quarter of
+//! them select a zone. The same clusters are generated in every run.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -81,7 +81,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The value at this percentile of sorted values.
+/// Returns the value at this percentile of sorted values.
 fn percentile<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()

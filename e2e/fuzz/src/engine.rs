@@ -37,14 +37,14 @@ impl Progress {
         self.read += u64::from(seen == ReadResult::Read);
     }
 
-    /// Percentage of inputs that the target could read.
+    /// Returns the percentage of inputs that the target could read.
     pub fn percent(&self) -> u64 {
         self.read * 100 / self.inputs.max(1)
     }
 }
 
-/// Reads the committed inputs of a target: samples, and inputs that failed once. Sorted by name;
-/// empty for a target without a directory.
+/// Reads the committed inputs of a target: samples, and inputs that failed once. Returns them
+/// sorted by name. Returns none if the target has no directory.
 ///
 /// # Errors
 /// If a file cannot be read.

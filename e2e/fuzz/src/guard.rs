@@ -50,7 +50,7 @@ pub fn run(target: &Target, input: &[u8]) -> ReadResult {
     seen
 }
 
-/// Directory of the failing inputs.
+/// Returns the directory of the failing inputs.
 pub fn failures_directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/fuzz-failures")
 }
@@ -122,7 +122,7 @@ fn watch_running_targets() {
     });
 }
 
-/// Resident memory of this process, in bytes.
+/// Returns the resident memory of this process, in bytes.
 fn resident_bytes() -> Option<u64> {
     let pages: u64 = std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse().ok()?;
     // Some machines have larger pages; the limit is then less strict.

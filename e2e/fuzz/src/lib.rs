@@ -1,11 +1,11 @@
 //! Fuzz tests for everything that Cleave reads from others: bytes of clients and daemons, files,
 //! messages and objects.
 //!
-//! A [`Target`] is a function that reads bytes. It must not panic, hang or use unbounded memory. It
-//! asserts properties of what it reads. For example, a value is the same after it is encoded and
-//! read again, a plan passes `check`, and an error has a printable message. [`mutate`] changes
-//! samples at random. The samples come from the types' own encoders and from `corpus/<target>/`. An
-//! input that a target can read may become a sample itself ([`engine`]).
+//! A [`Target`] is a function that reads bytes. A target must not panic, hang or use unbounded
+//! memory. A target asserts properties of what it reads. For example, a value is the same after it
+//! is encoded and read again, a plan passes `check`, and an error has a printable message.
+//! [`mutate`] changes samples at random. The samples come from the types' own encoders and from
+//! `corpus/<target>/`. An input that a target can read may become a sample itself ([`engine`]).
 //!
 //! `cargo test` runs each target on its corpus and then on a fixed number of inputs from a fixed
 //! seed. `make fuzz` and the program of this crate run targets for a given time. A failing input is

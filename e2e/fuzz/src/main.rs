@@ -10,8 +10,8 @@ use cleave_fuzz::{Target, all_targets, guard, target_named};
 /// Run fuzz targets on everything that Cleave reads from others.
 ///
 /// Targets run one after the other. The first input that fails ends the run with status 101. An
-/// input fails by a panic, by more than 20 s, or by too much memory. It is printed and kept in
-/// target/fuzz-failures. Commit it to e2e/fuzz/corpus/TARGET with the fix.
+/// input fails by a panic, by more than 20 s, or by too much memory. A failing input is printed and
+/// kept in target/fuzz-failures. Commit the input to e2e/fuzz/corpus/TARGET with the fix.
 ///
 /// With `--profile fuzz`, as in `make fuzz`, arithmetic overflow fails too.
 #[derive(Debug, Parser)]

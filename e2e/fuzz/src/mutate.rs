@@ -161,7 +161,7 @@ fn insert(bytes: &mut Vec<u8>, at: usize, what: &[u8]) {
     drop(bytes.splice(at..at, what.iter().copied()));
 }
 
-/// Number of values in a document, including itself.
+/// Returns the number of values in a document, including itself.
 fn count_values(tree: &Value) -> usize {
     1 + match tree {
         Value::Array(values) => values.iter().map(count_values).sum(),
@@ -170,7 +170,7 @@ fn count_values(tree: &Value) -> usize {
     }
 }
 
-/// The value with this number, in the order of [`count_values`].
+/// Returns the value with this number, in the order of [`count_values`].
 fn value_at<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     if *number == 0 {
         return Some(tree);
@@ -220,7 +220,7 @@ fn digits_of_number(rng: &mut Rng) -> &'static str {
     pick_random(if rng.u8(..3) == 0 { LARGEST_NUMBERS } else { NUMBERS }, rng).copied().unwrap_or_default()
 }
 
-/// The JSON number of [`digits_of_number`].
+/// Returns the JSON number of [`digits_of_number`].
 fn random_number(rng: &mut Rng) -> Value {
     serde_json::from_str(digits_of_number(rng)).unwrap_or_default()
 }

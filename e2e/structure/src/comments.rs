@@ -9,7 +9,7 @@ const SLASH_MARKER: &str = "//";
 /// Start of a comment in YAML, TOML, make and scripts.
 const HASH_MARKER: &str = "#";
 
-/// The files with comments over 100 characters wide, each with the number of such lines.
+/// Returns the files with comments over 100 characters wide, each with the number of such lines.
 pub fn findings(sources: &Sources) -> Vec<Finding> {
     let mut found: Vec<Finding> =
         sources.files.iter().chain(&sources.others).filter_map(|(path, text)| find_wide_comments(path, text)).collect();
@@ -28,7 +28,8 @@ fn find_wide_comments(path: &str, text: &str) -> Option<Finding> {
     (!places.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", places.len()), places })
 }
 
-/// The start of a comment in the file. `None` if the file has no comments or is generated.
+/// Returns the start of a comment in the file. Returns `None` if the file has no comments or is
+/// generated.
 pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     if path == "deploy/manifests.yaml" || path.starts_with("crds/") {
         return None;
@@ -42,8 +43,8 @@ pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     }
 }
 
-/// Whether the line is a comment that can be wrapped. Directives, table rows and addresses cannot
-/// be wrapped.
+/// Returns whether the line is a comment that can be wrapped. Directives, table rows and addresses
+/// cannot be wrapped.
 fn is_prose(line: &str, marker: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
     if marker == SLASH_MARKER && comment.starts_with("go:") {

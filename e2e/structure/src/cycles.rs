@@ -22,9 +22,9 @@ pub fn findings(name: &str, tree: &Tree, uses: &Uses) -> Vec<Finding> {
     found
 }
 
-/// The shortest cycle through every use that is part of a cycle. Each cycle is returned once,
-/// starting at its lowest file. A use is part of a cycle if it lies within a strongly connected
-/// component.
+/// Returns the shortest cycle through every use that is part of a cycle. Each cycle is returned
+/// once, starting at its lowest file. A use is part of a cycle if it lies within a strongly
+/// connected component.
 fn shortest_cycles(uses: &Uses) -> BTreeSet<Vec<usize>> {
     let mut graph: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for &(from, to) in uses.keys() {
@@ -33,7 +33,7 @@ fn shortest_cycles(uses: &Uses) -> BTreeSet<Vec<usize>> {
     uses.keys().filter_map(|&(from, to)| shortest_path(&graph, to, from)).map(lowest_first).collect()
 }
 
-/// The shortest path between two nodes, including both.
+/// Returns the shortest path between two nodes, including both.
 fn shortest_path(graph: &BTreeMap<usize, Vec<usize>>, from: usize, to: usize) -> Option<Vec<usize>> {
     let mut came_from = BTreeMap::from([(from, from)]);
     let mut queue = VecDeque::from([from]);

@@ -93,14 +93,14 @@ fn read_text(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))
 }
 
-/// The package's name in a manifest.
+/// Returns the package's name in a manifest.
 fn package(manifest: &str) -> Option<String> {
     let mut lines = manifest.lines().skip_while(|line| line.trim() != "[package]");
     let name = lines.find_map(|line| line.strip_prefix("name = "))?;
     Some(name.trim().trim_matches('"').to_owned())
 }
 
-/// The members in a workspace's manifest, one on each line.
+/// Returns the members in a workspace's manifest, one on each line.
 fn members(manifest: &str) -> Vec<String> {
     let lines = manifest.lines().map(str::trim).skip_while(|line| *line != "members = [").skip(1);
     let names = lines.take_while(|line| *line != "]").filter(|line| line.starts_with('"'));

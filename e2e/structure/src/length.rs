@@ -13,7 +13,7 @@ const MAX_FUNCTION_LINES: usize = 80;
 /// Start of a comment with the reason for a longer file or function.
 const REASON_PREFIX: &str = "// long:";
 
-/// Files over 800 lines without a reason at their top.
+/// Returns the files over 800 lines without a reason at their top.
 pub fn files(sources: &Sources) -> Vec<Finding> {
     let long = |(path, text): (&String, &String)| {
         let lines = text.lines().count();
@@ -26,7 +26,7 @@ pub fn files(sources: &Sources) -> Vec<Finding> {
     sources.files.iter().filter_map(long).collect()
 }
 
-/// Functions over 80 lines, including tests, without a reason above them.
+/// Returns the functions over 80 lines, including tests, without a reason above them.
 pub fn functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
     let mut found = Vec::new();
     for (path, file) in parsed {
@@ -60,8 +60,8 @@ impl Functions<'_> {
         });
     }
 
-    /// Whether a comment above the function states a reason: above its attributes, or between them
-    /// and the signature.
+    /// Returns whether a comment above the function states a reason: above its attributes, or
+    /// between them and the signature.
     fn has_reason(&self, attributes: &[Attribute], first: usize) -> bool {
         let top = attributes.iter().map(|attribute| attribute.span().start().line).min().unwrap_or(first).min(first);
         let between = self.lines.get(top - 1..first - 1).unwrap_or_default();
@@ -108,12 +108,12 @@ impl<'ast> Visit<'ast> for Functions<'_> {
     }
 }
 
-/// Whether a line is a comment or an attribute.
+/// Returns whether a line is a comment or an attribute.
 fn is_above(line: &str) -> bool {
     line.starts_with("//") || line.starts_with("#![")
 }
 
-/// Whether a line is a comment with a reason.
+/// Returns whether a line is a comment with a reason.
 fn is_reason(line: &str) -> bool {
     line.strip_prefix(REASON_PREFIX).is_some_and(|reason| !reason.trim().is_empty())
 }

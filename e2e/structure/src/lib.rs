@@ -30,7 +30,7 @@ mod tokens;
 
 pub use model::{Crate, Finding, Sources};
 
-/// All findings about `sources`: cycles by crate, then long files, long functions and wide
+/// Returns all findings about `sources`: cycles by crate, then long files, long functions and wide
 /// comments.
 pub fn check(sources: &Sources) -> Result<Vec<Finding>, parse::Error> {
     let parsed = parse::parse(sources)?;

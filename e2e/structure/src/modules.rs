@@ -355,7 +355,7 @@ fn attributes(item: &Item) -> &[Attribute] {
     }
 }
 
-/// The value of `#[path = "…"]`.
+/// Returns the value of `#[path = "…"]`.
 fn path_attribute(attributes: &[Attribute]) -> Option<String> {
     attributes.iter().find_map(|attribute| match &attribute.meta {
         Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
@@ -369,7 +369,7 @@ fn path_attribute(attributes: &[Attribute]) -> Option<String> {
     })
 }
 
-/// The directory and the name of a path.
+/// Returns the directory and the name of a path.
 fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('/').unwrap_or((".", path))
 }

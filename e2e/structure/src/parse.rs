@@ -48,7 +48,7 @@ pub fn parse(sources: &Sources) -> Result<Parsed, Error> {
     sources.files.iter().map(file).collect()
 }
 
-/// Whether one of the attributes limits its item to builds for tests.
+/// Returns whether one of the attributes limits its item to builds for tests.
 pub(crate) fn only_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("test")
@@ -56,7 +56,7 @@ pub(crate) fn only_for_tests(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// Whether a `cfg` predicate is true only in builds for tests.
+/// Returns whether a `cfg` predicate is true only in builds for tests.
 fn needs_test(predicate: &Meta) -> bool {
     let Meta::List(list) = predicate else { return predicate.path().is_ident("test") };
     let Ok(inner) = list.parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated) else { return false };

@@ -4,15 +4,15 @@ use proc_macro2::{TokenStream, TokenTree};
 /// A path and the line it starts on.
 pub(crate) type Mention = (Vec<String>, usize);
 
-/// Every path of two or more segments in `tokens`, and every single name that starts with an
-/// upper-case letter, as types do.
+/// Returns every path of two or more segments in `tokens`, and every single name that starts with
+/// an upper-case letter, as types do.
 pub(crate) fn paths(tokens: TokenStream) -> Vec<Mention> {
     let mut found = Vec::new();
     collect(tokens, &mut found);
     found
 }
 
-/// Paths in string literals, such as serde's `default = "crate::quantity::zero"`.
+/// Returns the paths in string literals, such as serde's `default = "crate::quantity::zero"`.
 pub(crate) fn quoted_paths(tokens: TokenStream) -> Vec<Mention> {
     let mut found = Vec::new();
     for token in tokens {
@@ -54,7 +54,7 @@ fn collect(tokens: TokenStream, found: &mut Vec<Mention>) {
     }
 }
 
-/// Whether the name after `before` belongs to another name, as in `.field` and `::name`.
+/// Returns whether the name after `before` belongs to another name, as in `.field` and `::name`.
 fn continues(before: &[TokenTree]) -> bool {
     let punct = |token: &TokenTree, of: char| matches!(token, TokenTree::Punct(punct) if punct.as_char() == of);
     match before {

@@ -16,7 +16,7 @@ enum Target {
     Item(usize),
 }
 
-/// Every use of one file by another.
+/// Returns every use of one file by another.
 pub fn between_files(tree: &Tree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
@@ -53,7 +53,7 @@ struct Resolver<'a> {
 }
 
 impl Resolver<'_> {
-    /// Whether the import re-exports an item of a descendant of its module.
+    /// Returns whether the import re-exports an item of a descendant of its module.
     fn is_below(&self, import: &Import, target: Target) -> bool {
         let Target::Item(mut module) = target else { return false };
         while let Some(parent) = self.tree.modules[module].parent {
@@ -65,8 +65,8 @@ impl Resolver<'_> {
         false
     }
 
-    /// The definitions that `path` leads to from `module`. Empty if they are in another crate.
-    /// `followed` contains the imports on the path, so that circular imports end.
+    /// Returns the definitions that `path` leads to from `module`. Returns none if the path leads
+    /// to another crate. `followed` contains the imports on the path, so that circular imports end.
     fn path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;
@@ -88,8 +88,8 @@ impl Resolver<'_> {
         self.tree.modules[module].parent.unwrap_or(module)
     }
 
-    /// The definitions that `path` leads to within `module`. If a name is not found, a macro is
-    /// assumed to define it there.
+    /// Returns the definitions that `path` leads to within `module`. If a name is not found, a
+    /// macro is assumed to define it there.
     fn inside(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let Some((first, rest)) = path.split_first() else { return BTreeSet::from([Target::Module(module)]) };
         let found = self.name(module, first, rest, followed);
@@ -100,7 +100,7 @@ impl Resolver<'_> {
         self.tree.modules[module].names.contains_key(name)
     }
 
-    /// The definitions that `name` and then `rest` lead to in the scope of `module`.
+    /// Returns the definitions that `name` and then `rest` lead to in the scope of `module`.
     fn name(&self, module: usize, name: &str, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let mut found = BTreeSet::new();
         for name in self.tree.modules[module].names.get(name).into_iter().flatten() {

@@ -7,7 +7,7 @@ use cleave_structure::known::{self, Difference};
 use cleave_structure::parse::Error;
 use cleave_structure::{Crate, Finding, Sources, check};
 
-/// A crate named `it` with these files. The first one is its root.
+/// Returns a crate named `it` with these files. The first one is its root.
 fn sources(files: &[(&str, &str)]) -> Sources {
     let root = files[0].0.to_owned();
     Sources {
@@ -25,7 +25,7 @@ fn finding_texts(files: &[(&str, &str)]) -> Vec<String> {
     check_files(files).into_iter().map(|finding| finding.what).collect()
 }
 
-/// Findings in a library of two modules with these texts.
+/// Returns the findings in a library of two modules with these texts.
 fn findings_of_two_modules(a: &str, b: &str) -> Vec<String> {
     finding_texts(&[("src/lib.rs", "mod a;\nmod b;\n"), ("src/a.rs", a), ("src/b.rs", b)])
 }
@@ -235,7 +235,7 @@ fn files_of_modules_are_found() {
     assert!(matches!(broken, Err(Error::Syntax { .. })), "{broken:?}");
 }
 
-/// A function with this number of lines.
+/// Returns a function with this number of lines.
 fn function_with_lines(lines: usize) -> String {
     format!("fn long() {{\n{}}}\n", "    f();\n".repeat(lines - 2))
 }
@@ -270,7 +270,7 @@ fn a_file_over_800_lines_needs_a_reason_at_its_top() {
     assert_eq!(finding_texts(&[("src/lib.rs", &format!("{}// long: late\n", items(800)))]), ["long-file src/lib.rs"]);
 }
 
-/// The findings in a repository with one file and an empty library.
+/// Returns the findings in a repository with one file and an empty library.
 fn findings_beside_library(path: &str, text: &str) -> Vec<Finding> {
     let mut sources = sources(&[("src/lib.rs", "")]);
     sources.others.insert(path.to_owned(), text.to_owned());

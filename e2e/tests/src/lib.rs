@@ -144,12 +144,13 @@ impl Cluster {
         Ok(self.get(path)?["items"].as_array().cloned().unwrap_or_default())
     }
 
-    /// Names of the cluster's nodes.
+    /// Returns the names of the cluster's nodes.
     pub fn nodes(&self) -> Result<Vec<String>> {
         Ok(self.list("/api/v1/nodes")?.iter().map(|node| text(&node["metadata"]["name"])).collect())
     }
 
-    /// A resource's count in the node's `status.allocatable`; 0 if the resource is absent.
+    /// Returns a resource's count in the node's `status.allocatable`, or 0 if the resource is
+    /// absent.
     pub fn allocatable(&self, node: &str, resource: &str) -> Result<u64> {
         let node = self.get(&format!("/api/v1/nodes/{node}"))?;
         Ok(text(&node["status"]["allocatable"][resource]).parse().unwrap_or(0))
@@ -166,7 +167,7 @@ pub const GPU_NODES_PATH: &str = "/apis/cleave.dev/v1alpha1/gpunodes";
 /// Path of the `SharingPolicy`s.
 pub const POLICIES_PATH: &str = "/apis/cleave.dev/v1alpha1/sharingpolicies";
 
-/// The value as a string; empty if it is not a string.
+/// Returns the value as a string, or "" if the value is not a string.
 pub fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
@@ -260,7 +261,8 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     run_launcher(&args)
 }
 
-/// PID of one of Cleave's programs on a node. Fails unless exactly one such process runs.
+/// Returns the PID of one of Cleave's programs on a node. Fails unless exactly one such process
+/// runs.
 pub fn find_pid(node: &str, program: &str) -> Result<String> {
     // Compare only the first argument: other processes, including this search, have the name among
     // their later arguments.
@@ -389,12 +391,12 @@ impl<'a> Scope<'a> {
         self.cluster.create(POLICIES_PATH, &object)
     }
 
-    /// The pods of the namespace.
+    /// Returns the pods of the namespace.
     pub fn pods(&self) -> Result<Vec<Value>> {
         self.cluster.list(&format!("/api/v1/namespaces/{}/pods", self.namespace))
     }
 
-    /// The API path of a pod.
+    /// Returns the API path of a pod.
     pub fn pod_path(&self, name: &str) -> String {
         format!("/api/v1/namespaces/{}/pods/{name}", self.namespace)
     }
@@ -479,7 +481,7 @@ impl Drop for Scope<'_> {
     }
 }
 
-/// A pod with one container `main` of the test client's image, which runs a shell script.
+/// Returns a pod with one container `main` of the test client's image, which runs a shell script.
 pub fn pod(name: &str, limits: &Value, script: &str) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
@@ -540,7 +542,7 @@ pub fn allocation_errors(node: &Value, pods: &BTreeSet<String>, units: Option<us
     errors
 }
 
-/// Pods without a deletion timestamp, as `namespace/name`.
+/// Returns the pods without a deletion timestamp, as `namespace/name`.
 pub fn not_deleted(pods: &[Value]) -> BTreeSet<String> {
     let remains = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
     let name = |pod: &Value| format!("{}/{}", text(&pod["metadata"]["namespace"]), text(&pod["metadata"]["name"]));

@@ -24,7 +24,7 @@ pub struct ResourceView<'a> {
 }
 
 impl<'a> ResourceView<'a> {
-    /// The pool of this resource that contains a slice.
+    /// Returns the pool of this resource that contains a slice.
     fn pool(&self, id: &str) -> Option<&'a Pool> {
         let (device, number) = parse_id(id)?;
         self.pools.iter().find(|pool| pool.resource == self.resource && pool.contains(device, number))
@@ -159,7 +159,7 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
     })
 }
 
-/// The first [`MAX_QUOTED_CHARS`] characters of a text from another program.
+/// Returns the first [`MAX_QUOTED_CHARS`] characters of a text from another program.
 fn quote(text: &str) -> String {
     text.chars().take(MAX_QUOTED_CHARS).collect()
 }

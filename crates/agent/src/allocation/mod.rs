@@ -39,13 +39,13 @@ pub struct MpsLimits {
 }
 
 impl Allocation {
-    /// The id of the allocation. The id depends on the set of slices, not on their order.
+    /// Returns the id of the allocation. The id depends on the set of slices, not on their order.
     pub fn id(&self) -> String {
         allocation_id(&self.resource, &self.ids)
     }
 
-    /// The id and settings of the allocation's door, for the MPS host. `None` if the allocation is
-    /// not under MPS.
+    /// Returns the id and settings of the allocation's door, for the MPS host. Returns `None` if
+    /// the allocation is not under MPS.
     pub fn door(&self) -> Option<(String, wire::Allocation)> {
         let MpsLimits { threads, memory_mib, max_clients } = self.mps?;
         let device = self.devices.first()?.clone();
@@ -53,7 +53,7 @@ impl Allocation {
     }
 }
 
-/// The id of the allocation of these slices: 32 hexadecimal digits.
+/// Returns the id of the allocation of these slices: 32 hexadecimal digits.
 pub fn allocation_id(resource: &str, ids: &[String]) -> String {
     let mut sorted: Vec<&str> = ids.iter().map(String::as_str).collect();
     sorted.sort_unstable();

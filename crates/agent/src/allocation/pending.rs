@@ -160,23 +160,23 @@ impl PendingAllocations {
         }
     }
 
-    /// Whether a known pod has a pending request of this size. Also true if the watch is disabled
-    /// or unreliable, because the pod may never become known.
+    /// Returns whether a known pod has a pending request of this size. Also true if the watch is
+    /// disabled or unreliable, because the pod may never become known.
     pub fn expects_request(&self, resource: &str, units: u32) -> bool {
         let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
         matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
             || self.pods.values().flat_map(|pod| &pod.requests).any(wanted)
     }
 
-    /// Reservations of one resource that are not allocated yet, in the order in which the kubelet
-    /// will call `Allocate`.
+    /// Returns the reservations of one resource that are not allocated yet, in the order in which
+    /// the kubelet will call `Allocate`.
     pub fn reserved(&self, resource: &str) -> Vec<Reserved<'_>> {
         let mut staying: Vec<&Pod> = self.pods.values().filter(|pod| !pod.terminating).collect();
         staying.sort_by_key(|pod| pod.admission_order());
         staying.into_iter().flat_map(|pod| pod.reserved(resource)).collect()
     }
 
-    /// The UID of a pod on this node.
+    /// Returns the UID of a pod on this node.
     pub fn uid(&self, namespace: &str, name: &str) -> Option<&str> {
         let is = |pod: &Pod| (pod.namespace.as_str(), pod.name.as_str()) == (namespace, name);
         self.pods.iter().find(|(_, pod)| is(pod)).map(|(uid, _)| uid.as_str())
@@ -410,7 +410,7 @@ impl PendingAllocations {
         }
     }
 
-    /// All requests, with their pods.
+    /// Returns all requests, with their pods.
     fn all(&self) -> impl Iterator<Item = (RequestKey, &Pod, &PendingRequest)> {
         self.pods.iter().flat_map(|(uid, pod)| {
             pod.requests.iter().enumerate().map(move |(index, request)| ((uid.clone(), index), pod, request))
@@ -424,27 +424,27 @@ impl PendingAllocations {
         self.all().filter(move |(_, pod, request)| which(pod, request))
     }
 
-    /// The request with this key.
+    /// Returns the request with this key.
     fn request(&mut self, (uid, index): &RequestKey) -> Option<&mut PendingRequest> {
         self.pods.get_mut(uid)?.requests.get_mut(*index)
     }
 }
 
 impl PendingRequest {
-    /// Whether the request is for `units` of a resource.
+    /// Returns whether the request is for `units` of a resource.
     fn is(&self, resource: &str, units: u32) -> bool {
         self.wanted.units == units && self.wanted.resource == resource
     }
 }
 
 impl Pod {
-    /// Key for sorting pods in the order in which the kubelet admits them. A pod that the kubelet
-    /// has begun to admit is first.
+    /// Returns the key for sorting pods in the order in which the kubelet admits them. A pod that
+    /// the kubelet has begun to admit is first.
     fn admission_order(&self) -> (bool, u64) {
         (!self.requests.iter().any(|request| request.state != RequestState::Pending), self.order)
     }
 
-    /// The reservations of the pod's groups that are not allocated yet.
+    /// Returns the reservations of the pod's groups that are not allocated yet.
     fn reserved(&self, resource: &str) -> impl Iterator<Item = Reserved<'_>> {
         let groups: BTreeSet<usize> = self
             .requests
@@ -473,7 +473,7 @@ mod tests {
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    /// A pod with one container for each size, each with its own reservation on the device.
+    /// Returns a pod with one container for each size, each with its own reservation on the device.
     fn bound_pod(name: &str, requests: &[(u32, &str)]) -> BoundPod {
         let wanted = |(index, &(units, device)): (usize, &(u32, &str))| ContainerRequest {
             container: format!("c{index}"),

@@ -28,8 +28,8 @@ struct Entry {
 }
 
 impl Allocations {
-    /// Restores the allocations of a checkpoint. Their grace period restarts, because the agent's
-    /// downtime is unknown.
+    /// Restores the allocations of a checkpoint. The grace period of each allocation restarts,
+    /// because the agent's downtime is unknown.
     pub fn restore(allocations: impl IntoIterator<Item = Allocation>, now: Instant) -> Self {
         Self(
             allocations
@@ -44,12 +44,12 @@ impl Allocations {
         self.0.insert(allocation.id(), Entry { allocation, at: now, seen: false });
     }
 
-    /// The allocation with this id.
+    /// Returns the allocation with this id.
     pub fn get(&self, id: &str) -> Option<&Allocation> {
         self.0.get(id).map(|entry| &entry.allocation)
     }
 
-    /// All allocations, by id.
+    /// Returns all allocations, by id.
     pub fn iter(&self) -> impl Iterator<Item = (&String, &Allocation)> {
         self.0.iter().map(|(id, entry)| (id, &entry.allocation))
     }
@@ -58,12 +58,13 @@ impl Allocations {
     /// `requested_at`. An allocation has ended if it was listed before but not now, or was not
     /// listed within `grace`.
     ///
-    /// An allocation is kept while `busy` reports clients for it. It is also kept while the
-    /// kubelet's checkpoint contains one of its slices: a kubelet that restarted now would count
-    /// those slices as allocated.
+    /// An allocation is kept while `busy` reports clients for it. An allocation is also kept while
+    /// the kubelet's checkpoint contains one of its slices: a kubelet that restarted now would
+    /// count those slices as allocated.
     ///
     /// Finally, an allocation is kept while any of its slices is allocated to a container.
-    /// PodResources omits init containers. Their slices pass to the other containers of the pod.
+    /// PodResources omits init containers. The slices of init containers pass to the other
+    /// containers of the pod.
     pub fn collect(
         &mut self,
         listed: &[ContainerDevices],
@@ -110,7 +111,7 @@ pub struct Collected {
     pub in_kubelet_checkpoint: BTreeSet<String>,
 }
 
-/// The listed slices, by resource and id.
+/// Returns the listed slices, by resource and id.
 fn listed_slices(listed: &[ContainerDevices]) -> BTreeSet<(&str, &str)> {
     listed.iter().flat_map(|row| row.ids.iter().map(move |id| (row.resource.as_str(), id.as_str()))).collect()
 }
@@ -144,8 +145,8 @@ impl Usage {
         Self(usage)
     }
 
-    /// The slices of these devices that are in use, as resource, id and users. The id can be the
-    /// device's UUID alone, because other device plugins use UUIDs as ids.
+    /// Returns the slices of these devices that are in use, as resource, id and users. The id can
+    /// be the device's UUID alone, because other device plugins use UUIDs as ids.
     pub fn of<'a>(
         &'a self,
         devices: &'a BTreeSet<&str>,
@@ -156,7 +157,7 @@ impl Usage {
             .map(|((resource, id), users)| (resource.as_str(), id.as_str(), users))
     }
 
-    /// Whether no slice is in use.
+    /// Returns whether no slice is in use.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

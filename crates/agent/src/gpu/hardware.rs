@@ -43,7 +43,7 @@ pub enum Driver {
 }
 
 impl Driver {
-    /// The driver's version, if the driver answers.
+    /// Returns the driver's version, if the driver answers.
     pub fn version(&self) -> Option<&str> {
         match self {
             Self::Present(version) => Some(version),
@@ -69,14 +69,14 @@ pub struct KnownGpu {
 }
 
 impl Hardware {
-    /// The GPUs in NVML's order.
+    /// Returns the GPUs in NVML's order.
     pub fn by_index(&self) -> Vec<&KnownGpu> {
         let mut gpus: Vec<&KnownGpu> = self.gpus.values().collect();
         gpus.sort_by(|a, b| (a.gpu.index, &a.gpu.uuid).cmp(&(b.gpu.index, &b.gpu.uuid)));
         gpus
     }
 
-    /// The GPU with this UUID, or the GPU of the MIG device with this UUID.
+    /// Returns the GPU with this UUID, or the GPU of the MIG device with this UUID.
     pub fn gpu_of(&self, device: &str) -> Option<&KnownGpu> {
         self.gpus.get(device).or_else(|| {
             self.gpus.values().find(|known| {
@@ -161,7 +161,7 @@ impl Entry {
 }
 
 impl HardwareTracker {
-    /// Restores the GPUs of a checkpoint. They count as healthy until NVML reports otherwise,
+    /// Restores the GPUs of a checkpoint. The GPUs count as healthy until NVML reports otherwise,
     /// because pods may start before NVML has answered.
     pub fn restore(gpus: Vec<Gpu>, same_boot: bool, clock: Clock) -> Self {
         let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry::new(gpu, false, Vec::new()));
@@ -280,7 +280,8 @@ impl HardwareTracker {
         self.mark_missing(&since);
     }
 
-    /// Whether the driver, and every GPU that it lists, has answered or failed at least once.
+    /// Returns whether the driver, and every GPU that it lists, has answered or failed at least
+    /// once.
     pub fn is_complete(&self) -> bool {
         match self.driver {
             Driver::Unknown => false,
@@ -308,7 +309,7 @@ impl HardwareTracker {
         }
     }
 
-    /// The wall-clock time of a monotonic time.
+    /// Returns the wall-clock time of a monotonic time.
     fn since(&self, requested_at: Instant) -> Time {
         whole_seconds(self.clock.stamp(requested_at).wall)
     }
@@ -340,8 +341,8 @@ impl HardwareTracker {
         }
     }
 
-    /// The time stamp of a new fault. An administrator clears faults up to a time of day. A new
-    /// fault must be later than that time, even if the clock was set back.
+    /// Returns the time stamp of a new fault. An administrator clears faults up to a time of day. A
+    /// new fault must be later than that time, even if the clock was set back.
     fn stamp(&self, uuid: &str, now: Instant) -> Stamp {
         let Stamp { now, wall } = self.clock.stamp(now);
         let after = self.cleared.get(uuid).and_then(|cleared| cleared.0.checked_add(SignedDuration::from_secs(1)).ok());
@@ -359,14 +360,14 @@ impl HardwareTracker {
         }
     }
 
-    /// The records that are not empty, by UUID of the GPU, for the checkpoint.
+    /// Returns the records that are not empty, by UUID of the GPU, for the checkpoint.
     pub fn records(&self) -> BTreeMap<String, Record> {
         let record = |entry: &Entry| entry.history.record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
         records.filter(|(_, record)| !record.is_empty()).collect()
     }
 
-    /// NVML's last description of a GPU.
+    /// Returns NVML's last description of a GPU.
     pub fn known(&self, uuid: &str) -> Option<&Gpu> {
         self.gpus.get(uuid).map(|entry| &entry.gpu)
     }
@@ -390,7 +391,7 @@ impl HardwareTracker {
         history.record_xid(xid, device, ignored, at)
     }
 
-    /// The current state of the driver and the GPUs.
+    /// Returns the current state of the driver and the GPUs.
     pub fn hardware(&self) -> Hardware {
         let known = |Entry { gpu, observed, processes, lost, history }: &Entry| {
             let health = self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), Lost::health);
@@ -410,7 +411,7 @@ impl HardwareTracker {
 }
 
 impl Lost {
-    /// The health of a lost GPU.
+    /// Returns the health of a lost GPU.
     fn health(&self) -> Health {
         Health {
             healthy: false,

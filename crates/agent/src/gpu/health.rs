@@ -17,7 +17,7 @@
 //! Each of these is proof of a reset:
 //! - The node was rebooted.
 //! - A GPU that fell off the bus, or whose driver was unloaded, answers again.
-//! - Error counters start at 0 again.
+//! - Error counters restarted at 0.
 //! - The driver requested a reset and no longer does.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -57,7 +57,7 @@ pub mod reason {
     /// The GPU is healthy. A reset would complete a pending memory repair.
     pub const RESET_PENDING: &str = "ResetPending";
 
-    /// The reason for a GPU that NVML could not query.
+    /// Returns the reason for a GPU that NVML could not query.
     pub const fn of(error: &super::NvmlError) -> &'static str {
         use super::NvmlError;
         match error {
@@ -114,7 +114,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Whether the record contains nothing that the checkpoint must keep.
+    /// Returns whether the record contains nothing that the checkpoint must keep.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
@@ -135,7 +135,7 @@ pub struct History {
 }
 
 impl Default for History {
-    /// History of a GPU without recorded faults.
+    /// Returns the history of a GPU without recorded faults.
     fn default() -> Self {
         Self {
             quiet: DEFAULT_QUIET_PERIOD,
@@ -166,7 +166,8 @@ impl History {
         Self { faults, uncorrected, reset_wanted, was_lost: lost, ..Self::default() }
     }
 
-    /// The record for the checkpoint. `lost`: the GPU is lost now, and only a reset restores it.
+    /// Returns the record for the checkpoint. `lost`: the GPU is lost now, and only a reset
+    /// restores it.
     pub fn record(&self, lost: bool) -> Record {
         Record {
             faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),
@@ -259,7 +260,7 @@ impl History {
         }
     }
 
-    /// Health of the GPU according to its history.
+    /// Returns the health of the GPU according to its history.
     pub fn health(&self) -> Health {
         if self.was_lost {
             return Health {
@@ -301,13 +302,13 @@ impl History {
         }
     }
 
-    /// Health of single MIG devices with faults, by UUID.
+    /// Returns the health of single MIG devices with faults, by UUID.
     pub fn instances(&self) -> BTreeMap<String, Health> {
         let faults = self.faults.iter().map(|fault| &fault.recorded);
         faults.filter_map(|recorded| Some((recorded.instance.clone()?, self.fault_health(recorded)))).collect()
     }
 
-    /// Health that follows from a recorded fault.
+    /// Returns the health that follows from a recorded fault.
     fn fault_health(&self, RecordedFault { class, cause, instance: _, since, last }: &RecordedFault) -> Health {
         let what = match cause {
             Cause::Xid(xid) => describe(*xid),
@@ -340,7 +341,7 @@ impl History {
     }
 }
 
-/// Health of a GPU that needs a reset, valid while NVML reports the reason.
+/// Returns the health of a GPU that needs a reset, valid while NVML reports the reason.
 fn reset_needed(reason: &str, message: String, since: &Time) -> Health {
     Health {
         healthy: false,

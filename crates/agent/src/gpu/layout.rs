@@ -33,7 +33,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Name of the mode in a `GpuNode`.
+    /// Returns the name of the mode in a `GpuNode`.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Whole => MODE_WHOLE,
@@ -79,9 +79,9 @@ pub enum Kind {
     TimeSliced,
     /// A share under MPS.
     Mps {
-        /// Memory limit of k shares in MiB, at index k − 1. Empty means unlimited.
+        /// Memory limit of k shares in MiB, at index k − 1. An empty list means unlimited.
         memory_mib: Vec<u64>,
-        /// Active thread percentage of k shares, at index k − 1. Empty means unlimited.
+        /// Active thread percentage of k shares, at index k − 1. An empty list means unlimited.
         threads: Vec<u8>,
         /// Maximum number of clients of one allocation. `None` means unlimited.
         max_clients: Option<u32>,
@@ -89,12 +89,12 @@ pub enum Kind {
 }
 
 impl Pool {
-    /// Ids of the slices in this pool.
+    /// Returns the ids of the slices in this pool.
     pub fn ids(&self) -> impl Iterator<Item = String> {
         (self.first..self.first.saturating_add(self.count)).map(|number| device_id(&self.device, number))
     }
 
-    /// Whether this pool contains the slice with this number of `device`.
+    /// Returns whether this pool contains the slice with this number of `device`.
     pub fn contains(&self, device: &str, number: u32) -> bool {
         self.device == device && number >= self.first && number - self.first < self.count
     }
@@ -133,13 +133,13 @@ impl Layout {
     }
 }
 
-/// The id of a slice. The format must not change, because the checkpoints of the kubelet and the
-/// agent contain ids.
+/// Returns the id of a slice. The format must not change, because the checkpoints of the kubelet
+/// and the agent contain ids.
 pub fn device_id(device: &str, number: u32) -> String {
     format!("{device}::{number}")
 }
 
-/// The device and number of a slice id. Accepts only what [`device_id`] returns, so that
+/// Returns the device and number of a slice id. Accepts only what [`device_id`] returns, so that
 /// `GPU-x::07` and `GPU-x::7` cannot both name a slice.
 pub fn parse_id(id: &str) -> Option<(&str, u32)> {
     let (device, digits) = id.rsplit_once("::")?;
@@ -155,8 +155,8 @@ pub struct TargetLayout {
     pub layout: Layout,
     /// The GPU changes that the rest of the spec needs, in order.
     pub changes: Vec<Change>,
-    /// Explains which part of the spec is ignored as impossible. Empty if the whole spec is
-    /// possible.
+    /// Explains which part of the spec is ignored as impossible. The note is empty if the whole
+    /// spec is possible.
     pub note: String,
 }
 
@@ -166,8 +166,9 @@ impl From<Layout> for TargetLayout {
     }
 }
 
-/// The layout that `spec` requests. Without a spec, the whole GPU or its existing MIG instances are
-/// served. `was_mig`: an earlier spec partitioned the GPU by MIG, so its instances are removed.
+/// Returns the layout that `spec` requests. Without a spec, the whole GPU or its existing MIG
+/// instances are served. `was_mig`: an earlier spec partitioned the GPU by MIG, so its instances
+/// are removed.
 ///
 /// # Errors
 /// A clause for the step's message.
@@ -207,14 +208,14 @@ pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result
     Ok(TargetLayout { note: interval_note(time_slicing.as_ref()), ..wanted })
 }
 
-/// A layout of the undivided GPU, which can be served only with MIG mode off.
+/// Returns a layout of the undivided GPU, which can be served only with MIG mode off.
 fn without_mig_mode(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<TargetLayout, String> {
     let mig_on = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
     let layout = if mig_on { empty(Mode::Mig) } else { layout };
     Ok(TargetLayout { layout, changes: changes(gpu, target)?, note: String::new() })
 }
 
-/// The instances of the spec that exist, and the changes that create the others.
+/// Returns the instances of the spec that exist, and the changes that create the others.
 fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, String> {
     let changes = changes(gpu, Target::On(instances))?;
     let (mut layout, mut rest) = (empty(Mode::Mig), empty(Mode::Mig));
@@ -237,12 +238,12 @@ fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, 
     Ok(TargetLayout { layout, changes, note: String::new() })
 }
 
-/// A layout without slices.
+/// Returns a layout without slices.
 fn empty(mode: Mode) -> Layout {
     Layout { mode, pools: Vec::new(), daemons: BTreeMap::new() }
 }
 
-/// The layout of a GPU that is served as a whole.
+/// Returns the layout of a GPU that is served as a whole.
 fn whole(device: &str, resource: &str) -> Layout {
     Layout { pools: vec![whole_pool(device, resource.to_owned())], ..empty(Mode::Whole) }
 }
@@ -251,7 +252,7 @@ fn whole_pool(device: &str, resource: String) -> Pool {
     Pool { device: device.to_owned(), resource, first: 0, count: 1, kind: Kind::Whole }
 }
 
-/// A layout that serves each existing MIG instance whole.
+/// Returns a layout that serves each existing MIG instance whole.
 fn existing_instances(mig: &Mig) -> TargetLayout {
     // No pod could request an instance with a profile name that is invalid in a resource name.
     let has_name = |instance: &&MigInstance| resource_name(&mig_resource(&instance.profile)).is_ok();
@@ -339,7 +340,7 @@ fn check_limit_counts(resource: &str, count: u32, limits: [usize; 2]) -> Result<
     Ok(())
 }
 
-/// The pool of a time-sliced device's replicas.
+/// Returns the pool of a time-sliced device's replicas.
 fn replicas(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
     let TimeSlicedPartition { resource, replicas, interval: _ } = partition;
     if *replicas == 0 || *replicas > MAX_SLICES {
@@ -374,7 +375,7 @@ pub(crate) mod tests {
     use crate::fixtures::mps_partition;
     pub(crate) use crate::fixtures::{gpu, mps_spec};
 
-    /// A GPU with some of the MIG profiles of an H100 with 80 GB.
+    /// Returns a GPU with some of the MIG profiles of an H100 with 80 GB.
     pub(crate) fn mig_gpu(uuid: &str, enabled: bool, instances: Vec<MigInstance>) -> Gpu {
         let profile = |name: &str, slices, size, starts: &[u32]| cleave_gpu::nvml::MigProfile {
             id: slices,

@@ -58,8 +58,8 @@ pub enum Target<'a> {
     On(&'a [MigInstanceSpec]),
 }
 
-/// The changes that lead to the target, removals first. Existing instances that match the target
-/// are kept, even if another program created them.
+/// Returns the changes that lead to the target, removals first. Existing instances that match the
+/// target are kept, even if another program created them.
 ///
 /// # Errors
 /// A clause that states why this GPU can never reach the target.
@@ -120,7 +120,8 @@ fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String>
     Ok(())
 }
 
-/// Whether two placements overlap. Each is a first memory slice and a number of memory slices.
+/// Returns whether two placements overlap. Each is a first memory slice and a number of memory
+/// slices.
 fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
     one.0 < other.0.saturating_add(other.1) && other.0 < one.0.saturating_add(one.1)
 }
@@ -136,7 +137,7 @@ pub enum NextStep {
     Wait(Change, String),
 }
 
-/// The first change that can start now.
+/// Returns the first change that can start now.
 ///
 /// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
 /// kubelet can allocate slices of a device. `gone`: `Ok` if the device's MPS daemon has exited,
@@ -179,14 +180,14 @@ pub fn next<'a>(
     waits
 }
 
-/// Number of memory slices of an instance with this profile. A profile that NVML does not list
-/// counts as the whole GPU, so no instance is created beside it.
+/// Returns the number of memory slices of an instance with this profile. A profile that NVML does
+/// not list counts as the whole GPU, so no instance is created beside it.
 fn size(gpu: &Gpu, profile: &str) -> u32 {
     let profiles: &[MigProfile] = gpu.mig.as_ref().map_or(&[], |mig| &mig.profiles);
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
 }
 
-/// Text like `in use by processes outside of Kubernetes (pid 12, 13)`.
+/// Returns text like `in use by processes outside of Kubernetes (pid 12, 13)`.
 pub fn in_use_by(processes: &[&Process]) -> String {
     let pids: Vec<String> = processes.iter().take(MAX_NAMED_PROCESSES).map(|process| process.pid.to_string()).collect();
     let more = if processes.len() > MAX_NAMED_PROCESSES {
@@ -206,7 +207,7 @@ pub enum ChangeOutcome {
     Busy(String),
     /// MIG mode changes with the next reset of the GPU. An administrator must reset the GPU.
     AfterReset,
-    /// The driver has not answered for this long. It may still answer.
+    /// The driver has not answered for this long. The driver may still answer.
     Slow(Duration),
     /// NVML returned this error. Partial changes were undone.
     Failed(String),
@@ -277,14 +278,14 @@ impl MigProgress {
         self.last_state = Some(now);
     }
 
-    /// Whether a change may start now: no change is in progress, and this change's retry delay has
-    /// passed.
+    /// Returns whether a change may start now: no change is in progress, and this change's retry
+    /// delay has passed.
     pub fn may_start(&self, change: &Change, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
         self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
     }
 
-    /// Time until the next retry, if one is scheduled.
+    /// Returns the time until the next retry, if one is scheduled.
     pub fn next_retry(&self, now: Instant) -> Option<Duration> {
         if self.in_progress.is_some() {
             return None;
@@ -304,8 +305,8 @@ impl MigProgress {
         }
     }
 
-    /// Whether the change in progress removes or replaces a device. Such a device must not be
-    /// allocated, even if the spec includes it again.
+    /// Returns whether the change in progress removes or replaces a device. Such a device must not
+    /// be allocated, even if the spec includes it again.
     pub fn removes(&self, gpu: &str, device: &str) -> bool {
         match &self.in_progress {
             Some(Change::Destroy(instance)) => instance.uuid == device,
@@ -314,7 +315,7 @@ impl MigProgress {
         }
     }
 
-    /// Whether a change is in progress.
+    /// Returns whether a change is in progress.
     pub fn is_in_progress(&self) -> bool {
         self.in_progress.is_some()
     }
@@ -395,13 +396,13 @@ impl MigProgress {
         Some(actions.collect::<Vec<_>>().join(", "))
     }
 
-    /// Steps for the status: completed changes, and changes that failed or wait.
+    /// Returns steps for the status: completed changes, and changes that failed or wait.
     pub fn steps(&self) -> impl Iterator<Item = &StepStatus> {
         self.done.iter().chain(self.attempts.iter().map(|attempt| &attempt.step)).chain(&self.waits)
     }
 }
 
-/// The status of a step that performs a change.
+/// Returns the status of a step that performs a change.
 fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
     let (gpu, action, result) = (gpu.to_owned(), change.to_string(), result.to_owned());
     StepStatus { gpu, action, result, message, ..StepStatus::default() }

@@ -42,7 +42,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// The name in `GpuNode` objects, logs and metrics.
+    /// Returns the name in `GpuNode` objects, logs and metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Application => "Application",
@@ -110,7 +110,7 @@ pub const TABLE: &[Line] = {
     ]
 };
 
-/// The class of an XID. Ignored XIDs are [`Class::Application`].
+/// Returns the class of an XID. Ignored XIDs are [`Class::Application`].
 pub fn classify(xid: u64, ignored: &[u64]) -> Class {
     if ignored.contains(&xid) {
         return Class::Application;
@@ -118,7 +118,7 @@ pub fn classify(xid: u64, ignored: &[u64]) -> Class {
     TABLE.iter().find(|line| line.xid == xid).map_or(Class::Suspect, |line| line.class)
 }
 
-/// Number and meaning of an XID, like `XID 79 (GPU has fallen off the bus)`.
+/// Returns the number and meaning of an XID, like `XID 79 (GPU has fallen off the bus)`.
 pub fn describe(xid: u64) -> String {
     match TABLE.iter().find(|line| line.xid == xid) {
         Some(line) => format!("XID {xid} ({})", line.meaning),

@@ -12,7 +12,7 @@ const MAX_ERROR_CHARS: usize = 300;
 pub struct HostView {
     /// Whether the MPS host accepts connections on its socket.
     pub alive: bool,
-    /// The last status that the MPS host wrote; empty if it cannot be read.
+    /// The last status that the MPS host wrote. The default status if the file cannot be read.
     pub status: Status,
     /// Why the status is unusable; `None` if it is usable.
     pub error: Option<String>,

@@ -71,19 +71,20 @@ impl Absences {
         }
     }
 
-    /// Whether a device's daemon is unavailable, but its shares still count as Healthy.
+    /// Returns whether a device's daemon is unavailable, but its shares still count as Healthy.
     pub fn is_tolerated(&self, device: &str) -> bool {
         self.since.get(device).is_some_and(Option::is_some)
     }
 
-    /// Time until the first tolerated absence expires; `None` if no daemon is absent.
+    /// Returns the time until the first tolerated absence expires, or `None` if no daemon is
+    /// absent.
     pub fn next_expiry(&self, now: Instant) -> Option<Duration> {
         let left = |since: &Instant| MAX_ABSENCE.saturating_sub(now.saturating_duration_since(*since));
         self.since.values().flatten().map(left).min()
     }
 }
 
-/// Whether a device's MPS daemon serves, is away for a while, or fails.
+/// Returns whether a device's MPS daemon serves, is away for a while, or fails.
 fn presence(view: &HostView, device: &str) -> Presence {
     match view.status.daemons.get(device).map(|DaemonStatus { state, .. }| state) {
         Some(DaemonState::Active) if view.alive => Presence::Serves,
@@ -92,7 +93,7 @@ fn presence(view: &HostView, device: &str) -> Presence {
     }
 }
 
-/// The daemon settings and pools of a device.
+/// Returns the daemon settings and pools of a device.
 fn settings_and_pools<'a>(
     layouts: &'a BTreeMap<String, Layout>,
     device: &str,

@@ -11,7 +11,8 @@ use crate::allocation::pending::PendingAllocations;
 use crate::allocation::usage::Usage;
 use crate::gpu::layout::{Layout, parse_id};
 
-/// The slices to list as Unhealthy, by resource and id. Empty while `usage` is unknown.
+/// Returns the slices to list as Unhealthy, by resource and id. Returns an empty set while `usage`
+/// is unknown.
 pub fn withheld(
     spec: Option<&GpuNodeSpec>,
     layouts: &BTreeMap<String, Layout>,

@@ -52,12 +52,12 @@ impl Acknowledged {
         }
     }
 
-    /// Whether the MPS host has applied a desired file without this daemon.
+    /// Returns whether the MPS host has applied a desired file without this daemon.
     pub(super) fn host_read_removal(&self, device: &str) -> bool {
         self.removed.get(device).is_none_or(|sequence| self.applied >= *sequence)
     }
 
-    /// Whether the MPS host has applied the current settings of this daemon.
+    /// Returns whether the MPS host has applied the current settings of this daemon.
     pub(super) fn host_read_settings(&self, device: &str) -> bool {
         self.changed.get(device).is_none_or(|sequence| self.applied >= *sequence)
     }

@@ -156,7 +156,7 @@ impl Decision {
     }
 }
 
-/// Instruction for an administrator to change MIG mode, which the agent must not do.
+/// Returns the instruction for an administrator to change MIG mode, which the agent must not do.
 fn manual_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
@@ -165,7 +165,7 @@ fn manual_instruction(gpu: &Gpu, on: bool) -> String {
     )
 }
 
-/// Summary of a layout for a step, like `serve 10 nvidia.com/gpu-mps`.
+/// Returns the summary of a layout for a step, like `serve 10 nvidia.com/gpu-mps`.
 fn describe(layout: &Layout) -> String {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     for pool in &layout.pools {
@@ -178,7 +178,7 @@ fn describe(layout: &Layout) -> String {
     }
 }
 
-/// The devices on which slices in use would change, and the pods that use these slices.
+/// Returns the devices on which slices in use would change, and the pods that use these slices.
 fn blocked_by_pods(
     gpu: &Gpu,
     before: Option<&Layout>,
@@ -219,7 +219,8 @@ fn blocked_by_pods(
     found
 }
 
-/// The served devices that would be destroyed while processes outside of Kubernetes use them.
+/// Returns the served devices that would be destroyed while processes outside of Kubernetes use
+/// them.
 fn blocked_by_processes(
     gpu: &Gpu,
     before: Option<&Layout>,
@@ -247,8 +248,8 @@ fn blocked_by_processes(
     found
 }
 
-/// Whether a slice remains unchanged: both layouts contain it with the same limits, and its daemon
-/// need not restart.
+/// Returns whether a slice remains unchanged: both layouts contain it with the same limits, and its
+/// daemon need not restart.
 pub fn is_unchanged(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
     let Some((device, number)) = parse_id(id) else { return true };
     let find = |layout: &Layout| {

@@ -39,7 +39,7 @@ pub struct Pods<'a> {
 }
 
 impl Pods<'_> {
-    /// The pod to which an allocation belongs.
+    /// Returns the pod to which an allocation belongs.
     fn of(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
         let is = |row: &&ContainerDevices| {
@@ -138,7 +138,7 @@ impl Faults {
 }
 
 impl ReportedFault {
-    /// Time to wait for more information before the report; `None` to report now.
+    /// Returns the time to wait for more information before the report, or `None` to report now.
     fn wait(&mut self, pods: &Pods<'_>, now: Instant) -> Option<Duration> {
         if self.reported {
             return None;
@@ -164,12 +164,12 @@ impl ReportedFault {
         patience.checked_sub(age).filter(|wait| !wait.is_zero())
     }
 
-    /// The pod of a client.
+    /// Returns the pod of a client.
     fn pod(&self, client: &Client) -> Option<&PodRef> {
         self.pods.get(client.allocation.as_ref()?)
     }
 
-    /// The affected pods, each once.
+    /// Returns the affected pods, each once.
     fn affected_pods(&self) -> Vec<&PodRef> {
         let mut affected: Vec<&PodRef> = self.fault.affected.iter().filter_map(|client| self.pod(client)).collect();
         affected.sort_unstable();
@@ -177,7 +177,7 @@ impl ReportedFault {
         affected
     }
 
-    /// One Event for the node, which names all pods, and one for each affected pod.
+    /// Returns one Event for the node, which names all pods, and one for each affected pod.
     fn events(&self, device: &str) -> Vec<NodeEvent> {
         let culprit = self.fault.culprit.as_ref();
         let named = culprit.and_then(|client| self.pod(client));
@@ -215,7 +215,7 @@ impl ReportedFault {
         notes
     }
 
-    /// Events for pods with programs that were terminated since the last update.
+    /// Returns events for pods with programs that were terminated since the last update.
     fn termination_events(&mut self, device: &str) -> Vec<NodeEvent> {
         let fresh = self.fault.ended.get(self.reported_terminations..).unwrap_or_default();
         let mut pods: Vec<&PodRef> = fresh.iter().filter_map(|client| self.pod(client)).collect();
@@ -251,7 +251,7 @@ fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) 
     }
 }
 
-/// Note of the Event for the pod that the log names, or that had a program killed.
+/// Returns the note of the Event for the pod that the log names, or that had a program killed.
 fn note_for_culprit(killed: bool) -> &'static str {
     if killed {
         "the pod's program was killed while its kernels ran on a shared GPU, which broke the other programs on that GPU. Let programs finish their kernels after SIGTERM, and set a grace period that is long enough."
@@ -345,8 +345,8 @@ mod tests {
     }
 
     impl FaultTest {
-        /// A node with these pods, each with one slice. The API server reports all pods except
-        /// `unknown`. The MPS host was healthy before the test.
+        /// Returns a node with these pods, each with one slice. The API server reports all pods
+        /// except `unknown`. The MPS host was healthy before the test.
         fn new(pods: &[(&str, &str)], unknown: &[&str]) -> Self {
             let now = Instant::now();
             let mut pending = PendingAllocations::with_watch();
@@ -400,7 +400,7 @@ mod tests {
         Fault { number, culprit: culprit.map(client), affected, ..Fault::default() }
     }
 
-    /// Pod name, reason and note of each Event.
+    /// Returns the pod name, reason and note of each Event.
     fn events(report: &FaultReport) -> Vec<(Option<&str>, &str, &str)> {
         let events = report.events.iter();
         let to = events.clone().map(|event| event.regarding.as_ref().map(|pod| pod.name.as_str()));

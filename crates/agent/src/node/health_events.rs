@@ -49,7 +49,7 @@ impl ReportedHealth {
     }
 }
 
-/// GPUs and MIG devices with a problem, and the severity of each.
+/// Returns the GPUs and MIG devices with a problem, and the severity of each.
 fn severities(hardware: &Hardware) -> impl Iterator<Item = (String, Severity, &Health)> {
     let whole = hardware.gpus.iter().map(|(uuid, known)| (uuid, &known.health));
     let instances = hardware.gpus.values().flat_map(|known| &known.instances);

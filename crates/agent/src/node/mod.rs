@@ -57,7 +57,7 @@ pub struct Actions {
     pub desired: Desired,
     /// State from which the next agent starts.
     pub checkpoint: Checkpoint,
-    /// Status for the API server. Its conditions have no times yet.
+    /// Status for the API server. The status's conditions have no times yet.
     pub status: GpuNodeStatus,
     /// Events since the last reconciliation.
     pub events: Vec<NodeEvent>,
@@ -69,7 +69,7 @@ pub struct Actions {
     pub list_interval: Duration,
     /// Whether directories of allocations that no longer exist may be removed.
     pub sweep_directories: bool,
-    /// MIG changes to start now. Their results go to [`Node::record_order_result`].
+    /// MIG changes to start now. The results of the changes go to [`Node::record_order_result`].
     pub orders: Vec<MigOrder>,
     /// Whether to poll NVML now.
     pub poll_nvml: bool,
@@ -88,13 +88,13 @@ pub struct Node {
     tracker: HardwareTracker,
     inventoried: bool,
     object: Object,
-    /// The last valid spec and its generation. It remains in force while the API server does not
-    /// answer, and when the object is deleted or malformed.
+    /// The last valid spec and its generation. The spec remains in force while the API server does
+    /// not answer, and when the object is deleted or malformed.
     spec: Option<(i64, GpuNodeSpec)>,
     pod_resources: Option<Vec<ContainerDevices>>,
     pod_resources_error: Option<String>,
-    /// Slices in the kubelet's checkpoint, if known. A kubelet that restarted now would count them
-    /// as allocated.
+    /// Slices in the kubelet's checkpoint, if known. A kubelet that restarted now would count these
+    /// slices as allocated.
     kubelet_checkpoint: Option<Arc<AllocatedDevices>>,
     /// Resources of allocations that are kept only because the kubelet's checkpoint has them.
     resend_lists: BTreeSet<String>,
@@ -207,7 +207,7 @@ impl Node {
         self.tracker.set_time(now, wall);
     }
 
-    /// The known GPUs, in NVML's order.
+    /// Returns the known GPUs, in NVML's order.
     pub fn gpus(&self) -> Vec<Gpu> {
         self.tracker.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect()
     }
@@ -307,8 +307,8 @@ impl Node {
         self.kubelet_since = now;
     }
 
-    /// Records the kubelet's checkpoint. It must be newer than the list that the next call of
-    /// [`pod_resources`](Self::pod_resources) records.
+    /// Records the kubelet's checkpoint. The checkpoint must be newer than the list that the next
+    /// call of [`pod_resources`](Self::pod_resources) records.
     pub fn record_kubelet_checkpoint(&mut self, devices: Option<Arc<AllocatedDevices>>) {
         self.kubelet_checkpoint = devices;
     }

@@ -132,7 +132,7 @@ impl Node {
         })
     }
 
-    /// The data with which the tenants' processes are compared.
+    /// Returns the data with which the tenants' processes are compared.
     fn snapshot(&self, hardware: &Hardware, table: &AllocationTable, rules: &Rules) -> TenantSnapshot {
         TenantSnapshot::new(&snapshot::SnapshotInputs {
             hardware,
@@ -158,7 +158,7 @@ impl Node {
         }
     }
 
-    /// Time after which to reconcile again even without new input, if any.
+    /// Returns the time after which to reconcile again even without new input, if any.
     fn next_wakeup(&self, foreign: bool, faults: Option<Duration>, now: Instant) -> Option<Duration> {
         let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAWAL_TIME);
         let tried = self.mig_progress.values().filter_map(|progress| progress.next_retry(now)).min();
@@ -166,7 +166,8 @@ impl Node {
         [withdrawn, foreign.then_some(FOREIGN_POLL_INTERVAL), tried, faults, absent].into_iter().flatten().min()
     }
 
-    /// Events since the last reconciliation: MIG changes, health of GPUs and of MPS daemons.
+    /// Returns the events since the last reconciliation: MIG changes, health of GPUs and of MPS
+    /// daemons.
     fn events(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let mut events = std::mem::take(&mut self.pending_events);
         events.extend(self.reported_health.update(hardware));
@@ -316,7 +317,7 @@ impl Node {
         self.adopted_allocations.retain(|_, allocation| self.adopted.contains_key(&allocation.device));
     }
 
-    /// The daemons and doors that the MPS host must run.
+    /// Returns the daemons and doors that the MPS host must run.
     fn desired(&self, allocations: &Allocations) -> Desired {
         let mut daemons = self.adopted.clone();
         for layout in self.layouts.values() {
@@ -327,8 +328,8 @@ impl Node {
         Desired { version: wire::VERSION, daemons, allocations: doors }
     }
 
-    /// The slices in use, which must not be allocated to other containers. Until the kubelet has
-    /// listed its pods, the checkpoint's allocations count as in use.
+    /// Returns the slices in use, which must not be allocated to other containers. Until the
+    /// kubelet has listed its pods, the checkpoint's allocations count as in use.
     fn in_use(&self, allocations: &Allocations) -> Option<Usage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
         known.then(|| Usage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
@@ -399,14 +400,14 @@ impl Node {
     }
 }
 
-/// Served slices that the new layout removes or changes, each as resource and id.
+/// Returns the served slices that the new layout removes or changes, each as resource and id.
 fn removed_or_changed(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
     slices.filter(|(resource, id)| !is_unchanged(Some(before), after, resource, id)).collect()
 }
 
-/// The GPUs that a spec has partitioned by MIG and that are not whole again. A GPU remains in the
-/// set while a change is in progress.
+/// Returns the GPUs that a spec has partitioned by MIG and that are not whole again. A GPU remains
+/// in the set while a change is in progress.
 fn mig_partitioned(
     hardware: &Hardware,
     partitions: &BTreeMap<String, Partition>,
@@ -422,7 +423,7 @@ fn mig_partitioned(
     stays.chain(hardware.gpus.keys().filter(|uuid| wanted(uuid)).cloned()).collect()
 }
 
-/// The processes on each GPU, except its MPS daemons and their clients.
+/// Returns the processes on each GPU, except its MPS daemons and their clients.
 fn foreign_processes(hardware: &Hardware, view: &HostView) -> BTreeMap<String, Vec<Process>> {
     let daemons = || view.status.daemons.values();
     let mut ours: BTreeSet<u32> = daemons().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect();

@@ -105,7 +105,7 @@ pub fn check_daemon(view: &HostView, device: &str) -> Result<(), String> {
     }
 }
 
-/// Builds the status. Its conditions have no times yet.
+/// Builds the status. The status's conditions have no times yet.
 pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
     let StatusInput { hardware, spec, applied, steps, boot_id, .. } = *input;
     let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu_status(input, known)).collect();
@@ -134,7 +134,7 @@ pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
     .compact()
 }
 
-/// The status of a GPU. The GPU is unhealthy if one of its MPS daemons fails.
+/// Returns the status of a GPU. The GPU is unhealthy if one of its MPS daemons fails.
 fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let KnownGpu { gpu, health, instances, .. } = known;
     let layout = input.layouts.get(&gpu.uuid);
@@ -171,7 +171,7 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     }
 }
 
-/// The UUIDs of the GPU, its MIG devices, and devices of the layout that no longer exist.
+/// Returns the UUIDs of the GPU, its MIG devices, and devices of the layout that no longer exist.
 fn devices<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a str> {
     let mut devices = BTreeSet::from([gpu.uuid.as_str()]);
     devices.extend(gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| instance.uuid.as_str()));
@@ -180,7 +180,7 @@ fn devices<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a str> {
     devices
 }
 
-/// NVML's description of a GPU's MIG mode, profiles and instances.
+/// Returns NVML's description of a GPU's MIG mode, profiles and instances.
 fn mig_status(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
     let Mig { enabled, pending, profiles, instances } = mig;
     let profile = |profile: &MigProfile| {
@@ -200,7 +200,7 @@ fn mig_status(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
     }
 }
 
-/// The numbers of total, used and unhealthy slices of a pool.
+/// Returns the numbers of total, used and unhealthy slices of a pool.
 fn slice_status(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
     let of_pool = |id: &str| parse_id(id).is_some_and(|(device, number)| pool.contains(device, number));
@@ -229,7 +229,7 @@ fn saturate_u32(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// The allocations of a GPU: a row for each container, resource and device.
+/// Returns the allocations of a GPU: a row for each container, resource and device.
 fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<AllocationStatus> {
     let mut rows = Vec::new();
     for row in input.listed {
@@ -272,7 +272,7 @@ fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> 
     rows
 }
 
-/// The SMs of a share, after the driver's rounding.
+/// Returns the SMs of a share, after the driver's rounding.
 fn limited_sms(limits: MpsLimits, total: Option<Sms>) -> Option<Sms> {
     let threads = limits.threads.and_then(|threads| Percent::new(threads).ok());
     total.map(|total| sms(threads, total))
@@ -284,7 +284,7 @@ fn instance_sms(gpu: &Gpu, device: &str) -> Option<Sms> {
     mig.profiles.iter().find(|profile| profile.name == instance.profile).map(|profile| profile.sms)
 }
 
-/// Number of an allocation's MPS clients.
+/// Returns the number of an allocation's MPS clients.
 fn count_clients(view: &HostView, device: &str, allocation: &Allocation) -> u32 {
     let id = allocation.id();
     let of_allocation = |client: &&cleave_gpu::mps::wire::Client| client.allocation.as_deref() == Some(id.as_str());
@@ -294,7 +294,7 @@ fn count_clients(view: &HostView, device: &str, allocation: &Allocation) -> u32 
         .map_or(0, |daemon| saturate_u32(daemon.clients.iter().filter(of_allocation).count()))
 }
 
-/// The status of a device's MPS daemon. The state is empty while the MPS host does not run.
+/// Returns the status of a device's MPS daemon. The state is empty while the MPS host does not run.
 fn daemon_status(view: &HostView, device: &str) -> MpsStatus {
     let status = view.status.daemons.get(device).filter(|_| view.alive);
     MpsStatus {
@@ -336,7 +336,7 @@ fn verdict(status: bool, reason: &'static str, message: impl Into<String>) -> Ve
     Verdict { status: if status { "True" } else { "False" }, reason, message: message.into() }
 }
 
-/// The condition `Ready`.
+/// Returns the condition `Ready`.
 fn ready(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Verdict {
     match &input.hardware.driver {
         Driver::Unknown => return verdict(false, reason::STARTING, "NVML has not answered yet"),
@@ -368,13 +368,14 @@ fn ready(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Verdict {
     verdict(true, reason::SERVING, "")
 }
 
-/// GPUs that NVML lists but that never reported their UUID. They have no row in the status.
+/// Returns the GPUs that NVML lists but that never reported their UUID. These GPUs have no row in
+/// the status.
 fn unnamed(hardware: &Hardware) -> impl Iterator<Item = String> {
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
 
-/// The condition `GpusHealthy`, which ignores MPS because MPS has its own condition. A GPU that
-/// serves but should be reset is healthy, and the message mentions the reset.
+/// Returns the condition `GpusHealthy`, which ignores MPS because MPS has its own condition. A GPU
+/// that serves but should be reset is healthy, and the message mentions the reset.
 fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
     if !input.inventoried {
         return verdict(false, reason::STARTING, "NVML has not answered yet");
@@ -396,7 +397,7 @@ fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
     }
 }
 
-/// The condition `Applied`.
+/// Returns the condition `Applied`.
 fn is_applied(input: &StatusInput<'_>) -> Verdict {
     if let Object::Malformed(why) = input.object {
         return verdict(false, reason::MALFORMED, format!("the last valid spec still applies: {why}"));
@@ -449,8 +450,8 @@ pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_open
     status
 }
 
-/// Whether the status differs only in new allocations or in the number of clients. The agent may
-/// delay such a change.
+/// Returns whether the status differs only in new allocations or in the number of clients. The
+/// agent may delay such a change.
 pub fn is_minor_change(reported: &GpuNodeStatus, new: &GpuNodeStatus) -> bool {
     let bare = |status: &GpuNodeStatus| {
         let mut bare = GpuNodeStatus { summary: None, ..status.clone() };

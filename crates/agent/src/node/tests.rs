@@ -22,7 +22,7 @@ fn inventory() -> Result<Inventory, NvmlError> {
     Ok(Inventory { driver: "580".into(), gpus, processes: BTreeMap::new() })
 }
 
-/// A node without hardware, and its table.
+/// Returns a node without hardware, and its table.
 fn node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -> (Node, AllocationTable) {
     let (node, allocations) = Node::start("boot".into(), GRACE, checkpoint, last, start);
     (node, AllocationTable { allocations, ..AllocationTable::default() })
@@ -52,7 +52,7 @@ fn event_reasons(actions: &Actions) -> Vec<&'static str> {
     actions.events.iter().map(|event| event.reason).collect()
 }
 
-/// A node that serves ten shares.
+/// Returns a node that serves ten shares.
 fn serving_node(start: Instant) -> (Node, AllocationTable, Desired) {
     let (mut node, mut table) = node(None, None, start);
     node.record_inventory(inventory(), start);

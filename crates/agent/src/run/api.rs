@@ -224,7 +224,7 @@ async fn write(
     patched.map(|object| object.metadata.resource_version)
 }
 
-/// A merge patch with every top-level field of the status. It replaces every list.
+/// Returns a merge patch with every top-level field of the status. The patch replaces every list.
 fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }

@@ -1,9 +1,9 @@
-//! A client for the API server from inside a pod. It uses the service account's token and the
-//! cluster's CA, and rereads both when they are renewed.
+//! A client for the API server from inside a pod. The client uses the service account's token and
+//! the cluster's CA, and rereads both when they are renewed.
 //!
-//! `kube::Client::try_default` does the same, but also supports kubeconfig files. Its code for
-//! YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of memory on each
-//! node.
+//! `kube::Client::try_default` does the same, but also supports kubeconfig files. The code of
+//! `try_default` for YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of
+//! memory on each node.
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -60,7 +60,7 @@ fn authority(host: &str, port: &str) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// A client that reads the service account's token and CA from files.
+/// Returns a client that reads the service account's token and CA from files.
 fn build_client(authority: &str, account: &Path) -> Result<Client, ConnectError> {
     let uri = Uri::builder().scheme("https").authority(authority).path_and_query("/").build();
     let uri = uri.map_err(|error| ConnectError::Address(authority.to_owned(), error))?;
@@ -120,7 +120,7 @@ impl Token {
     }
 }
 
-/// The value of the header `Authorization`, marked as sensitive so that it is not logged.
+/// Returns the value of the header `Authorization`, marked as sensitive so that it is not logged.
 fn bearer_header(token: &str) -> Option<HeaderValue> {
     let mut value = HeaderValue::try_from(format!("Bearer {}", token.trim())).ok()?;
     value.set_sensitive(true);
@@ -135,7 +135,7 @@ struct CurrentCa {
 }
 
 impl CurrentCa {
-    /// A verifier with the current content of the CA file.
+    /// Returns a verifier with the current content of the CA file.
     fn load_verifier(&self) -> Result<Arc<WebPkiServerVerifier>, rustls::Error> {
         let invalid = |error: &dyn fmt::Display| rustls::Error::General(format!("{}: {error}", self.file.display()));
         let mut roots = rustls::RootCertStore::empty();

@@ -186,7 +186,7 @@ mod tests {
         Input::Gpu(index, Err(NvmlError::NoDriver), Instant::now())
     }
 
-    /// Indices of the GPUs in one input.
+    /// Returns the indices of the GPUs in one input.
     fn gpu_indices(input: Option<Input>) -> Vec<u32> {
         let Some(Input::Many(batch)) = input else { return Vec::new() };
         let index = |input: &Input| match input {

@@ -78,7 +78,7 @@ async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
     }
 }
 
-/// The first reason why the agent is not ready; `None` if it is ready.
+/// Returns the first reason why the agent is not ready, or `None` if it is ready.
 fn not_ready(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
     if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());

@@ -203,8 +203,8 @@ impl Main {
         actions.wake_after
     }
 
-    /// Paths of the device nodes of each device, for the strategies that pass paths to containers.
-    /// Creates missing nodes of MIG instances.
+    /// Returns the paths of the device nodes of each device, for the strategies that pass paths to
+    /// containers. Creates missing nodes of MIG instances.
     fn device_nodes(&self) -> BTreeMap<String, Vec<String>> {
         if self.args.device_list_strategy == DeviceListStrategy::Envvar {
             return BTreeMap::new();
@@ -240,7 +240,7 @@ impl Main {
         }
     }
 
-    /// Starts a MIG change. Its result arrives as an input.
+    /// Starts a MIG change. The result of the change arrives as an input.
     fn start(&self, order: MigOrder) {
         let inputs = self.inputs.clone();
         let send_result = async move |ended| {

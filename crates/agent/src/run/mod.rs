@@ -204,7 +204,7 @@ fn restore_node(args: &AgentArgs, store: &Store, link: &HostLink, now: Instant) 
     (node, allocations)
 }
 
-/// Where to search for NVML.
+/// Returns where to search for NVML.
 fn search(args: &AgentArgs) -> Search {
     Search {
         library: args.nvml_library.clone(),

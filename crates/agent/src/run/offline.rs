@@ -41,13 +41,13 @@ impl OfflineDirectory {
         }
     }
 
-    /// Whether the directory contains a list of pods. The agent checks this only once, when it
-    /// starts.
+    /// Returns whether the directory contains a list of pods. The agent checks this only once, when
+    /// it starts.
     pub(super) fn has_pods(&self) -> bool {
         self.pods().exists()
     }
 
-    /// Path of the list of pod objects.
+    /// Returns the path of the list of pod objects.
     fn pods(&self) -> PathBuf {
         self.0.join("pods.json")
     }

@@ -40,7 +40,7 @@ impl NodePods {
     }
 }
 
-/// The UID of a pod, even if the object is malformed.
+/// Returns the UID of a pod, even if the object is malformed.
 fn uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String> {
     match object {
         Ok(pod) => pod.uid(),
@@ -215,8 +215,8 @@ mod tests {
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    /// Seconds from the start of a pod's termination to its deadline. `None` if no termination of
-    /// the pod is known.
+    /// Returns the seconds from the start of a pod's termination to its deadline. Returns `None` if
+    /// no termination of the pod is known.
     fn seconds_left(terminating: &TerminatingPods, name: &str) -> Option<u64> {
         let (found, leaving) = terminating.find(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));

@@ -23,7 +23,7 @@ pub(super) async fn watch(args: &AgentArgs, periods: Periods, record: watch::Sen
     }
 }
 
-/// Time since the node booted.
+/// Returns the time since the node booted.
 fn uptime(proc: &Path) -> Option<Duration> {
     let text = std::fs::read_to_string(proc.join("uptime")).ok()?;
     Duration::try_from_secs_f64(text.split_whitespace().next()?.parse().ok()?).ok()

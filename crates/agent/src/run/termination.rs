@@ -57,8 +57,8 @@ pub(super) async fn run(
     }
 }
 
-/// The clients of terminating pods. Reads `/proc` only if a pod terminates, and the cgroup of each
-/// client only once: `known` caches the pods.
+/// Returns the clients of terminating pods. Reads `/proc` only if a pod terminates, and the cgroup
+/// of each client only once: `known` caches the pods.
 fn clients(pods: &TerminatingPods, view: &mps::HostView, known: &mut BTreeMap<ClientKey, Vec<String>>) -> Vec<Client> {
     if !pods.has_terminating() {
         known.clear();

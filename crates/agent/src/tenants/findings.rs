@@ -53,7 +53,7 @@ struct Finding {
 pub enum SampleState {
     /// The sample contains the device's processes.
     Sampled,
-    /// The device has not answered yet. Its earlier violations remain unconfirmed.
+    /// The device has not answered yet. The device's earlier violations remain unconfirmed.
     Pending,
     /// The device does not answer.
     Unreachable,
@@ -191,7 +191,7 @@ impl Findings {
         }
     }
 
-    /// The findings, oldest first, at most [`MAX_FINDINGS`].
+    /// Returns the findings, oldest first, at most [`MAX_FINDINGS`].
     pub fn all(&self) -> Vec<FindingStatus> {
         let mut all: Vec<FindingStatus> = self.confirmed.values().map(|finding| finding.status.clone()).collect();
         let since = |finding: &FindingStatus| finding.since.as_ref().map(|time| time.0);
@@ -200,13 +200,13 @@ impl Findings {
         all
     }
 
-    /// Whether no finding can change with time or with an empty sample.
+    /// Returns whether no finding can change with time or with an empty sample.
     pub fn is_empty(&self) -> bool {
         self.confirmed.is_empty() && self.previous.is_empty()
     }
 }
 
-/// Whether the previous sample shows the same violation.
+/// Returns whether the previous sample shows the same violation.
 fn is_confirmed(violation: &Violation, previous: &BTreeMap<ViolationKey, BTreeSet<ProcessId>>) -> bool {
     previous.get(&violation.key).is_some_and(|processes| {
         // A new process can briefly look like a violation. Require the same process in both
@@ -247,7 +247,7 @@ mod tests {
             }
         }
 
-        /// A sample `at` milliseconds after the start.
+        /// Returns a sample `at` milliseconds after the start.
         fn sample(&mut self, at: u64, violations: Vec<Violation>) -> Changes {
             let now = self.start + Duration::from_millis(at);
             let Self { evict, state, .. } = *self;

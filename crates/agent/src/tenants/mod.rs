@@ -13,7 +13,7 @@
 //! The operator reads `GpuNode.status` and evicts pods.
 //!
 //! The watch queries nothing while no process can use a shared device. Without an answer of a GPU,
-//! the watch reports and terminates none of the GPU's tenants. It continues on other GPUs.
+//! the watch reports and terminates none of the GPU's tenants. The watch continues on other GPUs.
 pub mod findings;
 pub mod names;
 pub mod process;

@@ -55,7 +55,8 @@ impl PodNames {
         self.pods.get(uid)
     }
 
-    /// Whether a pod is known to have been removed. False until the first list is complete.
+    /// Returns whether a pod is known to have been removed. Returns false until the first list is
+    /// complete.
     pub fn is_gone(&self, uid: &str) -> bool {
         self.complete && self.listing.is_none() && !self.pods.contains_key(uid)
     }

@@ -116,13 +116,13 @@ impl TenantSnapshot {
         snapshot
     }
 
-    /// UUIDs of the devices that a process may be using.
+    /// Returns the UUIDs of the devices that a process may be using.
     pub fn in_use(&self) -> Vec<String> {
         self.devices.iter().filter(|(_, device)| device.in_use).map(|(uuid, _)| uuid.clone()).collect()
     }
 }
 
-/// The shares in one row of the kubelet's list, with one entry per device.
+/// Returns the shares in one row of the kubelet's list, with one entry per device.
 fn shares(row: &ContainerDevices) -> Vec<Share> {
     let devices: BTreeSet<&str> = row.ids.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
     let allocation = allocation_id(&row.resource, &row.ids);

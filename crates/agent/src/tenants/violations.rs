@@ -133,8 +133,8 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
     assessment
 }
 
-/// Whether a process is part of an MPS daemon. The snapshot may not contain a new MPS server yet.
-/// Therefore this also checks the parent and the pod of the process.
+/// Returns whether a process is part of an MPS daemon. The snapshot may not contain a new MPS
+/// server yet. Therefore this also checks the parent and the pod of the process.
 fn is_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSample) -> bool {
     let in_daemon_pod = process.owner.as_ref().is_some_and(|owner| sample.daemon_pods.contains(&owner.pod));
     in_daemon_pod || device.daemon.contains(&process.id.pid) || device.daemon.contains(&process.parent)
@@ -152,8 +152,8 @@ enum Role<'a> {
     NewClient,
 }
 
-/// The role of a process on a device. The driver's report takes precedence over the MPS host's,
-/// because a process can connect to MPS and still compute outside it.
+/// Returns the role of a process on a device. The driver's report takes precedence over the MPS
+/// host's, because a process can connect to MPS and still compute outside it.
 fn role<'a>(process: &SampledProcess, device: &'a SharedDevice) -> Role<'a> {
     match (process.mps, device.clients.get(&process.id.pid)) {
         (Some(false), _) | (None, None) => Role::Outside,
@@ -217,7 +217,7 @@ impl ContainerOnDevice<'_> {
         self.processes.iter().filter(|(_, role)| matches(*role)).map(|(process, _)| process.id.pid).min()
     }
 
-    /// The violation by the processes with a matching role, if any.
+    /// Returns the violation by the processes with a matching role, if any.
     fn violation(
         &self,
         kind: &'static str,
@@ -236,7 +236,7 @@ impl ContainerOnDevice<'_> {
         }
     }
 
-    /// The allocations of the doors that the container's clients used.
+    /// Returns the allocations of the doors that the container's clients used.
     fn doors(&self) -> BTreeSet<&str> {
         let through_doors = self.processes.iter().filter_map(|(_, role)| match role {
             Role::Client(door) => *door,
@@ -245,12 +245,13 @@ impl ContainerOnDevice<'_> {
         through_doors.collect()
     }
 
-    /// All allocated shares of the device.
+    /// Returns all allocated shares of the device.
     fn shares(&self) -> impl Iterator<Item = &Share> {
         self.snapshot.shares.iter().flatten().filter(|share| share.device == self.uuid)
     }
 
-    /// The pod and container to which the process belongs. Empty if unknown.
+    /// Returns the pod and container to which the process belongs. Returns an empty [`Tenant`] if
+    /// they are unknown.
     fn tenant(&self) -> Tenant {
         let Some((owner, pod)) = self.owner.and_then(|owner| Some((owner, self.names.get(&owner.pod)?))) else {
             return Tenant::default();
@@ -266,10 +267,11 @@ impl ContainerOnDevice<'_> {
         tenant
     }
 
-    /// Memory in MiB that the container's shares of the device allow; `None` means unlimited.
+    /// Returns the memory in MiB that the container's shares of the device allow; `None` means
+    /// unlimited.
     ///
-    /// The kubelet does not list the shares of init containers. For them, the limits of the doors
-    /// that their clients used apply, except doors of other pods.
+    /// The kubelet does not list the shares of init containers. For init containers, the limits of
+    /// the doors that their clients used apply, except doors of other pods.
     fn limit_mib(&self, tenant: &Tenant) -> Option<u64> {
         self.owner?;
         let own = |share: &&Share| share.belongs_to(tenant) && share.container == tenant.container;
@@ -291,8 +293,8 @@ impl ContainerOnDevice<'_> {
         !tenant.pod.is_empty() && holders.peek().is_some() && !holders.any(|share| share.belongs_to(tenant))
     }
 
-    /// Whether a process with this role is an MPS client of a pod without a share of the device.
-    /// False while the pod's name or the kubelet's list is missing.
+    /// Returns whether a process with this role is an MPS client of a pod without a share of the
+    /// device. Returns false while the pod's name or the kubelet's list is missing.
     fn is_client_without_share(&self, role: Role<'_>, tenant: &Tenant) -> bool {
         let Role::Client(door) = role else { return false };
         if self.snapshot.shares.is_none()
@@ -339,7 +341,7 @@ pub(crate) mod tests {
         Some(Owner { pod: pod.into(), container: Some(format!("id-{container}")) })
     }
 
-    /// An MPS client in container `c` of pod `p`.
+    /// Returns an MPS client in container `c` of pod `p`.
     fn client(pid: u32, mib: u64) -> SampledProcess {
         SampledProcess {
             id: ProcessId { pid, start: u64::from(pid) },
@@ -360,7 +362,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Pods `ns/p` and `ns/q` have one share each. The daemon's pid is 10, its server's is 11.
+    /// Returns a snapshot in which pods `ns/p` and `ns/q` have one share each. The daemon's pid is
+    /// 10, and the server's pid is 11.
     fn snapshot(clients: &[(u32, Option<&str>)]) -> TenantSnapshot {
         let device = SharedDevice {
             gpu: DEVICE_UUID.into(),
@@ -397,7 +400,7 @@ pub(crate) mod tests {
         find_violations(snapshot, &process_sample(processes), &pod_names())
     }
 
-    /// Kind and pod of each violation.
+    /// Returns the kind and pod of each violation.
     fn violation_kinds(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Vec<(&'static str, String)> {
         let violations = assess(snapshot, processes).violations;
         violations.into_iter().map(|violation| (violation.key.kind, violation.tenant.pod)).collect()

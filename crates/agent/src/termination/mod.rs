@@ -55,7 +55,7 @@ pub struct Client {
 pub enum Outcome {
     /// All contexts of the client are destroyed.
     Terminated,
-    /// The client has no context, so no kernel is in flight. It can still create a context.
+    /// The client has no context, so no kernel is in flight. The client can still create a context.
     NoContext,
     /// The attempt failed for this reason.
     Failed(String),
@@ -193,7 +193,7 @@ mod tests {
         Some(Client { key, pod: pod.to_owned(), deadlines, survives_sigterm, stopped: false })
     }
 
-    /// Terminating pods, each with its grace period in seconds.
+    /// Returns the terminating pods, each with its grace period in seconds.
     fn terminating(graces: &[(&str, u64)], now: Instant) -> TerminatingPods {
         let mut pods = TerminatingPods::default();
         for (uid, grace) in graces {

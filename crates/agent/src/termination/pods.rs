@@ -76,8 +76,9 @@ impl Deadlines {
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
     }
 
-    /// When the agent has to terminate a client. If SIGTERM ends the client, this is before the
-    /// kubelet sends SIGTERM. Otherwise, it is a margin before the grace period ends.
+    /// Returns when the agent has to terminate a client. If SIGTERM ends the client, this time is
+    /// before the kubelet sends SIGTERM. Otherwise, this time is a margin before the grace period
+    /// ends.
     pub fn terminate_at(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
@@ -120,7 +121,7 @@ impl TerminatingPods {
             (Some(_), Some(was)) => Some(was),
             (Some(Deletion { grace, left }), None) => {
                 // If the agent has observed the pod without a deletion, the deletion is new,
-                // regardless of the clocks. Otherwise its grace period may be almost over.
+                // regardless of the clocks. Otherwise the pod's grace period may be almost over.
                 let left = if before.is_some() { grace } else { left.min(grace) };
                 Some(Deadlines::new(now, now + left, grace, sleep))
             }
@@ -164,7 +165,7 @@ impl TerminatingPods {
         changed
     }
 
-    /// Whether any pod terminates.
+    /// Returns whether any pod terminates.
     pub fn has_terminating(&self) -> bool {
         self.by_uid.values().any(|pod| pod.deadlines.is_some())
     }
@@ -210,14 +211,14 @@ pub(super) mod tests {
         Duration::from_millis(millis)
     }
 
-    /// A pod without a deletion, or with a deletion: its grace period and the remaining time in
-    /// seconds.
+    /// Returns a pod without a deletion, or with a deletion: its grace period and the remaining
+    /// time in seconds.
     pub(in crate::termination) fn observation(uid: &str, grace: Option<(u64, u64)>) -> PodObservation {
         let deletion = grace.map(|(grace, left)| Deletion { grace: secs(grace), left: secs(left) });
         PodObservation { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }
     }
 
-    /// Start and end of a pod's termination in milliseconds after `start`.
+    /// Returns the start and end of a pod's termination in milliseconds after `start`.
     fn termination_span_ms(pods: &TerminatingPods, uid: &str, start: Instant) -> Option<(u128, u128)> {
         let (_, Deadlines { since, end, .. }) = pods.find(&[uid.to_owned()], None)?;
         Some(((since - start).as_millis(), (end - start).as_millis()))

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use crate::cgroup;
 
-/// SIGTERM in the masks of `/proc/PID/status`. Their lowest bit is signal 1.
+/// SIGTERM in the masks of `/proc/PID/status`. The lowest bit of a mask is signal 1.
 const SIGTERM: u64 = 1 << 14;
 
 /// A process that has not ended.
@@ -30,7 +30,7 @@ impl Process {
     }
 }
 
-/// UIDs of the pods whose cgroups contain the process, outermost first.
+/// Returns the UIDs of the pods whose cgroups contain the process, outermost first.
 ///
 /// Excludes pods that also contain the agent's own process: on a node that runs in a pod, all
 /// processes belong to that pod.
@@ -43,7 +43,7 @@ pub(crate) fn pods_of(pid: u32) -> Vec<String> {
     pods
 }
 
-/// The directory of a process below `/proc`.
+/// Returns the directory of a process below `/proc`.
 fn proc_directory(pid: u32) -> PathBuf {
     Path::new("/proc").join(pid.to_string())
 }
@@ -53,8 +53,8 @@ fn read(path: &Path) -> Option<String> {
     fs::read(path).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Whether all threads block SIGTERM. A program that waits for the signal blocks it in every
-/// thread. Otherwise the signal would end the process through another thread.
+/// Returns whether all threads block SIGTERM. A program that waits for the signal blocks it in
+/// every thread. Otherwise the signal would end the process through another thread.
 fn all_threads_block(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
     // Ignore a thread that has ended since the directory was read.

@@ -59,23 +59,23 @@ impl Periods {
         Self(periods)
     }
 
-    /// Whether the kubelet's settings are unknown.
+    /// Returns whether the kubelet's settings are unknown.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Index of the group in which the kubelet terminates pods of this priority. Pods below the
-    /// lowest priority belong to the first group.
+    /// Returns the index of the group in which the kubelet terminates pods of this priority. Pods
+    /// below the lowest priority belong to the first group.
     fn group(&self, priority: i32) -> usize {
         self.0.iter().rposition(|period| period.priority <= priority).unwrap_or(0)
     }
 
-    /// The time that a group of pods has to terminate.
+    /// Returns the time that a group of pods has to terminate.
     fn duration(&self, group: usize) -> Duration {
         self.0.get(group).map_or(Duration::ZERO, |period| Duration::from_secs(period.seconds.into()))
     }
 
-    /// The time that all groups have together.
+    /// Returns the time that all groups have together.
     fn total(&self) -> Duration {
         (0..self.0.len()).map(|group| self.duration(group)).sum()
     }
@@ -154,7 +154,7 @@ impl Shutdown {
         (changed, next_group)
     }
 
-    /// Whether the node is shutting down.
+    /// Returns whether the node is shutting down.
     pub fn in_progress(&self) -> bool {
         self.progress.is_some()
     }
@@ -186,8 +186,8 @@ impl Shutdown {
         }
     }
 
-    /// The pod's observation. If the pod is also being deleted, the shorter grace period and
-    /// the shorter remaining time apply.
+    /// Returns the pod's observation. If the pod is also being deleted, the shorter grace period
+    /// and the shorter remaining time apply.
     fn observation(&self, pod: &Pod, now: Instant) -> Option<PodObservation> {
         let observation = pod.observation.clone()?;
         let shutdown = || {
@@ -262,7 +262,7 @@ pub(crate) mod tests {
     use super::super::pods::tests::{observation, secs};
     use super::*;
 
-    /// Groups for batch, ordinary and critical pods.
+    /// Returns the groups for batch, ordinary and critical pods.
     pub(crate) fn periods() -> Periods {
         Periods::new(["2000000000=10", "0=20", "-5=60"].map(|text| text.parse().unwrap()).to_vec())
     }
@@ -271,7 +271,8 @@ pub(crate) mod tests {
         Pod { priority, grace: secs(grace), observation: shares.then(|| observation(uid, None)) }
     }
 
-    /// End of each pod's termination in seconds after `start`; `None` if it does not terminate.
+    /// Returns the end of each pod's termination in seconds after `start`, or `None` if it does not
+    /// terminate.
     fn ends_in_seconds(terminating: &TerminatingPods, uids: [&str; 3], start: Instant) -> [Option<u64>; 3] {
         uids.map(|uid| Some((terminating.find(&[uid.to_owned()], None)?.1.end - start).as_secs()))
     }

@@ -21,7 +21,7 @@ async fn start_program(machine: &Machine, ids: &[String], arguments: &[&str]) ->
     child
 }
 
-/// Pod and reason of each Event, sorted.
+/// Returns the pod and reason of each Event, sorted.
 fn pod_events(machine: &Machine) -> Vec<(Option<String>, String)> {
     let text = fs::read_to_string(machine.path("spec/events.jsonl")).unwrap_or_default();
     let text_of = |value: &Value| value.as_str().map(str::to_owned);

@@ -8,7 +8,7 @@ use crate::machine::{
 
 const MIG_3G_RESOURCE: &str = "nvidia.com/mig-3g.40gb";
 
-/// Whether all healthy slices of a resource belong to this device.
+/// Returns whether all healthy slices of a resource belong to this device.
 fn only_this_device_is_healthy(seen: &cleave_kubelet::fake::FakeKubeletState, resource: &str, device: &str) -> bool {
     seen.endpoints[resource].healthy().iter().all(|id| id.starts_with(device))
 }
@@ -209,7 +209,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
 }
 
-/// Ten shares on each GPU.
+/// Returns ten shares on each GPU.
 fn ten_shares_each(gpus: &[String]) -> Vec<GpuSpec> {
     gpus.iter().map(|gpu| mps_spec(gpu, 10)).collect()
 }

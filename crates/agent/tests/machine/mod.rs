@@ -133,7 +133,7 @@ impl Machine {
         self.start_agent_as(command, &[]);
     }
 
-    /// Pid of the agent under its supervisor.
+    /// Returns the pid of the agent under its supervisor.
     pub(crate) fn supervised_pid(&self) -> Option<u32> {
         let pid = self.agent.as_ref().unwrap().id();
         fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.split_whitespace().next()?.parse().ok()
@@ -267,7 +267,7 @@ impl Machine {
         serde_json::from_slice(&fs::read(self.path("run/mps/status.json")).ok()?).ok()
     }
 
-    /// Reasons of all Events so far.
+    /// Returns the reasons of all Events so far.
     pub(crate) fn events(&self) -> Vec<String> {
         let text = fs::read_to_string(self.path("spec/events.jsonl")).unwrap_or_default();
         let reason = |line: &str| serde_json::from_str::<Value>(line).unwrap()["reason"].as_str().unwrap().to_owned();
@@ -324,7 +324,7 @@ impl Machine {
         );
     }
 
-    /// A program with the environment that its container would have.
+    /// Returns a program with the environment that its container would have.
     pub(crate) fn container_command(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
@@ -385,7 +385,7 @@ pub(crate) fn kill_pid(pid: u32) {
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
 }
 
-/// A row of the kubelet's list of allocated devices.
+/// Returns a row of the kubelet's list of allocated devices.
 pub(crate) fn container_devices(pod: &str, resource: &str, ids: &[String]) -> ContainerDevices {
     ContainerDevices {
         namespace: "ns".into(),
@@ -396,8 +396,8 @@ pub(crate) fn container_devices(pod: &str, resource: &str, ids: &[String]) -> Co
     }
 }
 
-/// A pod that is bound to the node. Its only container requests shares, and a device has a
-/// reservation for them.
+/// Returns a pod that is bound to the node. The pod's only container requests shares, and a device
+/// has a reservation for them.
 pub(crate) fn pod(name: &str, shares: usize, device: &str) -> Value {
     let placement = serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS_RESOURCE, "units": shares, "device": device}]}});
     let annotations = serde_json::json!({"cleave.dev/placement": placement.to_string()});

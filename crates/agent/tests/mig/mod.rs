@@ -25,7 +25,7 @@ enum ServedAs {
     Replicas(u32),
 }
 
-/// A GPU with these instances, each with its profile, its first slice and how it is served.
+/// Returns a GPU with these instances, each with its profile, its first slice and how it is served.
 fn mig_spec(gpu: &str, instances: &[(&str, u32, ServedAs)]) -> GpuSpec {
     let none = MigPartition::default();
     let instance = |&(profile, start, served_as): &(&str, u32, ServedAs)| MigInstanceSpec {
@@ -50,8 +50,8 @@ fn mig_spec(gpu: &str, instances: &[(&str, u32, ServedAs)]) -> GpuSpec {
 }
 
 impl Machine {
-    /// The driver's instances of a GPU: first slice of each, and the UUID if it has a compute
-    /// instance.
+    /// Returns the driver's instances of a GPU: first slice of each, and the UUID if it has a
+    /// compute instance.
     fn instances(&self, gpu: usize) -> Vec<(u64, Option<String>)> {
         let shown: Value = serde_json::from_str(&self.simgpu(&["show", "--output", "json"])).unwrap();
         let uuid = |instance: &Value| Some(instance["compute"].get(0)?["uuid"].as_str()?.to_owned());
@@ -72,7 +72,7 @@ impl Machine {
     }
 }
 
-/// The ids of a resource's healthy devices, as the kubelet has them.
+/// Returns the ids of a resource's healthy devices, as the kubelet has them.
 fn healthy_ids(seen: &FakeKubeletState, resource: &str) -> Vec<String> {
     seen.endpoints[resource].healthy().iter().map(ToString::to_string).collect()
 }

@@ -74,7 +74,7 @@ impl Node {
         self.pools.iter().map(|pool| pool.device.clone()).collect()
     }
 
-    /// Ids of a device that are not allocated.
+    /// Returns the ids of a device that are not allocated.
     fn free_ids(&self, device: &str) -> Vec<String> {
         let taken: BTreeSet<&String> = self.running.iter().chain(&self.waiting).flat_map(Pod::ids).collect();
         (0..UNITS_PER_DEVICE).map(|unit| device_id(device, unit)).filter(|id| !taken.contains(id)).collect()
@@ -86,7 +86,7 @@ impl Node {
         reservations.fold(free, |rest, reservation| rest - i64::from(self.count_outstanding(reservation)))
     }
 
-    /// Units of a reservation that are not allocated yet.
+    /// Returns units of a reservation that are not allocated yet.
     fn count_outstanding(&self, reservation: &Reservation) -> u32 {
         let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == reservation.pod) else { return 0 };
         let of_ask = parts(&pod.containers)

@@ -30,7 +30,8 @@ pub(crate) fn gpu(uuid: &str, index: u32) -> Gpu {
     }
 }
 
-/// A GPU with MIG instances, each with profile, first slice and number of shares (0: whole).
+/// Returns a GPU with MIG instances, each with profile, first slice and number of shares (0:
+/// whole).
 pub(crate) fn mig_spec(uuid: &str, instances: &[(&str, u32, u32)]) -> GpuSpec {
     let instance = |&(profile, start, units): &(&str, u32, u32)| MigInstanceSpec {
         profile: profile.into(),
@@ -95,7 +96,8 @@ pub(crate) struct Inventory {
 }
 
 impl Inventory {
-    /// The answers in the order in which the agent receives them: the driver's answer first.
+    /// Returns the answers in the order in which the agent receives them: the driver's answer
+    /// first.
     pub(crate) fn answers(self) -> (DriverInfo, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
         let Self { driver, gpus, mut processes } = self;
         let count = gpus.last_key_value().map_or(0, |(last, _)| last + 1);

@@ -28,7 +28,7 @@ impl TestNode {
     }
 }
 
-/// A node that serves GPU-a as ten shares and GPU-b whole.
+/// Returns a node that serves GPU-a as ten shares and GPU-b whole.
 fn node(enforcement: Enforcement) -> TestNode {
     let start = Instant::now();
     let (mut agent, allocations) = Node::start("boot".into(), std::time::Duration::ZERO, None, None, start);

@@ -47,12 +47,12 @@ fn shares_spec(uuid: &str, enforcement: Enforcement) -> GpuSpec {
 }
 
 impl Node {
-    /// A node with both pods on one GPU.
+    /// Returns a node with both pods on one GPU.
     async fn new(enforcement: Enforcement) -> Self {
         Self::with_gpus(1, enforcement).await
     }
 
-    /// A node with the pods on this many GPUs.
+    /// Returns a node with the pods on this many GPUs.
     async fn with_gpus(gpus: usize, enforcement: Enforcement) -> Self {
         let mut machine = Machine::new(&[&format!("{gpus}xH200")]);
         machine.set_spec("first", machine.uuids.iter().map(|gpu| shares_spec(gpu, enforcement)).collect());
@@ -118,7 +118,7 @@ impl Node {
         self.machine.wait_for_status("no findings", |status| status.findings.is_empty()).await;
     }
 
-    /// Pod and reason of each Event on pods.
+    /// Returns the pod and reason of each Event on pods.
     fn pod_events(&self) -> Vec<(String, String)> {
         let text = |value: &Value| value.as_str().unwrap().to_owned();
         let lines = fs::read_to_string(self.container_spec_path("pod-events.jsonl")).unwrap_or_default();

@@ -47,7 +47,7 @@ impl Drop for Program {
 }
 
 impl Node {
-    /// A node with ten shares on each GPU.
+    /// Returns a node with ten shares on each GPU.
     async fn new(gpus: &[&str]) -> Self {
         let mut machine = Machine::new(gpus);
         let partitions: Vec<_> = machine.uuids.iter().map(|uuid| mps_spec(uuid, 10)).collect();
@@ -88,7 +88,7 @@ impl Node {
         program
     }
 
-    /// The last value that a program printed for this key.
+    /// Returns the last value that a program printed for this key.
     fn last_output(&self, name: &str, key: &str) -> Option<Value> {
         let text = fs::read_to_string(self.machine.path(name)).ok()?;
         let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

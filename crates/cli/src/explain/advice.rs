@@ -15,7 +15,7 @@ use super::view::PodContext;
 const MAX_NAMED_NODES: usize = 5;
 
 impl PodContext<'_> {
-    /// The suggestions, one sentence each.
+    /// Returns the suggestions, one sentence each.
     pub(super) fn help(&self, nodes: &[NodeView]) -> Vec<String> {
         if self.device_requests.is_empty() {
             return Vec::new();
@@ -37,7 +37,7 @@ impl PodContext<'_> {
         help
     }
 
-    /// The nodes that have free slices but are not usable for the pod, by reason.
+    /// Returns the nodes that have free slices but are not usable for the pod, by reason.
     fn refusing<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
         let mut refusing: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for node in nodes {
@@ -85,8 +85,8 @@ impl PodContext<'_> {
         format!("The pod would fit on {gpus} on {node} without these pods: {}.", victims.join(", "))
     }
 
-    /// Bound pods that can be removed to free slices. Excludes pods on cordoned or unhealthy GPUs,
-    /// because their slices remain unavailable.
+    /// Returns the bound pods that can be removed to free slices. Excludes pods on cordoned or
+    /// unhealthy GPUs, because their slices remain unavailable.
     fn holders(&self) -> BTreeMap<String, Holder<'static>> {
         let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
@@ -118,7 +118,8 @@ impl PodContext<'_> {
         holders
     }
 
-    /// Requested resources that no usable node offers, or that no GPU offers in this amount.
+    /// Returns the requested resources that no usable node offers, or that no GPU offers in this
+    /// amount.
     fn missing_resources(&self, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Vec<String> {
         let resources: BTreeSet<&str> = self.device_requests.iter().map(|request| request.resource.as_str()).collect();
         resources.into_iter().filter_map(|resource| self.missing_resource(resource, nodes, usable)).collect()

@@ -55,8 +55,8 @@ impl Live {
             gpu_nodes: objects.gpu_nodes.into_iter().map(Arc::new).collect(),
             policies: objects.policies.into_iter().map(Arc::new).collect(),
             agents: objects.agents.into_iter().map(Arc::new).collect(),
-            // Only the operator knows which MPS hosts it replaces. It reports them in Events of the
-            // pods that wait for such a host.
+            // Only the operator knows which MPS hosts it replaces. The operator reports replaced
+            // hosts in Events of the pods that wait for such a host.
             hosts: None,
             volume_claims: objects.volume_claims.into_iter().map(Arc::new).collect(),
             volumes: objects.volumes.into_iter().map(Arc::new).collect(),
@@ -66,8 +66,8 @@ impl Live {
         Self { cluster, observed, now }
     }
 
-    /// The cluster without the pods that still have the placement gate: they have no reservation
-    /// yet.
+    /// Returns the cluster without the pods that still have the placement gate: they have no
+    /// reservation yet.
     pub(super) fn without_gated(&self) -> Cluster {
         let pods = self.cluster.pods.iter().filter(|pod| !pod.waits_at_gate());
         Cluster { pods: pods.cloned().collect(), ..self.cluster.clone() }

@@ -1,8 +1,8 @@
 //! `cleave explain pod`: explains why a pod waits or where it runs, and what would help.
 //!
-//! It reads the objects that the operator reads, and calls the operator's code. It writes nothing.
-//! The result can differ from the operator's if the cluster has changed since the operator's
-//! decision.
+//! The command reads the objects that the operator reads, and calls the operator's code. The
+//! command writes nothing. The result can differ from the operator's if the cluster has changed
+//! since the operator's decision.
 //!
 //! ```text
 //!  cluster ──[live]──▶ Live ──[view]──▶ verdict, allocations ─┐
@@ -87,7 +87,7 @@ pub(crate) async fn run(args: ExplainArgs) -> Result<()> {
     })
 }
 
-/// The full name of a pod, `namespace/name`.
+/// Returns the full name of a pod, `namespace/name`.
 fn pod_name(pod: &str, namespace: Option<&str>, default: &str) -> Result<String> {
     let (prefix, name) = match pod.split_once('/') {
         Some((prefix, name)) => (Some(prefix), name),

@@ -18,7 +18,7 @@ use super::view::PodContext;
 type Free<'a> = BTreeMap<&'a str, u64>;
 
 impl PodContext<'_> {
-    /// The nodes on which Cleave manages GPUs.
+    /// Returns the nodes on which Cleave manages GPUs.
     pub(super) fn nodes(&self, assignments: &[Assignment], state: State) -> Vec<NodeView> {
         let wanted = self.wanted();
         let free = self.free();
@@ -93,8 +93,8 @@ impl PodContext<'_> {
         }
     }
 
-    /// The free amounts, by node, of resources that Cleave does not manage. Resources that the pod
-    /// itself uses count as free.
+    /// Returns the free amounts, by node, of resources that Cleave does not manage. Resources that
+    /// the pod itself uses count as free.
     fn free(&self) -> BTreeMap<&str, Free<'_>> {
         let mut free: BTreeMap<&str, Free> = BTreeMap::new();
         for (name, node) in &self.live.observed.nodes {
@@ -116,7 +116,7 @@ impl PodContext<'_> {
     }
 }
 
-/// Why no pod can use a GPU now. `None` if the GPU is usable.
+/// Returns why no pod can use a GPU now. Returns `None` if the GPU is usable.
 pub(super) fn unavailable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
     if let Some(reason) = cordons.0.get(&gpu.uuid) {
         return Some(if reason.is_empty() { "cordoned".to_owned() } else { format!("cordoned: {reason}") });
@@ -125,7 +125,7 @@ pub(super) fn unavailable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> 
     (!gpu.health.healthy).then(|| if why.is_empty() { "unhealthy".to_owned() } else { format!("unhealthy: {why}") })
 }
 
-/// Why Cleave serves no GPUs on a node.
+/// Returns why Cleave serves no GPUs on a node.
 fn not_serving(node: &Node) -> Option<String> {
     match node.agent {
         None => Some("no Cleave agent runs on the node".to_owned()),
@@ -135,7 +135,7 @@ fn not_serving(node: &Node) -> Option<String> {
     }
 }
 
-/// The input of planning for a node, without its GPUs.
+/// Returns the input of planning for a node, without its GPUs.
 fn plan_node(name: &str, node: &Node) -> PlanNode {
     PlanNode {
         name: name.to_owned(),
@@ -147,7 +147,7 @@ fn plan_node(name: &str, node: &Node) -> PlanNode {
     }
 }
 
-/// The first resource, apart from GPUs, that is insufficient on a node.
+/// Returns the first resource, apart from GPUs, that is insufficient on a node.
 fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };
@@ -160,7 +160,8 @@ fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Optio
     })
 }
 
-/// Whether a device is the GPU, a part of it, or a part that the GPU will be partitioned into.
+/// Returns whether a device is the GPU, a part of it, or a part that the GPU will be partitioned
+/// into.
 fn is_part_of(room: &DeviceUsage, gpu: &GpuStatus) -> bool {
     room.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == room.device)
 }

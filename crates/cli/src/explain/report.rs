@@ -67,12 +67,12 @@ pub enum State {
 }
 
 impl State {
-    /// Whether a pod in this state needs room on a GPU.
+    /// Returns whether a pod in this state needs room on a GPU.
     pub(super) const fn needs_room(self) -> bool {
         matches!(self, Self::Fits) || self.needs_help()
     }
 
-    /// Whether the pod can run only after a change.
+    /// Returns whether the pod can run only after a change.
     pub(super) const fn needs_help(self) -> bool {
         matches!(self, Self::Waiting | Self::Never | Self::Scheduler)
     }

@@ -75,7 +75,7 @@ fn assignment_table(explanation: &Explanation) -> String {
     table.render()
 }
 
-/// At most [`MAX_NODES`] nodes on which the pod fits best, sorted by name.
+/// Returns at most [`MAX_NODES`] nodes on which the pod fits best, sorted by name.
 fn best_nodes(explanation: &Explanation) -> Vec<&NodeView> {
     let requested = |device: &&DeviceView| explanation.requests.iter().any(|part| part.resource == device.resource);
     let free = |node: &NodeView| {

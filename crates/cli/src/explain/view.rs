@@ -88,7 +88,7 @@ impl PodContext<'_> {
         if pod.spec.scheduling_gates.is_empty() { self.released_verdict() } else { self.gated_verdict() }
     }
 
-    /// The verdict on a pod whose only gate is the placement gate.
+    /// Returns the verdict on a pod whose only gate is the placement gate.
     fn gated_verdict(&self) -> Verdict {
         let demand = dry::dry_run(&self.live.observed).map(|run| run.outcome.waiting).unwrap_or_default();
         let mut keeper = Gatekeeper::default();
@@ -122,7 +122,7 @@ impl PodContext<'_> {
         }
     }
 
-    /// The verdict on a pod that has no gate and no node.
+    /// Returns the verdict on a pod that has no gate and no node.
     fn released_verdict(&self) -> Verdict {
         match self.pod.placement.as_ref() {
             Some(placement) if self.has_reservation() => {
@@ -151,8 +151,9 @@ impl PodContext<'_> {
         }
     }
 
-    /// Whether the operator keeps the reservation of a released pod. It renews an expired
-    /// reservation without a change of the annotation, unless the scheduler has refused the pod.
+    /// Returns whether the operator keeps the reservation of a released pod. The operator renews an
+    /// expired reservation without a change of the annotation, unless the scheduler has refused the
+    /// pod.
     fn has_reservation(&self) -> bool {
         self.ledger.claim(self.name).is_some()
     }
@@ -161,7 +162,7 @@ impl PodContext<'_> {
         matches!(self.pod.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
-    /// The allocations of the pod, or its reservation.
+    /// Returns the allocations of the pod, or its reservation.
     fn assignments(&self) -> Vec<Assignment> {
         let allocations = self.allocations();
         if allocations.is_empty() && !self.has_ended() { self.reservation() } else { allocations }
@@ -206,20 +207,20 @@ impl PodContext<'_> {
         assignments
     }
 
-    /// The GPUs that agents report, with their nodes.
+    /// Returns the GPUs that agents report, with their nodes.
     pub(super) fn gpus(&self) -> impl Iterator<Item = (&str, &GpuStatus)> {
         let nodes = self.live.observed.nodes.iter();
         nodes.flat_map(|(name, node)| node.reported().unwrap_or_default().iter().map(move |gpu| (name.as_str(), gpu)))
     }
 
-    /// The input of planning for the pod.
+    /// Returns the input of planning for the pod.
     pub(super) fn wanted(&self) -> PlanPod {
         let plain = || PlanPod { requests: self.pod.spec.requests.clone(), ..PlanPod::default() };
         claimant(self.pod).map_or_else(plain, |claimant| claimant.pod)
     }
 }
 
-/// A message without its full stop, for use within a sentence.
+/// Returns a message without its full stop, for use within a sentence.
 fn without_full_stop(message: &str) -> &str {
     message.trim_end().trim_end_matches('.')
 }

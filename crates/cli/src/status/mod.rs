@@ -1,6 +1,6 @@
 //! `cleave status`: shows nodes, GPUs, policies, and the pods that use them.
 //!
-//! It reads only `GpuNode`s and `SharingPolicy`s, which the agents and the operator write.
+//! The command reads only `GpuNode`s and `SharingPolicy`s, which the agents and the operator write.
 pub mod report;
 mod text;
 

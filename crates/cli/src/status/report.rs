@@ -127,7 +127,7 @@ pub struct Daemon {
 pub struct Policy {
     /// Name of the policy.
     pub name: String,
-    /// Sharing mode of the policy. Empty if the policy is malformed.
+    /// Sharing mode of the policy. The mode is empty if the policy is malformed.
     pub mode: String,
     /// Number of GPUs that the policy applies to.
     pub gpus: u32,

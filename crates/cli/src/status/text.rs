@@ -53,7 +53,7 @@ fn add_gpu(table: &mut Table, node: &str, gpu: &Gpu) {
     }
 }
 
-/// The health of a GPU, and whether it is cordoned.
+/// Returns the health of a GPU, and whether it is cordoned.
 fn health(gpu: &Gpu) -> String {
     let health = match (gpu.healthy, gpu.reason.is_empty()) {
         (true, _) => "Healthy",
@@ -104,7 +104,7 @@ fn add_allocation(table: &mut Table, allocation: &Allocation) {
     );
 }
 
-/// The problems, one line each.
+/// Returns the problems, one line each.
 fn remarks(report: &Report) -> Vec<String> {
     let mut remarks = Vec::new();
     for node in &report.nodes {

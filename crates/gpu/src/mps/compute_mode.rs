@@ -82,7 +82,7 @@ impl Record {
         Self(context.paths.mps().join(format!("{device}{RECORD_EXTENSION}")))
     }
 
-    /// An error of an operation on the record's file.
+    /// Returns an error of an operation on the record's file.
     fn error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
         move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
     }
@@ -142,7 +142,7 @@ pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), Compu
     record.remove()
 }
 
-/// Devices with a recorded compute mode to restore.
+/// Returns the devices with a recorded compute mode to restore.
 pub(crate) fn recorded(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
     let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(RECORD_EXTENSION).map(str::to_owned);

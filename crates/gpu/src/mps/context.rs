@@ -1,4 +1,4 @@
-//! State that all parts of the MPS host share. It does not depend on devices or doors.
+//! State that all parts of the MPS host share. The state does not depend on devices or doors.
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::rc::Rc;

@@ -78,8 +78,8 @@ pub(crate) async fn send_over(socket: &Path, command: &Command, deadline: Durati
     .await
 }
 
-/// Whether the daemon sends the known greeting. Without this greeting, Cleave can use neither
-/// commands nor doors with the daemon.
+/// Returns whether the daemon sends the known greeting. Without this greeting, Cleave can use
+/// neither commands nor doors with the daemon.
 pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
     within(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;

@@ -57,7 +57,7 @@ pub(crate) struct Phase {
 }
 
 impl Phase {
-    /// Whether doors can admit clients.
+    /// Returns whether doors can admit clients.
     pub(crate) fn is_open(&self) -> bool {
         self.state == DaemonState::Active
     }
@@ -158,7 +158,7 @@ impl Device {
         self.control.lock().await
     }
 
-    /// The status of the daemon.
+    /// Returns the status of the daemon.
     pub(crate) fn status(&self) -> DaemonStatus {
         let phase = *self.phase.borrow();
         let report = self.report.borrow();
@@ -174,7 +174,7 @@ impl Device {
         }
     }
 
-    /// Whether the status contains this device: its daemon is desired or still stopping.
+    /// Returns whether the status contains this device: its daemon is desired or still stopping.
     pub(crate) fn is_present(&self) -> bool {
         self.present.get() || self.desired.borrow().is_some()
     }
@@ -194,7 +194,7 @@ impl Device {
         }
     }
 
-    /// The driver's control tool for this daemon.
+    /// Returns the driver's control tool for this daemon.
     fn tool(&self) -> Process {
         let options = &self.context.options;
         tool::command(&options.mps_control, options.library_path.as_deref(), &self.pipe, &self.name)

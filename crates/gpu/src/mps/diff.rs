@@ -16,7 +16,7 @@ pub(crate) struct Changes {
     pub(crate) limit: Vec<String>,
 }
 
-/// The changes that lead from `old` to `new`.
+/// Returns the changes that lead from `old` to `new`.
 pub(crate) fn changes(old: &Desired, new: &Desired) -> Changes {
     let mut changes = Changes::default();
     for (id, was) in &old.allocations {

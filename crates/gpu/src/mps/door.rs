@@ -2,10 +2,10 @@
 //!
 //! A client connects here. The door first receives the client's whole introduction, within a time
 //! limit, so that the daemon never waits for a client. Then it locks the device's [`ControlLock`]
-//! and sets the server's limits to the allocation's. It introduces the client to the daemon, and
-//! passes the client its connection to the server. It keeps the lock until the server has accepted
-//! the client or can no longer accept it. The server applies the limits when it accepts a client.
-//! The daemon and its server handle one client at a time without a deadline.
+//! and sets the server's limits to the allocation's. The door introduces the client to the daemon,
+//! and passes the client its connection to the server. The door keeps the lock until the server has
+//! accepted the client or can no longer accept it. The server applies the limits when it accepts a
+//! client. The daemon and its server handle one client at a time without a deadline.
 //!
 //! The server must not wait for a client either. Driver 580's server waits forever if a client
 //! disconnects before it has introduced itself. The door can introduce the client on its behalf,
@@ -104,12 +104,12 @@ impl Door {
         *self.allocation.borrow_mut() = allocation.clone();
     }
 
-    /// Whether this is a door of the device.
+    /// Returns whether this is a door of the device.
     pub(crate) fn is_of(&self, device: &str) -> bool {
         self.device.name == device
     }
 
-    /// The door's counts since it was opened.
+    /// Returns the door's counts since it was opened.
     pub(crate) fn status(&self) -> AllocationStatus {
         AllocationStatus { admitted: self.admitted.get(), refused: self.refused.get(), waiting: self.waiting.get() }
     }

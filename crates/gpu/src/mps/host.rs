@@ -32,8 +32,8 @@ const MAX_DESCRIPTORS: u64 = 65_536;
 ///
 /// `subcommand` is the word before [`HostArgs`] on this program's command line, if any.
 ///
-/// Call it on a current-thread runtime, once per process. It reaps every child of the process, so
-/// other code must not start child processes.
+/// Call this function on a current-thread runtime, once per process. The MPS host reaps every child
+/// of the process, so other code must not start child processes.
 ///
 /// # Errors
 /// [`HostError`] if the MPS host cannot start. Later errors are part of the status.
@@ -92,7 +92,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
     Ok(())
 }
 
-/// The options of daemons. Compute modes are set by a child process of this program.
+/// Returns the options of daemons. Compute modes are set by a child process of this program.
 fn build_options(args: PathArgs, subcommand: Option<&str>) -> Result<Options, HostError> {
     let PathArgs { run_dir: _, mps_control, mps_library_path, nvml_library } = args;
     let mut compute_mode = vec![std::env::current_exe()?.into_os_string()];

@@ -40,7 +40,7 @@ pub enum LogEvent {
 /// A parsed line: `[2026-11-21 10:38:36.269 Control   402] text`.
 #[derive(Debug, PartialEq, Eq)]
 pub struct LogLine<'a> {
-    /// `Control`, `Server` or `Other`; empty for a line without the prefix.
+    /// `Control`, `Server` or `Other`. The text is empty for a line without the prefix.
     pub source: &'a str,
     /// Pid of the process that wrote the line.
     pub pid: Option<u32>,
@@ -64,7 +64,7 @@ fn split_prefix(line: &str) -> Option<(&str, Option<u32>, &str)> {
     Some((source, words.next().and_then(|pid| pid.parse().ok()), text.trim()))
 }
 
-/// The event that a text reports.
+/// Returns the event that a text reports.
 fn parse_event(text: &str) -> LogEvent {
     let number = |text: &str| text.parse().ok();
     let pid_of =
@@ -96,7 +96,8 @@ fn parse_event(text: &str) -> LogEvent {
     parsed.unwrap_or(LogEvent::Other)
 }
 
-/// The client and context of a [`LogEvent::ClientLost`] line. "recevie" is the driver's spelling.
+/// Returns the client and context of a [`LogEvent::ClientLost`] line. "recevie" is the driver's
+/// spelling.
 fn lost_context(text: &str) -> Option<(u32, u32)> {
     let (_, client) = text.strip_prefix("Server failed to rec")?.split_once("assuming client {PID: ")?;
     let (pid, rest) = client.split_once(',')?;

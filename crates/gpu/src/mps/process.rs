@@ -109,7 +109,7 @@ impl Children {
     }
 }
 
-/// How a process ended. `None` if it was only stopped or continued.
+/// Returns how a process ended. Returns `None` if it was only stopped or continued.
 fn parse_exit(status: WaitStatus) -> Option<Exit> {
     let signal = status.terminating_signal().map(Exit::Signal);
     signal.or_else(|| status.exit_status().map(Exit::Status))
@@ -126,7 +126,8 @@ impl Child {
         }
     }
 
-    /// Kills the process if it is still running. Its pid cannot be reused before it is reaped.
+    /// Kills the process if it is still running. The process's pid cannot be reused before the
+    /// process is reaped.
     pub(crate) fn kill(&self) {
         if self.exit.borrow().is_some() {
             return;
@@ -137,7 +138,7 @@ impl Child {
     }
 }
 
-/// A pid, if it is in the kernel's range.
+/// Returns a pid, if it is in the kernel's range.
 fn to_pid(pid: u32) -> Option<Pid> {
     Pid::from_raw(i32::try_from(pid).ok()?)
 }
@@ -152,7 +153,7 @@ impl PidFd {
         rustix::process::pidfd_open(to_pid(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
     }
 
-    /// Whether the process has exited. Never waits.
+    /// Returns whether the process has exited. Never waits.
     pub(crate) fn has_exited(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };

@@ -48,13 +48,13 @@ async fn on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 's
     None
 }
 
-/// The pids of all visible processes.
+/// Returns the pids of all visible processes.
 fn all_pids() -> impl Iterator<Item = u32> {
     let processes = std::fs::read_dir("/proc").into_iter().flatten();
     processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
-/// A file of a process. Empty if the file cannot be read.
+/// Returns the content of a process's file, or nothing if the file cannot be read.
 fn read_proc(pid: u32, what: &str) -> Vec<u8> {
     std::fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default()
 }
@@ -63,7 +63,7 @@ fn is_mps(pid: u32) -> bool {
     read_proc(pid, "comm").starts_with(b"nvidia-cuda-mps")
 }
 
-/// Whether an MPS process may serve a device.
+/// Returns whether an MPS process may serve a device.
 fn serves_device(pid: u32, uuid: &str) -> bool {
     // A process briefly has no environment while it starts, and none once it has exited.
     for _ in 0..MAX_EMPTY_READS {
@@ -79,8 +79,8 @@ fn serves_device(pid: u32, uuid: &str) -> bool {
     true
 }
 
-/// Whether a daemon with this environment may serve a GPU. Returns false if the environment names
-/// only other devices, by UUID. An index may mean any GPU.
+/// Returns whether a daemon with this environment may serve a GPU. Returns false if the environment
+/// names only other devices, by UUID. An index may mean any GPU.
 fn may_serve(environment: &[u8], uuid: &str) -> bool {
     let name = b"CUDA_VISIBLE_DEVICES=".as_slice();
     let list = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(name));
@@ -90,7 +90,7 @@ fn may_serve(environment: &[u8], uuid: &str) -> bool {
     list.is_none_or(|list| !list.split(|&byte| byte == b',').all(is_other))
 }
 
-/// The MPS processes that use a pipe directory, with open pidfds.
+/// Returns the MPS processes that use a pipe directory, with open pidfds.
 fn find_processes(pipe: &Path) -> Vec<(u32, PidFd)> {
     all_pids()
         .filter(|&pid| is_of_pipe(pid, pipe))
@@ -123,19 +123,19 @@ pub(crate) async fn clear(pipe: &Path) -> usize {
     left.len()
 }
 
-/// Whether a process is stopped by a signal or a debugger. Such a process does not answer.
+/// Returns whether a process is stopped by a signal or a debugger. Such a process does not answer.
 pub(crate) fn is_stopped(pid: u32) -> bool {
     matches!(process_state(pid), Some('T' | 't'))
 }
 
-/// A process's state from `/proc/PID/stat`; `None` if the process no longer exists.
+/// Returns a process's state from `/proc/PID/stat`, or `None` if the process no longer exists.
 fn process_state(pid: u32) -> Option<char> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the name in parentheses, which may contain anything.
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
-/// The user id of a process.
+/// Returns the user id of a process.
 pub(crate) fn owner(pid: u32) -> Option<u32> {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata(format!("/proc/{pid}")).ok().map(|metadata| metadata.uid())

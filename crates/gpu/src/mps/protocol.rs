@@ -53,7 +53,7 @@ impl Kind {
         }
     }
 
-    /// The packet that announces this kind.
+    /// Returns the packet that announces this kind.
     pub fn packet(self) -> [u8; 4] {
         let word: u32 = match self {
             Self::Client => 2,
@@ -152,7 +152,7 @@ impl fmt::Display for Command {
     }
 }
 
-/// The packets of one command. An administrator sends them after its [`Kind`].
+/// Returns the packets of one command. An administrator sends them after its [`Kind`].
 pub fn commands(command: &Command) -> [Vec<u8>; 3] {
     let text = format!("{command}\n\0").into_bytes();
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
@@ -223,20 +223,20 @@ pub fn server_state(output: &str) -> Result<ServerState, Unexpected> {
     }
 }
 
-/// Whether the answer to a command reports that its server does not exist.
+/// Returns whether the answer to a command reports that its server does not exist.
 pub(crate) fn is_not_found(output: &str) -> bool {
     output.contains("not found")
 }
 
-/// Whether `output` of `set_` or `get_…active_thread_percentage` is `percent`.
+/// Returns whether `output` of `set_` or `get_…active_thread_percentage` is `percent`.
 pub fn is_percentage(output: &str, percent: u8) -> bool {
     output.trim().parse::<f64>().is_ok_and(|printed| (printed - f64::from(percent)).abs() < 0.05)
 }
 
-/// Whether `output` of `get_…device_pinned_mem_limit` is `mib`.
+/// Returns whether `output` of `get_…device_pinned_mem_limit` is `mib`.
 ///
-/// The daemon prints whole MiB below 1 GiB, and GiB rounded down above. It prints nothing if there
-/// is no limit.
+/// The daemon prints whole MiB below 1 GiB, and GiB rounded down above. The daemon prints nothing
+/// if there is no limit.
 pub fn is_memory(output: &str, mib: Option<u64>) -> bool {
     let output = output.trim();
     let Some(mib) = mib else { return output.is_empty() };

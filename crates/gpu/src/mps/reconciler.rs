@@ -187,14 +187,14 @@ impl Reconciler {
             devices.iter_mut().filter_map(task).collect()
         };
         for (device, task) in tasks {
-            if task.await.is_err() {
-                tracing::error!(device, "MPS daemon supervision failed");
+            if let Err(error) = task.await {
+                tracing::error!(device, %error, "failed to supervise MPS daemon");
             }
         }
         self.devices.borrow_mut().clear();
     }
 
-    /// The current status. An MPS host that is stopping reports no daemons.
+    /// Returns the current status. An MPS host that is stopping reports no daemons.
     pub(crate) fn status(&self) -> Status {
         let desired_error = self.desired_error.borrow();
         let door_errors = self.door_errors.borrow();

@@ -36,7 +36,7 @@ pub(crate) struct Credentials {
 }
 
 impl Credentials {
-    /// The credentials of this process.
+    /// Returns the credentials of this process.
     pub(crate) fn own() -> Self {
         Self {
             pid: std::process::id(),
@@ -270,7 +270,7 @@ pub(crate) fn async_fd(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(fd)
 }
 
-/// An unconnected, non-blocking socket.
+/// Returns an unconnected, non-blocking socket.
 fn new_socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
@@ -306,7 +306,7 @@ pub(crate) fn send_now(
     Ok(())
 }
 
-/// Buffer size in bytes for the next packet.
+/// Returns the buffer size in bytes for the next packet.
 fn next_length(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let mut byte = [0_u8; 1];
     let (_, length) = rustix::net::recv(fd, byte.as_mut_slice(), RecvFlags::PEEK | RecvFlags::TRUNC)?;

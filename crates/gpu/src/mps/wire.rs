@@ -72,7 +72,8 @@ impl Desired {
     /// Parses and checks the content of the desired file.
     ///
     /// # Errors
-    /// [`InvalidDesired`] with the first problem. Its text becomes [`Status::error`].
+    /// [`InvalidDesired`] with the first problem. The text of the problem becomes
+    /// [`Status::error`].
     pub fn parse(bytes: &[u8]) -> Result<Self, InvalidDesired> {
         #[derive(Deserialize)]
         struct Versioned {
@@ -116,8 +117,8 @@ impl Desired {
         Ok(())
     }
 
-    /// 32 hexadecimal digits that identify the content. [`Status::desired`] repeats them once the
-    /// MPS host has applied the file.
+    /// Returns 32 hexadecimal digits that identify the content. [`Status::desired`] repeats them
+    /// once the MPS host has applied the file.
     pub fn hash(&self) -> String {
         // Maps are ordered, so equal content has equal text. These types always serialize.
         let text = serde_json::to_vec(self).unwrap_or_default();
@@ -159,47 +160,47 @@ impl Paths {
         Self { run: run.into() }
     }
 
-    /// `RUN/mps`: the MPS host's directory. Only root can enter it.
+    /// Returns `RUN/mps`: the MPS host's directory. Only root can enter it.
     pub fn mps(&self) -> PathBuf {
         self.run.join("mps")
     }
 
-    /// The [`Desired`] file, written by the agent.
+    /// Returns the [`Desired`] file, written by the agent.
     pub fn desired(&self) -> PathBuf {
         self.mps().join("desired.json")
     }
 
-    /// The [`Status`] file, written by the MPS host.
+    /// Returns the [`Status`] file, written by the MPS host.
     pub fn status(&self) -> PathBuf {
         self.mps().join("status.json")
     }
 
-    /// The socket on which the MPS host answers [`Request`]s.
+    /// Returns the socket on which the MPS host answers [`Request`]s.
     pub fn socket(&self) -> PathBuf {
         self.mps().join("host.sock")
     }
 
-    /// The pipe directory of a device's daemon.
+    /// Returns the pipe directory of a device's daemon.
     pub fn pipe(&self, device: &str) -> PathBuf {
         self.mps().join(device)
     }
 
-    /// `RUN/alloc`: one directory per allocation.
+    /// Returns `RUN/alloc`: one directory per allocation.
     pub fn allocations(&self) -> PathBuf {
         self.run.join("alloc")
     }
 
-    /// The directory that the allocation's container sees.
+    /// Returns the directory that the allocation's container sees.
     pub fn allocation(&self, id: &str) -> PathBuf {
         self.allocations().join(id)
     }
 
-    /// The door of an allocation.
+    /// Returns the door of an allocation.
     pub fn door(&self, id: &str) -> PathBuf {
         self.allocation(id).join("control")
     }
 
-    /// `RUN` itself.
+    /// Returns `RUN` itself.
     pub fn run(&self) -> &Path {
         &self.run
     }
@@ -220,7 +221,7 @@ pub struct Daemon {
     pub default_memory_mib: Option<u64>,
 }
 
-/// Limits of one allocation. Its door sets them for each client that connects.
+/// Limits of one allocation. The allocation's door sets the limits for each client that connects.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allocation {
@@ -242,7 +243,8 @@ pub struct Status {
     pub version: u32,
     /// Pid of the MPS host; 0 once it has stopped.
     pub pid: u32,
-    /// [`Desired::hash`] of the most recently applied file; empty before the first.
+    /// [`Desired::hash`] of the most recently applied file. The hash is empty before the first
+    /// file.
     pub desired: String,
     /// Daemons by device, including those that are stopping.
     pub daemons: BTreeMap<String, DaemonStatus>,
@@ -266,7 +268,7 @@ pub struct DaemonStatus {
     pub restarts: u32,
     /// Whether doors can enforce limits per allocation on this driver.
     pub enforcement: Enforcement,
-    /// The current or last problem; empty if none occurred.
+    /// The current or last problem. The text is empty if no problem occurred.
     pub message: String,
     /// Clients by pid as MPS lists them, each with the allocation whose door it used.
     pub clients: Vec<Client>,
@@ -275,8 +277,8 @@ pub struct DaemonStatus {
     pub fault: Option<Fault>,
 }
 
-/// A fatal GPU error. It breaks the contexts of all clients of a server (measured on driver 580).
-/// The server admits no client until the last broken client has exited.
+/// A fatal GPU error. The error breaks the contexts of all clients of a server (measured on driver
+/// 580). The server admits no client until the last broken client has exited.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Fault {
@@ -310,7 +312,7 @@ pub enum DaemonState {
     Restarting,
     /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
     BackOff,
-    /// The daemon is no longer desired. It quits once its clients have exited.
+    /// The daemon is no longer desired. The daemon quits once its clients have exited.
     Stopping,
 }
 

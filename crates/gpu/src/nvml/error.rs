@@ -56,13 +56,13 @@ impl NvmlError {
         }
     }
 
-    /// Whether calls can succeed only after the library is reloaded.
+    /// Returns whether calls can succeed only after the library is reloaded.
     pub(super) fn requires_reload(&self) -> bool {
         matches!(self, Self::NoDriver | Self::Call { source: Code::Uninitialized | Code::LibRmVersionMismatch, .. })
     }
 }
 
-/// The result of a call, or `None` if this GPU or driver does not support it.
+/// Returns the result of a call, or `None` if this GPU or driver does not support it.
 pub(super) fn if_supported<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
     match result.map_err(|code| NvmlError::of(call, code)) {
         Ok(value) => Ok(Some(value)),
@@ -71,8 +71,8 @@ pub(super) fn if_supported<T>(call: &'static str, result: Result<T, Code>) -> Re
     }
 }
 
-/// The result of a call that returns an optional value. A lost GPU or driver is an error. For every
-/// other error, returns `None`.
+/// Returns the result of a call that returns an optional value. A lost GPU or driver is an error.
+/// For every other error, returns `None`.
 pub(super) fn if_known<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
     match result.map_err(|code| NvmlError::of(call, code)) {
         Ok(value) => Ok(Some(value)),

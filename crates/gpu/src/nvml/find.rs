@@ -35,7 +35,7 @@ const LIBRARY_DIRECTORIES: [&str; 6] = [
 ];
 
 impl Search {
-    /// Files to try, in this order.
+    /// Returns the files to try, in this order.
     pub(super) fn candidates(&self) -> Vec<PathBuf> {
         if let Some(library) = &self.library {
             return vec![library.clone()];

@@ -8,13 +8,14 @@ use super::model::{
 
 /// A node's GPUs. Threads may make calls concurrently.
 pub trait Gpus: Send + Sync {
-    /// The driver version and the number of GPUs. Accesses no GPU.
+    /// Returns the driver version and the number of GPUs. Accesses no GPU.
     fn driver_info(&self) -> Result<DriverInfo, NvmlError>;
 
-    /// The GPU at one of NVML's indices. Accesses no other GPU.
+    /// Returns the GPU at one of NVML's indices. Accesses no other GPU.
     fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError>;
 
-    /// The GPU at an index and its processes. The list is empty if the GPU cannot report them.
+    /// Returns the GPU at an index and its processes. The list is empty if the GPU cannot report
+    /// processes.
     fn observe(&self, index: u32) -> Result<Observation, NvmlError> {
         let gpu = self.gpu_at(index)?;
         let processes = self.processes(&gpu.uuid).unwrap_or_default();
@@ -32,30 +33,30 @@ pub trait Gpus: Send + Sync {
         Err(NvmlError::NotSupported { call: "nvmlDeviceRegisterEvents" })
     }
 
-    /// The GPU with this UUID.
+    /// Returns the GPU with this UUID.
     fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError>;
 
-    /// The processes that use the GPU or MIG device with this UUID.
+    /// Returns the processes that use the GPU or MIG device with this UUID.
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError>;
 
-    /// The memory errors of a GPU and the recovery action that its driver requests. Fails only if
-    /// the GPU or the driver is lost.
+    /// Returns the memory errors of a GPU and the recovery action that its driver requests. Fails
+    /// only if the GPU or the driver is lost.
     fn vitals(&self, _uuid: &str) -> Result<Vitals, NvmlError> {
         Ok(Vitals::default())
     }
 
-    /// The processes that use the GPU or MIG device with this UUID, and whether [`Process::mps`] is
-    /// known.
+    /// Returns the processes that use the GPU or MIG device with this UUID, and whether
+    /// [`Process::mps`] is known.
     fn device_processes(&self, uuid: &str) -> Result<DeviceProcesses, NvmlError> {
         Ok(DeviceProcesses { processes: self.processes(uuid)?, are_clients_known: true })
     }
 
-    /// The newest CUDA version that the driver supports: major and minor.
+    /// Returns the newest CUDA version that the driver supports: major and minor.
     fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlSystemGetCudaDriverVersion" })
     }
 
-    /// The compute mode of a GPU.
+    /// Returns the compute mode of a GPU.
     fn compute_mode(&self, _uuid: &str) -> Result<ComputeMode, NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetComputeMode" })
     }

@@ -138,7 +138,7 @@ pub struct MigProfile {
 /// One GPU instance.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigInstance {
-    /// UUID of the MIG device. Empty while no compute instance exists.
+    /// UUID of the MIG device. The UUID is empty while no compute instance exists.
     pub uuid: String,
     /// Profile name without prefix.
     pub profile: String,

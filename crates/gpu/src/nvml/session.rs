@@ -225,8 +225,8 @@ impl Gpus for Nvml {
     }
 }
 
-/// The recovery action that the driver requests. `None` if the driver is too old to report one or
-/// reports an unknown one.
+/// Returns the recovery action that the driver requests. Returns `None` if the driver is too old to
+/// report one or reports an unknown one.
 fn recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
     const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
     let values = if_known("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
@@ -259,7 +259,8 @@ fn mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<Mig>, Nv
     Ok(Some(Mig { enabled, pending: (mode.pending != mode.current).then_some(mode.pending == 1), profiles, instances }))
 }
 
-/// Total memory in bytes as CUDA reports it: 143,155 MiB of NVML's 143,771 MiB on an H200.
+/// Returns the total memory in bytes as CUDA reports it: 143,155 MiB of NVML's 143,771 MiB on an
+/// H200.
 fn cuda_memory(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
     match if_supported("nvmlDeviceGetMemoryInfo_v2", device.memory_info())? {
         Some(info) => Ok(info.total.saturating_sub(info.reserved)),
@@ -268,7 +269,7 @@ fn cuda_memory(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<u64, Nv
     }
 }
 
-/// CUDA cores per SM of a compute capability (CUDA C++ Programming Guide, "Compute
+/// Returns the CUDA cores per SM of a compute capability (CUDA C++ Programming Guide, "Compute
 /// Capabilities").
 const fn cores_per_sm(capability: (u32, u32)) -> u32 {
     match capability {

@@ -30,12 +30,12 @@ fn handle(device: &Device<'_>) -> nvmlDevice_t {
     unsafe { device.handle() }
 }
 
-/// A value that identifies a GPU's handle. Use it only for comparisons.
+/// Returns a value that identifies a GPU's handle. Use it only for comparisons.
 pub(super) fn identity(device: &Device<'_>) -> usize {
     handle(device) as usize
 }
 
-/// Total memory in bytes, from the version of the call that every driver has.
+/// Returns the total memory in bytes, from the version of the call that every driver has.
 pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
     const CALL: &str = "nvmlDeviceGetMemoryInfo";
     let call = nvml_sym(nvml.lib().nvmlDeviceGetMemoryInfo.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
@@ -57,7 +57,7 @@ pub(super) struct RemappedRows {
     pub(super) failed: bool,
 }
 
-/// Remapped rows of a GPU. `None` if the GPU cannot remap rows.
+/// Returns the remapped rows of a GPU. Returns `None` if the GPU cannot remap rows.
 pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<RemappedRows>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetRemappedRows";
     let Ok(call) = nvml_sym(nvml.lib().nvmlDeviceGetRemappedRows.as_ref()) else { return Ok(None) };
@@ -69,7 +69,7 @@ pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<R
     Ok(answered.map(|()| RemappedRows { pending: pending != 0, failed: failed != 0 }))
 }
 
-/// The MIG profiles of a GPU and their placements, in NVML's order.
+/// Returns the MIG profiles of a GPU and their placements, in NVML's order.
 pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfile>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetGpuInstanceProfileInfoV";
     let lib = nvml.lib();
@@ -103,7 +103,7 @@ pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfil
     Ok(profiles)
 }
 
-/// The name of a profile without its prefix `MIG`.
+/// Returns the name of a profile without its prefix `MIG`.
 fn profile_name(raw: &[std::ffi::c_char]) -> String {
     // The signedness of C's `char` depends on the architecture; the bytes are the same.
     let bytes: Vec<u8> = raw.iter().map(|&byte| byte.to_ne_bytes()[0]).collect();
@@ -111,7 +111,8 @@ fn profile_name(raw: &[std::ffi::c_char]) -> String {
     name.strip_prefix("MIG ").unwrap_or(&name).to_owned()
 }
 
-/// `NVML_STRUCT_VERSION` of `nvml.h`: the size in the lower three bytes, the version in the fourth.
+/// Returns `NVML_STRUCT_VERSION` of `nvml.h`: the size in the lower three bytes, the version in the
+/// fourth.
 fn struct_version<T>(version: c_uint) -> c_uint {
     // The size fits into three bytes: every NVML structure is far smaller than 16 MiB.
     c_uint::try_from(mem::size_of::<T>()).unwrap_or(0) | (version << 24)
@@ -140,7 +141,7 @@ fn placements(nvml: &Nvml, device: &Device<'_>, profile: u32) -> Result<Vec<nvml
     Ok(placements)
 }
 
-/// The GPU instances of a GPU in MIG mode, sorted by start.
+/// Returns the GPU instances of a GPU in MIG mode, sorted by start.
 pub(super) fn instances(
     nvml: &Nvml,
     device: &Device<'_>,
@@ -194,7 +195,7 @@ struct MigDevice {
     compute_instance: u32,
 }
 
-/// The MIG devices of a GPU, which are its compute instances, sorted by instance.
+/// Returns the MIG devices of a GPU, which are its compute instances, sorted by instance.
 fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlError> {
     let lib = nvml.lib();
     let gpu_instance_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceId.as_ref())

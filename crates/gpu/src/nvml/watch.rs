@@ -22,8 +22,8 @@ const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_s
 /// events.
 const QUEUE_CAPACITY: usize = 64;
 
-/// The threads that wait for events. They stop within seconds after this value is dropped. A thread
-/// that hangs in a call stops when the call returns.
+/// The threads that wait for events. The threads stop within seconds after this value is dropped. A
+/// thread that hangs in a call stops when the call returns.
 #[derive(Debug)]
 pub struct EventWatch {
     library: Library,

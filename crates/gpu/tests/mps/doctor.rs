@@ -11,7 +11,7 @@ use sim_machine::Effect;
 
 use super::node::{Node, default_daemon, host_program, wait_until};
 
-/// Returns the command that runs a doctor on a node. Its temporary files are in the node's
+/// Returns the command that runs a doctor on a node. The doctor's temporary files are in the node's
 /// directory.
 fn doctor_command(node: &Node, arguments: &[&str]) -> Command {
     fs::create_dir_all(temporary_directory(node)).unwrap();
@@ -41,7 +41,7 @@ fn client_path(node: &Node) -> String {
     node.path("cleave-client").display().to_string()
 }
 
-/// Exit status and report of a doctor.
+/// Returns the exit status and report of a doctor.
 fn status_and_report(output: &Output) -> (Option<i32>, Value) {
     let text = String::from_utf8_lossy(&output.stdout);
     let error = String::from_utf8_lossy(&output.stderr);
@@ -63,13 +63,13 @@ fn verdicts(report: &Value) -> BTreeMap<&str, &str> {
     findings.map(|finding| (finding["check"].as_str().unwrap(), finding["verdict"].as_str().unwrap())).collect()
 }
 
-/// Names of the checks with this verdict.
+/// Returns the names of the checks with this verdict.
 fn checks_with<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
     let findings = report["findings"].as_array().unwrap().iter();
     findings.filter(|finding| finding["verdict"] == verdict).map(|finding| finding["check"].as_str().unwrap()).collect()
 }
 
-/// The observation that the doctor reports for a check.
+/// Returns the observation that the doctor reports for a check.
 fn observation_of<'a>(report: &'a Value, check: &str) -> &'a str {
     let findings = report["findings"].as_array().unwrap().iter();
     findings
@@ -79,7 +79,7 @@ fn observation_of<'a>(report: &'a Value, check: &str) -> &'a str {
         .unwrap()
 }
 
-/// MPS processes and files that a doctor left on this node.
+/// Returns the MPS processes and files that a doctor left on this node.
 fn leftovers(node: &Node) -> Vec<String> {
     let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", temporary_directory(node).as_os_str().as_encoded_bytes()].concat();
     let entries = fs::read_dir("/proc").unwrap().flatten();
@@ -169,7 +169,7 @@ fn a_daemon_that_does_not_start_is_reported_with_its_last_line() {
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
-/// A CUDA program started by a shell script that first runs `script`.
+/// Returns a CUDA program started by a shell script that first runs `script`.
 fn write_client_script(node: &Node, script: &str) -> String {
     let path = node.path("script");
     fs::write(&path, format!("#!/bin/sh\n{script}\nexec {} \"$@\"\n", client_path(node))).unwrap();

@@ -171,7 +171,7 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     assert_eq!(node.daemon_status(1).restarts, 0);
 }
 
-/// Number of times that a server was replaced after an unclean exit.
+/// Returns the number of times that a server was replaced after an unclean exit.
 fn count_replacements(node: &Node) -> usize {
     node.read_host_log().matches("replacing the MPS server").count()
 }

@@ -12,7 +12,7 @@ use sim_mps::seqpacket::Connection;
 use crate::node::{Node, wait_until};
 use crate::{ALLOCATION_A, ALLOCATION_B, two_tenants};
 
-/// A client that has received the server's socket.
+/// Returns a client that has received the server's socket.
 fn client_with_socket(node: &Node, allocation: &str) -> Entrance {
     handshake::connect_to_server(&node.paths.door(allocation)).unwrap()
 }
@@ -64,7 +64,7 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
     }
 }
 
-/// A shutdown of each of a client's sockets, at each possible step.
+/// Returns a shutdown of each of a client's sockets, at each possible step.
 fn shutdown_violations() -> Vec<String> {
     let halves = ["shutdown", "shutdown-reading", "shutdown-writing", "shutdown-daemon", "shutdown-channel"];
     let lies = halves.iter().flat_map(|half| (0..=5).map(move |step| format!("{half}={step}")));

@@ -22,7 +22,7 @@ use node::{Client, Node, as_user, default_daemon, kill, limits_in, wait_until};
 const ALLOCATION_A: &str = "aa";
 const ALLOCATION_B: &str = "bb";
 
-/// One GPU with two allocations: one fifth and one half of the GPU.
+/// Returns one GPU with two allocations: one fifth and one half of the GPU.
 fn two_tenants() -> Node {
     let mut node = Node::with_host(1);
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));

@@ -32,7 +32,7 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// A machine with this number of H200s and no MPS host.
+    /// Returns a machine with this number of H200s and no MPS host.
     pub(crate) fn without_host(gpus: usize) -> Self {
         assert!(
             rustix::process::geteuid().is_root(),
@@ -56,7 +56,7 @@ impl Node {
         Self { dir, machine, paths, desired, host: None, env: Vec::new() }
     }
 
-    /// A machine with an MPS host and one running daemon per GPU.
+    /// Returns a machine with an MPS host and one running daemon per GPU.
     pub(crate) fn with_host(gpus: usize) -> Self {
         let mut node = Self::without_host(gpus);
         for gpu in 0..gpus {
@@ -196,7 +196,7 @@ impl Node {
         self.status().unwrap().daemons.remove(&self.uuid(gpu)).unwrap()
     }
 
-    /// The log of the MPS host.
+    /// Returns the log of the MPS host.
     pub(crate) fn read_host_log(&self) -> String {
         fs::read_to_string(self.path("log.txt")).unwrap_or_default()
     }
@@ -207,7 +207,7 @@ impl Node {
         handshake::send_command(&socket, command).unwrap().unwrap().trim().to_owned()
     }
 
-    /// A program that uses an allocation.
+    /// Returns a program that uses an allocation.
     pub(crate) fn client_command(&self, allocation: &str, arguments: &[&str]) -> Command {
         let device = &self.desired.allocations[allocation].device;
         let mut command = Command::new(self.path("cleave-client"));
@@ -226,7 +226,7 @@ impl Node {
         Client::spawn(self.client_command(allocation, arguments))
     }
 
-    /// A client that ignores SIGTERM.
+    /// Returns a client that ignores SIGTERM.
     pub(crate) fn start_client_ignoring_sigterm(&self, allocation: &str, arguments: &[&str]) -> Client {
         let program = self.client_command(allocation, arguments);
         let mut shell = Command::new("sh");
@@ -240,7 +240,7 @@ impl Node {
         Client::spawn(shell)
     }
 
-    /// The SMs and the memory limit in MiB that a program of the allocation sees.
+    /// Returns the SMs and the memory limit in MiB that a program of the allocation sees.
     pub(crate) fn limits_seen(&self, allocation: &str) -> (u64, Option<u64>) {
         let mut client = self.start_client(allocation, &[]);
         let line = client.read_line();
@@ -267,7 +267,7 @@ impl Node {
         self.machine.update(clear).unwrap();
     }
 
-    /// Number of descriptors that the MPS host has open.
+    /// Returns the number of descriptors that the MPS host has open.
     pub(crate) fn count_host_descriptors(&self) -> usize {
         fs::read_dir(format!("/proc/{}/fd", self.host_pid())).unwrap().count()
     }
@@ -307,7 +307,7 @@ impl Drop for Node {
     }
 }
 
-/// Settings of a daemon that serves all users and does not change the compute mode.
+/// Returns the settings of a daemon that serves all users and does not change the compute mode.
 pub(crate) fn default_daemon() -> Daemon {
     Daemon { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
 }
@@ -348,7 +348,7 @@ impl Client {
         serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
     }
 
-    /// Whether the program is running and has printed nothing more.
+    /// Returns whether the program is running and has printed nothing more.
     pub(crate) fn has_no_output(&mut self) -> bool {
         self.lines.try_recv().is_err() && self.child.try_wait().unwrap().is_none()
     }
@@ -388,13 +388,13 @@ pub(crate) fn as_user(command: &mut Command, uid: u32) {
     command.uid(uid).gid(uid);
 }
 
-/// Path of the MPS host's program.
+/// Returns the path of the MPS host's program.
 pub(crate) fn host_program() -> PathBuf {
     build_programs().join("examples/mps-host")
 }
 
-/// The directory with the MPS host and the stand-ins for MPS, the CUDA program and NVML. Builds
-/// them first, because `cargo test` builds only what its arguments name.
+/// Returns the directory with the MPS host and the stand-ins for MPS, the CUDA program and NVML.
+/// Builds them first, because `cargo test` builds only what its arguments name.
 pub(crate) fn build_programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {

@@ -64,7 +64,7 @@ async fn several_containers_in_one_request_are_answered_in_order() {
     assert_eq!(refused.code(), Code::InvalidArgument);
 }
 
-/// An HTTP/2 frame.
+/// Returns an HTTP/2 frame.
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
     let mut frame = vec![length[1], length[2], length[3], kind, flags];
@@ -73,7 +73,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Uncompressed headers of a call of `GetDevicePluginOptions` with this `:authority`.
+/// Returns uncompressed headers of a call of `GetDevicePluginOptions` with this `:authority`.
 fn header_block(authority: &str) -> Vec<u8> {
     let text = |text: &str| {
         let mut literal = vec![u8::try_from(text.len()).expect("short")];

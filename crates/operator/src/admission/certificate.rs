@@ -4,8 +4,8 @@
 //! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
 //! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
 //! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
-//! replica that still serves the previous certificate. [`step`] decides and is pure. It detects
-//! expiry by verifying the certificate as a client would at a given time.
+//! replica that still serves the previous certificate. [`step`] decides and is pure. This function
+//! detects expiry by verifying the certificate as a client would at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -119,7 +119,7 @@ impl Certificate {
         Self::new(part(CERTIFICATE)?, part(KEY)?, part(AUTHORITIES)?).map(Some)
     }
 
-    /// The data of the Secret that stores this certificate.
+    /// Returns the data of the Secret that stores this certificate.
     pub(crate) fn data(&self) -> BTreeMap<String, ByteString> {
         let parts = [(CERTIFICATE, &self.chain_pem), (KEY, &self.key_pem), (AUTHORITIES, &self.authorities_pem)];
         parts.into_iter().map(|(name, text)| (name.to_owned(), ByteString(text.clone().into_bytes()))).collect()
@@ -141,12 +141,13 @@ impl Certificate {
         Ok(Self { chain_pem, key_pem, authorities, authorities_pem, served: Arc::new(served), verifier })
     }
 
-    /// The certificate and key in the form that the TLS server requires.
+    /// Returns the certificate and key in the form that the TLS server requires.
     pub(crate) fn certified(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.served)
     }
 
-    /// Whether a client that trusts the CAs accepts the certificate for this host at this time.
+    /// Returns whether a client that trusts the CAs accepts the certificate for this host at this
+    /// time.
     pub(crate) fn is_trusted(&self, host: &str, at: SystemTime) -> bool {
         let (Ok(name), Ok(since)) = (ServerName::try_from(host), at.duration_since(SystemTime::UNIX_EPOCH)) else {
             return false;
@@ -157,7 +158,7 @@ impl Certificate {
             .is_ok_and(|certificate| self.verifier.verify_server_cert(certificate, &[], &name, &[], at).is_ok())
     }
 
-    /// Whether a client that trusts `bundle` trusts all CAs of this certificate.
+    /// Returns whether a client that trusts `bundle` trusts all CAs of this certificate.
     pub(crate) fn is_trusted_by(&self, bundle: Option<&ByteString>) -> bool {
         let trusted: Vec<_> = bundle
             .into_iter()
@@ -166,7 +167,7 @@ impl Certificate {
         self.authorities.iter().all(|authority| trusted.contains(authority))
     }
 
-    /// The certificate's own CA as PEM.
+    /// Returns the certificate's own CA as PEM.
     fn own_authority(&self) -> Option<String> {
         const END: &str = "-----END CERTIFICATE-----\n";
         let pem = self.authorities_pem.replace("\r\n", "\n");
@@ -236,7 +237,7 @@ impl ResolvesServerCert for Current {
     }
 }
 
-/// The TLS configuration of the webhook.
+/// Returns the TLS configuration of the webhook.
 ///
 /// # Errors
 /// The TLS library does not support the configuration.
@@ -377,7 +378,7 @@ mod tests {
 
     const SERVICE_HOST: &str = "cleave-webhook.cleave-system.svc";
 
-    /// The time of day in whole seconds, which is the precision of certificates.
+    /// Returns the time of day in whole seconds, which is the precision of certificates.
     fn now() -> SystemTime {
         SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000)
     }

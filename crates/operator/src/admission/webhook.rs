@@ -1,5 +1,5 @@
-//! The admission webhook. It gates new pods and adds `preStop` hooks to containers with shares, on
-//! API servers without mutating admission policies (Kubernetes before 1.36).
+//! The admission webhook. The webhook gates new pods and adds `preStop` hooks to containers with
+//! shares, on API servers without mutating admission policies (Kubernetes before 1.36).
 //!
 //! [`review`] is pure and has no state, so any replica can answer any request. Besides the pod, it
 //! needs only the exempt namespaces, which a review does not include.
@@ -108,7 +108,7 @@ impl Change {
         }
     }
 
-    /// Whether a namespace with these labels is exempt from the change.
+    /// Returns whether a namespace with these labels is exempt from the change.
     pub fn is_exempt(self, labels: Option<&BTreeMap<String, String>>) -> bool {
         let word = match self {
             Self::Gate { .. } => ALLOW_PLACEMENT,
@@ -119,7 +119,7 @@ impl Change {
     }
 }
 
-/// The start of an error's text. The error may quote long parts of the body.
+/// Returns the start of an error's text. The error may quote long parts of the body.
 fn start_of(error: &serde_json::Error) -> String {
     error.to_string().chars().take(300).collect()
 }
@@ -149,7 +149,7 @@ pub fn review(
 }
 
 /// Returns the patch that adds the placement gate to a new pod, and the toleration if `tolerate`.
-/// `None` if the pod requests no GPUs, already has the gate, or is bound.
+/// Returns `None` if the pod requests no GPUs, already has the gate, or is bound.
 ///
 /// The chart's match conditions select the resources for which pods wait at the gate. API servers
 /// send no reviews of other pods.
@@ -168,8 +168,8 @@ fn gate(pod: &PodObject, tolerate: bool) -> Option<Patch> {
     Some(Patch(changes))
 }
 
-/// Whether a container or init container requests one of these resources. Extended resources are
-/// always in the limits. The API server refuses quantities that are not numbers.
+/// Returns whether a container or init container requests one of these resources. Extended
+/// resources are always in the limits. The API server refuses quantities that are not numbers.
 fn requests(pod: &PodObject, is_one: fn(&str) -> bool) -> bool {
     let mut containers = pod.spec.containers.iter().chain(&pod.spec.init_containers);
     containers.any(|container| {
@@ -177,8 +177,8 @@ fn requests(pod: &PodObject, is_one: fn(&str) -> bool) -> bool {
     })
 }
 
-/// Whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for all taints. The pod's
-/// owner then decides which of these taints the pod tolerates.
+/// Returns whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for all taints. The
+/// pod's owner then decides which of these taints the pod tolerates.
 fn decides_gpu_taint(toleration: &Toleration) -> bool {
     toleration.key == RESOURCE_GPU || toleration.key.is_empty() && toleration.operator == "Exists"
 }
@@ -195,8 +195,8 @@ fn append(list: [&str; 2], is_missing: bool, value: serde_json::Value) -> PatchO
 }
 
 /// Returns the patch that adds a sleep before SIGTERM to containers with MPS shares, unless they
-/// have a preStop hook. `None` if the sleep would use up the grace period, or if the pod opts out.
-/// The API server accepts hooks of init containers only for sidecars.
+/// have a preStop hook. Returns `None` if the sleep would use up the grace period, or if the pod
+/// opts out. The API server accepts hooks of init containers only for sidecars.
 fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {
@@ -368,7 +368,7 @@ mod tests {
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    /// A review as an API server sends it.
+    /// Returns a review as an API server sends it.
     fn review_of(spec: &Value) -> Value {
         json!({
             "kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1",
@@ -392,7 +392,7 @@ mod tests {
         json!({"containers": [{"name": "main", "resources": {"limits": limits}}]})
     }
 
-    /// The pod after the change.
+    /// Returns the pod after the change.
     fn changed_pod(change: Change, review: &Value, exempt: bool) -> Value {
         let answer = super::review(change, review.to_string().as_bytes(), |namespace| {
             assert_eq!(namespace, "team");
@@ -414,7 +414,7 @@ mod tests {
 
     const GATE_ONLY: Change = Change::Gate { tolerate: false };
 
-    /// The gates of the pod after the change.
+    /// Returns the gates of the pod after the change.
     fn gate_names(spec: &Value, exempt: bool) -> Vec<String> {
         let pod = changed_pod(GATE_ONLY, &review_of(spec), exempt);
         let gates = pod["spec"]["schedulingGates"].as_array().into_iter().flatten();
@@ -512,7 +512,7 @@ mod tests {
         assert_eq!(changed_pod(Change::Gate { tolerate: true }, &again, false), again["request"]["object"]);
     }
 
-    /// The preStop sleep of each container and init container of the pod after the change.
+    /// Returns the preStop sleep of each container and init container of the pod after the change.
     fn pre_stop_seconds(review: &Value, seconds: u16, exempt: bool) -> Vec<Option<i64>> {
         let pod = changed_pod(Change::PreStop(seconds), review, exempt);
         let all =

@@ -26,7 +26,7 @@ pub enum ReleaseReason {
 }
 
 impl ReleaseReason {
-    /// Value of the `result` label in metrics.
+    /// Returns the value of the `result` label in metrics.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Self::Reserved(_) => "reserved",

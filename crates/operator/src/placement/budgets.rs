@@ -38,12 +38,12 @@ impl<'a> Budgets<'a> {
         Self { all, of_namespace }
     }
 
-    /// Number of evictions that each budget allows now.
+    /// Returns the number of evictions that each budget allows now.
     pub(super) fn allowed(&self) -> Vec<u32> {
         self.all.iter().map(|budget| budget.allowed()).collect()
     }
 
-    /// Whether budgets allow the eviction of a pod that is bound.
+    /// Returns whether budgets allow the eviction of a pod that is bound.
     pub(super) fn protection(&self, pod: &PodObject) -> Protection {
         // The Eviction API ignores budgets for pods whose containers were never started.
         if pod.status.phase == "Pending" {
@@ -71,30 +71,31 @@ impl<'a> Budgets<'a> {
 }
 
 impl BudgetObject {
-    /// Number of evictions that the budget allows now. 0 if the API server has not processed the
-    /// latest change of the budget.
+    /// Returns the number of evictions that the budget allows now. Returns 0 if the API server has
+    /// not processed the latest change of the budget.
     pub(super) fn allowed(&self) -> u32 {
         let is_current = self.status.observed_generation >= self.metadata.generation.unwrap_or(0);
         if is_current { u32::try_from(self.status.disruptions_allowed).unwrap_or(0) } else { 0 }
     }
 
-    /// Whether pods that are not ready can be evicted even if the budget allows no evictions.
+    /// Returns whether pods that are not ready can be evicted even if the budget allows no
+    /// evictions.
     pub(super) fn ignores_unready(&self) -> bool {
         let status = &self.status;
         self.spec.unhealthy_pod_eviction_policy.as_deref() == Some(ALWAYS_ALLOW)
             || status.desired_healthy > 0 && status.current_healthy >= status.desired_healthy
     }
 
-    /// Whether the budget selects the pod. An empty selector selects all pods of the namespace, a
-    /// missing selector none.
+    /// Returns whether the budget selects the pod. An empty selector selects all pods of the
+    /// namespace, a missing selector none.
     fn selects(&self, pod: &PodObject) -> bool {
         let none = BTreeMap::new();
         let labels = pod.metadata.labels.as_ref().unwrap_or(&none);
         self.spec.selector.as_ref().is_some_and(|selector| selector.matches(labels))
     }
 
-    /// Whether the API server has accepted an eviction of the pod. An entry of an earlier pod with
-    /// the same name does not count.
+    /// Returns whether the API server has accepted an eviction of the pod. An entry of an earlier
+    /// pod with the same name does not count.
     fn has_evicted(&self, pod: &PodObject) -> bool {
         let evicted = pod.metadata.name.as_ref().and_then(|name| self.status.disrupted_pods.get(name));
         let created = pod.metadata.creation_timestamp.as_ref();

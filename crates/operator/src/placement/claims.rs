@@ -30,8 +30,8 @@ pub(super) struct PodClaims {
     /// Pods whose node reported all their allocations. The claims of these pods end as soon as the
     /// pods end or are deleted.
     allocated: BTreeSet<String>,
-    /// UIDs of pods whose reservation expired. Their annotation is ignored, even if it states a
-    /// later expiry.
+    /// UIDs of pods whose reservation expired. The annotation of such a pod is ignored, even if the
+    /// annotation states a later expiry.
     expired: BTreeMap<String, String>,
     /// Number of renewals of each reservation, by the pod's UID.
     renewals: BTreeMap<String, u32>,
@@ -59,12 +59,12 @@ impl PodClaims {
         Ledger::rebuild(facts)
     }
 
-    /// UID of a pod with a claim.
+    /// Returns the UID of a pod with a claim.
     pub(super) fn uid(&self, name: &str) -> Option<&str> {
         self.uids.get(name).map(String::as_str)
     }
 
-    /// Pods with a claim, by their controller.
+    /// Returns the pods with a claim, by their controller.
     pub(super) fn replicas(&self) -> &ReplicaIndex {
         &self.replicas
     }
@@ -204,13 +204,13 @@ impl PodClaims {
         self.renewals.retain(|uid, _| unbound.contains(uid.as_str()));
     }
 
-    /// Time until each lingering claim ends.
+    /// Returns the time until each lingering claim ends.
     pub(super) fn lingering_claim_expiries(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
     }
 }
 
-/// The nodes of a claim.
+/// Returns the nodes of a claim.
 fn nodes(place: &Place) -> Vec<String> {
     match place {
         Place::OneOf { nodes, .. } => nodes.iter().cloned().collect(),
@@ -218,12 +218,13 @@ fn nodes(place: &Place) -> Vec<String> {
     }
 }
 
-/// Expiry of a reservation that is created or renewed now.
+/// Returns the expiry of a reservation that is created or renewed now.
 pub(super) fn expiry(now: Now) -> Moment {
     Moment(now.epoch.saturating_add(RESERVATION.as_secs()))
 }
 
-/// The node that a pod is bound to, or the nodes of the reservation in the pod's annotation.
+/// Returns the node that a pod is bound to, or the nodes of the reservation in the pod's
+/// annotation.
 fn placement_of(pod: &PodObject, now: Now) -> Option<Place> {
     if let Some(node) = pod.node() {
         return Some(Place::Bound(node.to_owned()));

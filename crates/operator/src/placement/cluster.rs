@@ -60,14 +60,14 @@ pub(super) struct Input<'a> {
     pub(super) now: Now,
 }
 
-/// Whether a pod runs or can still run.
+/// Returns whether a pod runs or can still run.
 pub(super) fn is_living(pod: &PodObject) -> bool {
     let ended = matches!(pod.status.phase.as_str(), "Succeeded" | "Failed");
     // A pod that is deleted before it is bound never runs.
     !ended && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
 }
 
-/// Whether a pod has no gate and is neither bound nor deleted.
+/// Returns whether a pod has no gate and is neither bound nor deleted.
 pub(super) fn is_released(pod: &PodObject) -> bool {
     pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
 }

@@ -99,7 +99,8 @@ impl<'a> Constraints<'a> {
         self.reserved.push(Reserved { pod, nodes });
     }
 
-    /// The key of a pod. `None` if neither its own rules nor other pods' rules restrict it.
+    /// Returns the key of a pod. Returns `None` if neither its own rules nor other pods' rules
+    /// restrict it.
     pub(super) fn key<'p>(&self, pod: &'p PodObject) -> Option<ConstraintKey<'p>> {
         let rules = &pod.spec.rules;
         let repelled = || self.terms.iter().any(|(own, term)| term.may_select(own, namespace(pod), labels(pod)));
@@ -109,7 +110,7 @@ impl<'a> Constraints<'a> {
         Some((namespace(pod), labels(pod), rules, self.volumes(pod)))
     }
 
-    /// The requirements of a pod's volumes for the pod's node.
+    /// Returns the requirements of a pod's volumes for the pod's node.
     fn volumes(&self, pod: &PodObject) -> Volumes {
         let mut found = Volumes::default();
         if pod.spec.volume_claims.is_empty() {

@@ -18,7 +18,7 @@ pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum time for which a pod is not evicted after a refusal.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// Number of consecutive requests without an answer after which a pod counts as refused. The first
-/// of them say nothing about the pod, and another pod must not be evicted in its place.
+/// such requests say nothing about the pod, and another pod must not be evicted in its place.
 pub(super) const MAX_UNANSWERED: u32 = 3;
 /// Maximum pause after the API server has limited the rate of requests.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
@@ -93,12 +93,12 @@ impl EvictionRecords {
         ended
     }
 
-    /// Whether evictions are paused, because the API server limits requests.
+    /// Returns whether evictions are paused, because the API server limits requests.
     pub(super) fn is_paused(&self, up: Duration) -> bool {
         self.paused_until > up
     }
 
-    /// The time until each change of what can be evicted.
+    /// Returns the time until each change of what can be evicted.
     pub(super) fn deadlines(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         let avoided = self.failures.values().filter_map(|failures| failures.avoided_until);
         let paused = Some(self.paused_until).filter(|until| *until > up);
@@ -117,18 +117,18 @@ impl<'a> Evictability<'a> {
         Self { budgets: Budgets::new(budgets), records }
     }
 
-    /// Whether evictions are paused, because the API server limits requests.
+    /// Returns whether evictions are paused, because the API server limits requests.
     pub(super) fn is_paused(&self, up: Duration) -> bool {
         self.records.is_paused(up)
     }
 
-    /// Number of evictions that each disruption budget allows now.
+    /// Returns the number of evictions that each disruption budget allows now.
     pub(super) fn allowed(&self) -> Vec<u32> {
         self.budgets.allowed()
     }
 
-    /// The properties of a bound pod that decide whether it is preempted. `None` if the pod cannot
-    /// be evicted now.
+    /// Returns the properties of a bound pod that decide whether it is preempted. Returns `None` if
+    /// the pod cannot be evicted now.
     pub(super) fn holder(&self, pod: &'a PodObject) -> Option<Holder<'a>> {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         let created = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());

@@ -65,7 +65,7 @@ pub(super) fn of_node(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) 
     (facts, blocked)
 }
 
-/// Names of the policies of a node's devices, by device.
+/// Returns the names of the policies of a node's devices, by device.
 pub(super) fn policies(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
     let mut names: BTreeMap<&str, Arc<str>> = BTreeMap::new();
     let mut of_devices = BTreeMap::new();
@@ -78,7 +78,7 @@ pub(super) fn policies(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
     of_devices
 }
 
-/// The devices of a GPU after its repartitioning. None of their units is free yet.
+/// Returns the devices of a GPU after its repartitioning. None of their units is free yet.
 fn planned_devices(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) -> Vec<DeviceFacts> {
     let mut sums: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
     for slice in partition::desired(partition, gpu) {
@@ -99,7 +99,7 @@ fn planned_devices(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) 
     sums.into_iter().map(facts).collect()
 }
 
-/// The reservations in a pod's annotation, by the name of their node.
+/// Returns the reservations in a pod's annotation, by the name of their node.
 pub(super) fn annotated_reservations(pod: &PodObject) -> BTreeMap<String, Vec<Reservation>> {
     let reservation = |held: &ReservedUnits| {
         let units = Units::new(held.units)?;

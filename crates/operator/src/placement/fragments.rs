@@ -1,10 +1,10 @@
 //! Taints nodes that look free to autoscalers although no GPU has enough free units. Off by
 //! default. Pure.
 //!
-//! Autoscalers sum the free units of a node's GPUs. To them, six free shares on two GPUs are room
-//! for five, so they add no node for a pod that requests five. Karpenter treats the effect
+//! Autoscalers sum the free units of a node's GPUs. To autoscalers, six free shares on two GPUs are
+//! room for five, so they add no node for a pod that requests five. Karpenter treats the effect
 //! `PreferNoSchedule` like a rule when it looks for room, so it skips tainted nodes. The scheduler
-//! may still use them, and pods that Cleave releases to them are not affected.
+//! may still use tainted nodes, and pods that Cleave releases to these nodes are not affected.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::FRAGMENTED_TAINT;
@@ -32,7 +32,7 @@ impl Fragments {
         Self { enabled, decided: BTreeMap::new() }
     }
 
-    /// Whether nodes may be tainted.
+    /// Returns whether nodes may be tainted.
     pub(super) const fn is_enabled(&self) -> bool {
         self.enabled
     }
@@ -42,8 +42,8 @@ impl Fragments {
         self.decided.remove(node);
     }
 
-    /// The nodes whose taint changes. `smallest` is the smallest request among the pods that are
-    /// reported to autoscalers, by resource. None of them fits on any node.
+    /// Returns the nodes whose taint changes. `smallest` is the smallest request among the pods
+    /// that are reported to autoscalers, by resource. None of them fits on any node.
     pub(super) fn update(&mut self, nodes: &Nodes, ledger: &Ledger, smallest: &BTreeMap<String, u64>) -> Vec<Change> {
         if !self.enabled {
             return Vec::new();
@@ -64,7 +64,7 @@ impl Fragments {
     }
 }
 
-/// Whether the sum of a node's free units suffices for one of the requests.
+/// Returns whether the sum of a node's free units suffices for one of the requests.
 fn looks_free(ledger: &Ledger, node: &str, smallest: &BTreeMap<String, u64>) -> bool {
     if smallest.is_empty() {
         return false;
@@ -76,7 +76,7 @@ fn looks_free(ledger: &Ledger, node: &str, smallest: &BTreeMap<String, u64>) -> 
     smallest.iter().any(|(resource, units)| free.get(resource).is_some_and(|free| free >= units))
 }
 
-/// The change of a node's taint. `None` if the node has the wanted state.
+/// Returns the change of a node's taint. Returns `None` if the node has the wanted state.
 fn change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
     let is_own = |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED;
     let (why, patch) = match (wanted, state.node.taints.iter().position(is_own)) {

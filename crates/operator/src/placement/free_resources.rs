@@ -75,13 +75,13 @@ impl<'a> FreeResources<'a> {
         }
     }
 
-    /// Whether a node has room for a pod.
+    /// Returns whether a node has room for a pod.
     pub(super) fn has_room(&mut self, node: &str, pod: Requester<'_>) -> bool {
         self.missing(node, pod).is_some_and(|missing| missing.is_empty())
     }
 
-    /// The amount of each resource that a node is missing for a pod. `None` if the node has no
-    /// `GpuNode`, or is too small for the pod even without other pods.
+    /// Returns the amount of each resource that a node is missing for a pod. Returns `None` if the
+    /// node has no `GpuNode`, or is too small for the pod even without other pods.
     pub(super) fn missing<'r>(&mut self, node: &str, pod: Requester<'r>) -> Option<BTreeMap<&'r str, u128>> {
         let allocatable = &self.nodes.0.get(node)?.node.allocatable;
         self.compute(node)?;
@@ -127,15 +127,15 @@ impl<'a> FreeResources<'a> {
     }
 }
 
-/// The amounts that a pod requests of a node's resources, in thousandths. Excludes requests that
-/// Cleave serves.
+/// Returns the amounts that a pod requests of a node's resources, in thousandths. Excludes requests
+/// that Cleave serves.
 fn amounts(requests: &BTreeMap<String, Quantity>) -> impl Iterator<Item = (&str, i128)> {
     let of_node = requests.iter().filter(|(name, _)| !is_served(name) && *name != PODS);
     let amounts = of_node.map(|(name, quantity)| (name.as_str(), i128::from(quantity.milli().unwrap_or(0))));
     amounts.filter(|(_, amount)| *amount > 0)
 }
 
-/// The amount that a pod uses of one resource of a node, in thousandths.
+/// Returns the amount that a pod uses of one resource of a node, in thousandths.
 fn amount(requests: &BTreeMap<String, Quantity>, resource: &str) -> i128 {
     if resource == PODS { 1000 } else { requests.get(resource).and_then(Quantity::milli).unwrap_or(0).into() }
 }

@@ -117,14 +117,15 @@ impl Gatekeeper {
         Self { settle_time: claims::UNREPORTED_CLAIM_TIME, ..self }
     }
 
-    /// Sets whether pods at the gate are reported to cluster autoscalers. By default they are.
+    /// Sets whether pods at the gate are reported to cluster autoscalers. Reports are enabled by
+    /// default.
     #[must_use]
     pub fn with_reports(self, enabled: bool) -> Self {
         Self { growth: Growth::new(enabled), ..self }
     }
 
-    /// Sets whether nodes that only look free to cluster autoscalers are tainted. By default they
-    /// are not.
+    /// Sets whether nodes that only look free to cluster autoscalers are tainted. Taints are
+    /// disabled by default.
     #[must_use]
     pub fn with_taints(self, enabled: bool) -> Self {
         Self { fragments: Fragments::new(enabled), ..self }
@@ -177,7 +178,7 @@ impl Gatekeeper {
         self.stranded.record_failed_eviction(uid, up);
     }
 
-    /// The ledger, after the first reconcile.
+    /// Returns the ledger, after the first reconcile.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
     }
@@ -295,8 +296,8 @@ impl Gatekeeper {
         Some(step)
     }
 
-    /// Time until the next reconcile if nothing changes. A reconcile is due when a reservation or
-    /// lingering claim ends, or when MPS hosts must be examined.
+    /// Returns the time until the next reconcile if nothing changes. A reconcile is due when a
+    /// reservation or lingering claim ends, or when MPS hosts must be examined.
     fn next_deadline(&self, ledger: &Ledger, cluster: &Cluster, rollout: Option<&Step>, now: Now) -> Option<Duration> {
         let reservations = ledger.claims().values().filter_map(|claim| match &claim.place {
             Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
@@ -304,7 +305,7 @@ impl Gatekeeper {
         });
         let hosts = match rollout {
             Some(step) => step.next,
-            // This reconcile did not examine the MPS hosts. Their changes are handled at
+            // This reconcile did not examine the MPS hosts. Changes of MPS hosts are handled at
             // `next_rollout`.
             None => cluster.hosts.as_ref().map(|_| self.next_rollout.saturating_sub(now.up)),
         };

@@ -2,9 +2,9 @@
 //! time.
 //!
 //! Karpenter and the Cluster Autoscaler add nodes for pods whose condition `PodScheduled` is
-//! `False` with the reason `Unschedulable`. They do not read `spec.schedulingGates`. The API server
-//! gives gated pods the reason `SchedulingGated`, and the scheduler never examines them. So the
-//! operator writes `Unschedulable` for a pod that another node would help, and writes
+//! `False` with the reason `Unschedulable`. These autoscalers do not read `spec.schedulingGates`.
+//! The API server gives gated pods the reason `SchedulingGated`, and the scheduler never examines
+//! them. So the operator writes `Unschedulable` for a pod that another node would help, and writes
 //! `SchedulingGated` again when that ends. The pod stays at the gate: if a node comes, the pod gets
 //! a reservation as usual.
 //!
@@ -64,12 +64,12 @@ enum Offer {
 pub(super) struct Offers {
     /// The maximum number of units of one device, by resource.
     units: BTreeMap<String, u32>,
-    /// Whether a policy partitions GPUs on demand. It may offer any resource and size.
+    /// Whether a policy partitions GPUs on demand. Such a policy may offer any resource and size.
     any: bool,
 }
 
 impl Offers {
-    /// What these policies offer. Malformed and invalid policies offer nothing.
+    /// Returns what these policies offer. Malformed and invalid policies offer nothing.
     pub(super) fn of<'a>(policies: impl Iterator<Item = &'a DeserializeGuard<SharingPolicy>>) -> Self {
         let mut offers = Self::default();
         for policy in policies.filter_map(|policy| policy.0.as_ref().ok()) {
@@ -107,7 +107,7 @@ impl Offers {
         *most = units.max(*most);
     }
 
-    /// What the policies offer for the request that they serve the least.
+    /// Returns what the policies offer for the request that they serve the least.
     fn for_requests(&self, requests: &[DeviceRequest]) -> Offer {
         let offer = |request: &DeviceRequest| match self.units.get(&request.resource) {
             Some(units) if *units >= request.units.get() => Offer::Enough,
@@ -118,7 +118,7 @@ impl Offers {
         requests.iter().map(offer).min().unwrap_or(Offer::Nothing)
     }
 
-    /// What a pod that is not placeable needs, if nothing makes room for it.
+    /// Returns what a pod that is not placeable needs, if nothing makes room for it.
     fn need(&self, requests: &[DeviceRequest], impossible: Option<PermanentObstacle>) -> Need {
         match (impossible, self.for_requests(requests)) {
             (None, _) => Need::Node(FULL_AFTER),
@@ -138,7 +138,8 @@ pub(super) struct Circumstances<'a> {
     pub(super) demand: Option<&'a WaitingPod>,
     /// Whether preemption makes room for the pod.
     pub(super) preemption: Prospect,
-    /// Which MPS hosts are being replaced on nodes that the pod may use. Empty if there are none.
+    /// Which MPS hosts are being replaced on nodes that the pod may use. The text is empty if no
+    /// MPS host is being replaced.
     pub(super) withheld: String,
 }
 
@@ -151,8 +152,8 @@ pub(super) struct Outlook {
     pub(super) may_pass: bool,
 }
 
-/// The maximum number of shares of one GPU. If the policy states a share's memory, the number
-/// depends on the GPU, and the policy may apply to GPUs of any size.
+/// Returns the maximum number of shares of one GPU. If the policy states a share's memory, the
+/// number depends on the GPU, and the policy may apply to GPUs of any size.
 fn shares(mps: &MpsShare) -> u32 {
     match mps.size {
         ShareSize::Units(units) => units,
@@ -187,12 +188,12 @@ impl Growth {
         Self { enabled, pods: BTreeMap::new(), smallest: BTreeMap::new() }
     }
 
-    /// Whether reports are enabled.
+    /// Returns whether reports are enabled.
     pub(super) const fn is_enabled(&self) -> bool {
         self.enabled
     }
 
-    /// The smallest request among the pods that are to be reported, by resource.
+    /// Returns the smallest request among the pods that are to be reported, by resource.
     pub(super) const fn smallest(&self) -> &BTreeMap<String, u64> {
         &self.smallest
     }
@@ -296,14 +297,14 @@ impl Growth {
 }
 
 impl Waiter {
-    /// Whether the pod is to be reported. After a change of the leader a report stays, although the
-    /// new leader has not waited yet.
+    /// Returns whether the pod is to be reported. After a change of the leader a report stays,
+    /// although the new leader has not waited yet.
     fn is_due(&self, reported: bool, up: Duration) -> bool {
         let futile = self.too_large.is_some_and(|at| up < at.saturating_add(FUTILE_TIME));
         !futile && self.due.is_some_and(|due| due <= up || reported)
     }
 
-    /// Until when the same report is not written again.
+    /// Returns the time until which the same report is not written again.
     fn write_again(&self, wanted: bool) -> Option<Duration> {
         let (written, at) = self.written?;
         (written == wanted).then(|| at.saturating_add(WRITE_AGAIN_AFTER))

@@ -22,7 +22,7 @@ const MAX_SELECTORS: usize = 64;
 /// Node selector and node affinity of a pod.
 type Selectors = (BTreeMap<String, String>, Vec<NodeSelectorTerm>);
 
-/// CPU that a pod requests, in thousandths of a core.
+/// Returns the CPU that a pod requests, in thousandths of a core.
 pub(super) fn cpu(requests: &BTreeMap<String, Quantity>) -> u64 {
     requests.get(CPU).and_then(Quantity::milli).unwrap_or(0)
 }
@@ -88,7 +88,8 @@ pub(super) fn count_running(chooser: &mut Chooser, living: &[&PodObject]) {
     }
 }
 
-/// Models of the nodes that the pod can use, sorted. Empty if it can use all.
+/// Returns the models of the nodes that the pod can use, sorted. Returns none if the pod can use
+/// all models.
 fn models(nodes: &Nodes, pod: &PlanPod) -> Vec<String> {
     let mut models: BTreeMap<&str, bool> = BTreeMap::new();
     for state in nodes.0.values().filter(|state| state.managed) {

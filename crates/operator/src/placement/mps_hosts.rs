@@ -7,7 +7,7 @@ use super::cluster::Cluster;
 use super::nodes::Nodes;
 use crate::rollout::{self, Hosts, View};
 
-/// The nodes that have, or should have, an MPS host.
+/// Returns the nodes that have, or should have, an MPS host.
 pub(super) fn host_views(cluster: &Cluster, hosts: &Hosts, nodes: &Nodes, ledger: &Ledger) -> BTreeMap<String, View> {
     let newest = rollout::Newest::of(hosts.revisions.iter().map(AsRef::as_ref));
     let mut agents: BTreeMap<&str, bool> = BTreeMap::new();

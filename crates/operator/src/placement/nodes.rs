@@ -117,38 +117,38 @@ impl NodeState {
         facts
     }
 
-    /// The `resourceVersion` of the node.
+    /// Returns the `resourceVersion` of the node.
     pub(super) fn version(&self) -> &str {
         self.versions.node.as_deref().unwrap_or_default()
     }
 
-    /// Whether selector, affinity and taints allow the pod on the node now.
+    /// Returns whether selector, affinity and taints allow the pod on the node now.
     fn admits(&self, pod: &PlanPod) -> bool {
         self.is_usable() && scheduling::admit(pod, &self.node).is_ok()
     }
 
-    /// Whether selector, affinity and taints allow the pod on the node, now or after temporary
-    /// obstacles such as a cordon end.
+    /// Returns whether selector, affinity and taints allow the pod on the node, now or after
+    /// temporary obstacles such as a cordon end.
     pub(super) fn may_admit_later(&self, pod: &PlanPod) -> bool {
         self.is_usable() && scheduling::admit(pod, &self.node).map_or_else(|refused| refused.may_pass(), |()| true)
     }
 
-    /// Name of the policy of a device.
+    /// Returns the name of the policy of a device.
     pub(super) fn policy(&self, device: &str) -> Option<&str> {
         self.policies.get(device).map(AsRef::as_ref)
     }
 
-    /// The node's CPU, memory and other resources that no bound pod requests, in thousandths.
-    /// Excludes the resources that Cleave can serve. Negative if pods request more than the node
-    /// has.
+    /// Returns the node's CPU, memory and other resources that no bound pod requests, in
+    /// thousandths. Excludes the resources that Cleave can serve. The result is negative if pods
+    /// request more than the node has.
     pub(super) fn free_resources(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
         let mut free = self.free_with_gpus(tracker);
         free.retain(|resource, _| !is_served(resource));
         free
     }
 
-    /// All of the node's resources that no bound pod requests, in thousandths. Negative if pods
-    /// request more than the node has.
+    /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
+    /// is negative if pods request more than the node has.
     pub(super) fn free_with_gpus(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
         let requested = tracker.requested(&self.node.name);
         let amounts = self.node.allocatable.iter().map(|(resource, quantity)| {
@@ -159,19 +159,19 @@ impl NodeState {
         amounts.collect()
     }
 
-    /// Whether Cleave serves GPUs on the node, did so before, or may do so soon.
+    /// Returns whether Cleave serves GPUs on the node, did so before, or may do so soon.
     pub(super) fn is_of_cleave(&self) -> bool {
         let has_gpus = !self.offers.is_empty() || self.node.allocatable.keys().any(|resource| is_served(resource));
         has_gpus && (self.managed || self.has_agent || !self.missing.is_empty())
     }
 
-    /// Whether another device plugin serves GPUs on the node.
+    /// Returns whether another device plugin serves GPUs on the node.
     pub(super) fn is_of_another_plugin(&self) -> bool {
         let mut resources = self.node.allocatable.keys();
         resources.any(|resource| self.provider(resource) == Provider::Another)
     }
 
-    /// What serves a resource on this node.
+    /// Returns what serves a resource on this node.
     fn provider(&self, resource: &str) -> Provider {
         let is_reported = || self.node.allocatable.get(resource).and_then(Quantity::count) > Some(0);
         if self.offers.contains(resource) {
@@ -190,8 +190,8 @@ impl NodeState {
         }
     }
 
-    /// The resources that the node's kubelet still reports from before its `GpuNode` disappeared.
-    /// `before` is the node's previous state.
+    /// Returns the resources that the node's kubelet still reports from before its `GpuNode`
+    /// disappeared. `before` is the node's previous state.
     fn still_reported(&self, before: Option<&Self>) -> BTreeSet<String> {
         let Some(before) = before.filter(|_| !self.has_status) else { return BTreeSet::new() };
         let mut served: BTreeSet<String> = before.offers.union(&before.missing).cloned().collect();
@@ -199,12 +199,12 @@ impl NodeState {
         served
     }
 
-    /// Whether Cleave serves the node's GPUs and pods can be narrowed to the node.
+    /// Returns whether Cleave serves the node's GPUs and pods can be narrowed to the node.
     fn is_usable(&self) -> bool {
         self.managed && self.node.labels.contains_key(HOSTNAME)
     }
 
-    /// Why a pod cannot use the node, regardless of the free units of its GPUs.
+    /// Returns why a pod cannot use the node, regardless of the free units of its GPUs.
     fn exclusion(&self, pod: &PlanPod, checks: &NodeChecks<'_>) -> Option<Exclusion> {
         if !self.is_usable() {
             Some(Exclusion::NoHostname)
@@ -269,28 +269,28 @@ impl Nodes {
         changed
     }
 
-    /// The nodes on which selector, affinity and taints allow the pod.
+    /// Returns the nodes on which selector, affinity and taints allow the pod.
     pub(super) fn eligible(&self, pod: &PlanPod) -> Vec<&str> {
         self.0.values().filter(|state| state.admits(pod)).map(|state| state.node.name.as_str()).collect()
     }
 
-    /// Whether selector, affinity and taints allow the pod on the node.
+    /// Returns whether selector, affinity and taints allow the pod on the node.
     pub(super) fn admits(&self, node: &str, pod: &PlanPod) -> bool {
         self.0.get(node).is_some_and(|state| state.admits(pod))
     }
 
-    /// Whether the cluster has the node.
+    /// Returns whether the cluster has the node.
     pub(super) fn contains(&self, node: &str) -> bool {
         self.0.contains_key(node)
     }
 
-    /// Value of a node's hostname label.
+    /// Returns the value of a node's hostname label.
     pub(super) fn hostname(&self, node: &str) -> Option<&str> {
         self.0.get(node)?.node.labels.get(HOSTNAME).map(String::as_str)
     }
 
-    /// Why a node does not accept a released pod now. `None` if the node accepts the pod. Other
-    /// pods that are released to the node but not bound to it do not count.
+    /// Returns why a node does not accept a released pod now. Returns `None` if the node accepts
+    /// the pod. Other pods that are released to the node but not bound to it do not count.
     pub(super) fn refusal(&self, node: &str, pod: &PlanPod, tracker: &PodTracker) -> Option<String> {
         let Some(state) = self.0.get(node) else { return Some("the node no longer exists".to_owned()) };
         if !state.managed {
@@ -301,9 +301,9 @@ impl Nodes {
         refused.or_else(|| full().then(|| "not enough CPU, memory or another resource".to_owned()))
     }
 
-    /// Pods with allocations that preemption can evict, and ended or deleted pods whose node still
-    /// reports their allocations. Ended and deleted pods count as terminating, so that no other pod
-    /// is evicted for the same units.
+    /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
+    /// node still reports their allocations. Ended and deleted pods count as terminating, so that
+    /// no other pod is evicted for the same units.
     pub(super) fn holders<'a>(&self, living: &[&'a PodObject], evictability: &Evictability<'a>) -> Holders<'a> {
         let mut holders = BTreeMap::new();
         let mut kept = BTreeSet::new();
@@ -327,8 +327,8 @@ impl Nodes {
         Holders { pods: holders, budgets: evictability.allowed() }
     }
 
-    /// Why a pod is not placeable, and whether that can change. `why` is the ledger's answer for
-    /// the nodes that passed all checks.
+    /// Returns why a pod is not placeable, and whether that can change. `why` is the ledger's
+    /// answer for the nodes that passed all checks.
     pub(super) fn diagnose(
         &self,
         ledger: &Ledger,
@@ -364,8 +364,8 @@ impl Nodes {
         }
     }
 
-    /// Why the pod cannot use the nodes with GPUs. Lists each reason once, with the number of nodes
-    /// and some of their names.
+    /// Returns why the pod cannot use the nodes with GPUs. Lists each reason once, with the number
+    /// of nodes and some of their names.
     fn explain_exclusions(&self, pod: &PlanPod, checks: &NodeChecks<'_>) -> String {
         let mut exclusions: BTreeMap<Exclusion, Vec<&str>> = BTreeMap::new();
         for state in self.0.values().filter(|state| state.managed) {
@@ -380,8 +380,8 @@ impl Nodes {
         format!("No eligible GPU node: {}", clauses.join("; "))
     }
 
-    /// What serves a resource, for a pod that may run on any node. If several providers serve it,
-    /// the result is the one with which the pod waits the longest.
+    /// Returns what serves a resource, for a pod that may run on any node. If several providers
+    /// serve it, the result is the one with which the pod waits the longest.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. Such a report alone does not prove that another plugin serves the
@@ -393,7 +393,7 @@ impl Nodes {
         self.0.values().map(|state| state.provider(resource)).max().unwrap_or(Provider::Nothing)
     }
 
-    /// Number of GPUs of the node with the most GPUs.
+    /// Returns the number of GPUs of the node with the most GPUs.
     pub(super) fn max_gpus(&self) -> usize {
         self.0.values().map(|state| state.gpus).max().unwrap_or(0)
     }
@@ -428,7 +428,8 @@ pub(super) enum Provider {
     Cleave,
 }
 
-/// Whether `free` covers the requests and one more pod. Requests that Cleave serves do not count.
+/// Returns whether `free` covers the requests and one more pod. Requests that Cleave serves do not
+/// count.
 fn has_room(free: &BTreeMap<&str, i128>, requests: &BTreeMap<String, Quantity>) -> bool {
     let pods = free.get("pods").is_none_or(|pods| *pods >= 1000);
     let fits = |(name, quantity): (&String, &Quantity)| {

@@ -96,8 +96,8 @@ impl OtherNode<'_> {
 /// The resource with which the scheduler counts pods.
 const PODS: &str = "pods";
 
-/// The affinity terms of a pod that was released to other nodes, without the requirement that its
-/// release appended.
+/// Returns the affinity terms of a pod that was released to other nodes, without the requirement
+/// that its release appended.
 pub(super) fn without_requirement(terms: &[NodeSelectorTerm], labels: &AgentLabels) -> Vec<NodeSelectorTerm> {
     let is_appended = |requirement: &Requirement| {
         let [value] = requirement.values.as_slice() else { return false };

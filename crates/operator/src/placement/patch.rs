@@ -46,12 +46,12 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
     Value::Array(operations)
 }
 
-/// The `resourceVersion` to which the patch applies.
+/// Returns the `resourceVersion` to which the patch applies.
 pub(super) fn version(patch: &Value) -> Option<&str> {
     patch.pointer(VERSION)?.as_str()
 }
 
-/// The patch for another `resourceVersion` of the pod.
+/// Returns the patch for another `resourceVersion` of the pod.
 pub(super) fn with_version(patch: &Value, version: String) -> Value {
     let mut patch = patch.clone();
     if let Some(value) = patch.pointer_mut(VERSION) {
@@ -89,8 +89,8 @@ fn larger_gpus(device_requests: &[DeviceRequest]) -> Option<Requirement> {
     })
 }
 
-/// The affinity terms of a pod that was released as unschedulable, without the requirement that its
-/// release added.
+/// Returns the affinity terms of a pod that was released as unschedulable, without the requirement
+/// that its release added.
 pub(super) fn without_larger_gpus(terms: &[NodeSelectorTerm]) -> Vec<NodeSelectorTerm> {
     let mut terms = terms.to_vec();
     let added = |requirement: &Requirement| requirement.key.starts_with(LARGEST_PREFIX);

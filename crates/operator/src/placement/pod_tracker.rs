@@ -96,7 +96,7 @@ impl PodTracker {
         std::mem::take(&mut self.changed_nodes)
     }
 
-    /// Sums of the requests of the pods on a node, by resource, in thousandths.
+    /// Returns the sums of the requests of the pods on a node, by resource, in thousandths.
     pub(super) fn requested(&self, node: &str) -> Option<&BTreeMap<String, u128>> {
         self.requested.get(node)
     }

@@ -127,8 +127,8 @@ impl Preemptors {
         self.budgets = now;
     }
 
-    /// The waiting pods whose turn it is: those whose last search was the longest ago, and that
-    /// another search may help.
+    /// Returns the waiting pods whose turn it is: those whose last search was the longest ago, and
+    /// that another search may help.
     pub(super) fn turns(&self, up: Duration) -> BTreeSet<String> {
         let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != Scope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();
@@ -136,12 +136,12 @@ impl Preemptors {
         due.into_iter().take(MAX_TURNS).map(|(_, name)| name.clone()).collect()
     }
 
-    /// Whether the pod waited in an earlier reconcile.
+    /// Returns whether the pod waited in an earlier reconcile.
     pub(super) fn knows(&self, pod: &str) -> bool {
         self.waiting.contains_key(pod)
     }
 
-    /// The nodes on which a preemption may help the pod.
+    /// Returns the nodes on which a preemption may help the pod.
     pub(super) fn scope(&self, pod: &str, up: Duration) -> Scope {
         self.waiting.get(pod).map_or(Scope::Everything, |one| self.scope_of(one, up))
     }
@@ -159,7 +159,7 @@ impl Preemptors {
         }
     }
 
-    /// Whether a node has changed since this version.
+    /// Returns whether a node has changed since this version.
     pub(super) fn has_changed(&self, node: &str, version: u64) -> bool {
         self.changed.get(node).is_some_and(|changed| *changed > version)
     }

@@ -69,12 +69,13 @@ impl Queue {
         arrived
     }
 
-    /// Time for which a pod has waited.
+    /// Returns the time for which a pod has waited.
     pub(super) fn waited(&self, name: &str, up: Duration) -> Duration {
         self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
     }
 
-    /// Time for which a pod has been unplaceable. `None` if `may_pass`: the obstacle is temporary.
+    /// Returns the time for which a pod has been unplaceable. Returns `None` if `may_pass`: the
+    /// obstacle is temporary.
     pub(super) fn unplaceable_for(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
         let gated = self.0.get_mut(name)?;
         gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };

@@ -65,7 +65,7 @@ impl<'a> ReplicaSearch<'a> {
         Self { index, nodes, packing, known: BTreeMap::new(), none: Siblings::default() }
     }
 
-    /// The replicas that a pod is kept apart from.
+    /// Returns the replicas that a pod is kept apart from.
     ///
     /// The pod's annotation decides, otherwise the policy of the GPU that a replica uses. A replica
     /// on a GPU that packs keeps no pod away.
@@ -97,7 +97,7 @@ impl<'a> ReplicaSearch<'a> {
     }
 }
 
-/// The controller whose replicas the pod is kept apart from.
+/// Returns the controller whose replicas the pod is kept apart from.
 fn controller(pod: &PodObject) -> Option<ControllerId> {
     pod.controller_id.filter(|_| pod.replica_placement != Some(ReplicaPlacement::Pack))
 }

@@ -80,7 +80,7 @@ impl SteadyClock {
         Self::new(Timestamp::now(), Instant::now())
     }
 
-    /// Seconds since the Unix epoch at `now`.
+    /// Returns the seconds since the Unix epoch at `now`.
     fn epoch_seconds(self, now: Instant) -> u64 {
         u64::try_from(self.time.as_second())
             .unwrap_or(0)
@@ -159,7 +159,7 @@ impl Gate {
         }
     }
 
-    /// The current content of the stores.
+    /// Returns the current content of the stores.
     fn cluster(&self) -> Cluster {
         let stores = &self.context.stores;
         Cluster {
@@ -509,8 +509,9 @@ impl Gate {
     }
 }
 
-/// The condition `PodScheduled` of a pod at the gate. With a message it reports that the pod needs
-/// another node. Without, it is what the API server writes for a pod that is created with a gate.
+/// Returns the condition `PodScheduled` of a pod at the gate. With a message it reports that the
+/// pod needs another node. Without, it is what the API server writes for a pod that is created with
+/// a gate.
 fn scheduled_condition(message: Option<&str>) -> PodCondition {
     let (reason, message) = match message {
         Some(message) => ("Unschedulable", format!("{message}. The pod waits at Cleave's placement gate")),

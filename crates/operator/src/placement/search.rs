@@ -81,14 +81,15 @@ impl<'a> Candidate<'a> {
         candidate
     }
 
-    /// What the pod waits for according to the plan for GPUs that are partitioned on demand. `None`
-    /// if the pod requests more GPUs than a node has, because the plan does not consider that.
+    /// Returns what the pod waits for according to the plan for GPUs that are partitioned on
+    /// demand. Returns `None` if the pod requests more GPUs than a node has, because the plan does
+    /// not consider that.
     pub(super) fn planned<'w>(&self, demand: Option<&'w WaitingPod>) -> Option<&'w WaitingPod> {
         demand.filter(|_| !self.too_many_gpus)
     }
 
-    /// Whether only kubelets report the requested resources, and no agent does now. Either an agent
-    /// starts, or another plugin serves the resources, or the kubelet's report is old.
+    /// Returns whether only kubelets report the requested resources, and no agent does now. Either
+    /// an agent starts, or another plugin serves the resources, or the kubelet's report is old.
     pub(super) fn awaits_agent(&self) -> bool {
         self.unclear || self.missing.is_some()
     }
@@ -113,7 +114,7 @@ impl<'a> Candidate<'a> {
         candidate
     }
 
-    /// The pod's request to the ledger.
+    /// Returns the pod's request to the ledger.
     pub(super) fn pending_pod(&self) -> PendingPod<'_> {
         PendingPod { pod: &self.name, priority: self.plan_pod.priority, device_requests: &self.device_requests }
     }
@@ -178,7 +179,7 @@ pub(super) struct SearchKey<'a> {
 }
 
 impl SearchKey<'_> {
-    /// Whether rules about other pods or volumes restrict the pod.
+    /// Returns whether rules about other pods or volumes restrict the pod.
     pub(super) fn has_rules(&self) -> bool {
         self.rules.is_some()
     }
@@ -244,8 +245,8 @@ impl<'a> PlacementSearch<'a> {
         }
         let eligible = self.eligible(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
-        // Requests for several parts of GPUs are not ranked. They are only kept off the nodes of
-        // replicas.
+        // Requests for several parts of GPUs are not ranked. Such requests are only kept off the
+        // nodes of replicas.
         let apart = || with_room().filter(|node| !avoids(node) && siblings.lacks(node));
         if candidate.device_requests.len() > 1
             && let Ok(fits) = ledger.fit_for(candidate.pending_pod(), apart(), most, &Tightest)
@@ -285,15 +286,15 @@ impl<'a> PlacementSearch<'a> {
         self.constraints.add_reserved(candidate.pod, fits.iter().map(|fit| fit.node().to_owned()).collect());
     }
 
-    /// The nodes on which selector, affinity and taints allow the pod.
+    /// Returns the nodes on which selector, affinity and taints allow the pod.
     pub(super) fn eligible(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
         let mut known = self.eligible.borrow_mut();
         known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible(&candidate.plan_pod)).clone()
     }
 
-    /// The nodes on which preemption may make room for the pod, among those that `is_searched`
-    /// accepts: eligible nodes that other rules allow, each with the CPU, memory and other
-    /// resources that it is missing.
+    /// Returns the nodes on which preemption may make room for the pod, among those that
+    /// `is_searched` accepts: eligible nodes that other rules allow, each with the CPU, memory and
+    /// other resources that it is missing.
     pub(super) fn preemption_nodes(
         &self,
         candidate: &'a Candidate<'a>,
@@ -324,8 +325,8 @@ impl<'a> PlacementSearch<'a> {
         self.free.borrow_mut().withdraw(pod, node);
     }
 
-    /// The properties of a pod that decide whether it is placeable, or can become placeable by
-    /// preemption.
+    /// Returns the properties of a pod that decide whether it is placeable, or can become placeable
+    /// by preemption.
     pub(super) fn key(&self, candidate: &'a Candidate<'a>) -> SearchKey<'a> {
         SearchKey {
             device_requests: &candidate.device_requests,

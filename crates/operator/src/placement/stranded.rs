@@ -58,8 +58,8 @@ pub(super) enum Reason {
 }
 
 impl Reason {
-    /// Why a pod that was released to nodes will not be bound. `None` if the scheduler may still
-    /// bind it.
+    /// Returns why a pod that was released to nodes will not be bound. Returns `None` if the
+    /// scheduler may still bind it.
     pub(super) fn find(pod: &PodObject, ledger: &Ledger, nodes: &Nodes, tracker: &PodTracker) -> Option<Self> {
         let placement = pod.placement.as_ref()?;
         let names = || placement.nodes.keys().cloned().collect();
@@ -71,7 +71,7 @@ impl Reason {
             Some(format!("{node}: {reason}"))
         };
         let refusals: Vec<String> = existing.iter().filter_map(refusal).collect();
-        // Check the nodes first. Their state also explains why a reservation ended.
+        // Check the nodes first. The state of the nodes also explains why a reservation ended.
         if existing.is_empty() {
             Some(Self::Gone(names()))
         } else if refusals.len() == existing.len() {
@@ -275,16 +275,16 @@ impl Stranded {
         self.advised.remove(uid);
     }
 
-    /// Time for which the gate delays a pod because pods of its controller were recreated
-    /// repeatedly.
+    /// Returns the time for which the gate delays a pod because pods of its controller were
+    /// recreated repeatedly.
     pub(super) fn delay(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
         let backoff = self.owners.get(&pod.controller.as_ref()?.uid)?;
         let delayed = up < backoff.until && backoff.delay >= GATE_DELAY_FROM;
         delayed.then(|| backoff.until.saturating_sub(up))
     }
 
-    /// Nodes to which the scheduler did not bind pods of this pod's controller. The search tries
-    /// other nodes first.
+    /// Returns the nodes to which the scheduler did not bind pods of this pod's controller. The
+    /// search tries other nodes first.
     pub(super) fn avoided_nodes(&self, pod: &PodObject) -> Option<&BTreeSet<String>> {
         let avoid = &self.owners.get(&pod.controller.as_ref()?.uid)?.avoid;
         (!avoid.is_empty()).then_some(avoid)

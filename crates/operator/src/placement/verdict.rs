@@ -33,7 +33,7 @@ pub(super) enum PermanentObstacle {
 }
 
 impl Verdict {
-    /// Why the pod fits no GPU. `None` if it may fit one later.
+    /// Returns why the pod fits no GPU. Returns `None` if it may fit one later.
     pub(super) fn impossible(&self) -> Option<PermanentObstacle> {
         match self {
             Self::Waits(_) => None,

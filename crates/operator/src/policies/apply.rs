@@ -60,7 +60,7 @@ pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &Change) -> Res
     written.map(drop).map_err(|source| Error { node: change.node.clone(), source })
 }
 
-/// The object to apply. The node is its owner, so the object is deleted with the node.
+/// Returns the object to apply. The node is its owner, so the object is deleted with the node.
 fn body(change: &Change) -> Value {
     // No `blockOwnerDeletion`: the field requires permission to update the node's finalizers.
     let owner = OwnerReference {

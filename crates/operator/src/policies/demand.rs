@@ -75,7 +75,7 @@ impl Reason {
     pub const ALL: [Self; 5] =
         [Self::Repartitioning, Self::Scheduler, Self::NodeChanging, Self::NoRoom, Self::Malformed];
 
-    /// Value of the `reason` label in metrics.
+    /// Returns the value of the `reason` label in metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Repartitioning => "repartitioning",
@@ -153,7 +153,7 @@ fn gpu_status<'a>(observed: &'a Observed, (node, uuid): &GpuKey) -> Option<&'a G
     observed.nodes.get(node)?.reported()?.iter().find(|gpu| gpu.uuid == *uuid)
 }
 
-/// The reason why each pending pod waits.
+/// Returns the reason why each pending pod waits.
 fn waiting(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) -> BTreeMap<String, WaitingPod> {
     let mut all = BTreeMap::new();
     for placement in &planned.plan.placements {
@@ -175,7 +175,7 @@ fn waiting(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) ->
     all
 }
 
-/// The fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
+/// Returns the fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
 /// thousandths.
 fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
     let (mut beside, mut all) = (0_u64, 0_u64);
@@ -194,7 +194,7 @@ fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
     u32::try_from((beside * 1000).checked_div(all).unwrap_or(0)).unwrap_or(1000)
 }
 
-/// Total memory of a slice's units, in MiB.
+/// Returns the total memory of a slice's units, in MiB.
 fn memory(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::Slice) -> u64 {
     let total = gpu.memory.as_mebibytes().unwrap_or(0);
     let count = u64::from(slice.count);

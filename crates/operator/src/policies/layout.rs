@@ -84,7 +84,7 @@ fn mask(start: u32, size: u32) -> Option<Mask> {
 mod tests {
     use super::*;
 
-    /// The MIG profiles of an A100 with 40 GB, as NVML reports them.
+    /// Returns the MIG profiles of an A100 with 40 GB, as NVML reports them.
     fn a100() -> Vec<MigProfileStatus> {
         let profile = |name: &str, size, starts: &[u32]| MigProfileStatus {
             name: name.to_owned(),

@@ -17,8 +17,8 @@ use cleave_plan::units::Mebibytes;
 use crate::policies::plan::{mig_instance_partition, time_sliced_partition};
 use crate::policies::validate::{Demand, InstanceShare, MpsRules, ShareSize, shared_instance_resource};
 
-/// Number of MPS shares of a GPU under a policy. `None` if no share fits or the policy has no
-/// shares.
+/// Returns the number of MPS shares of a GPU under a policy. Returns `None` if no share fits or the
+/// policy has no shares.
 pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     match demand.shares? {
         ShareSize::Units(units) => Some(units),
@@ -29,7 +29,8 @@ pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     }
 }
 
-/// The slices of a GPU that the kubelet lists. An empty list means that the whole GPU is free.
+/// Returns the slices of a GPU that the kubelet lists. An empty list means that the whole GPU is
+/// free.
 pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
     let mut slices = Vec::new();
     for status in &gpu.slices {
@@ -49,7 +50,8 @@ pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
     slices
 }
 
-/// The slices of a GPU that the kubelet lists, and MIG instances that exist but are not served.
+/// Returns the slices of a GPU that the kubelet lists, and MIG instances that exist but are not
+/// served.
 pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Slice> {
     let mut slices = served(gpu);
     for instance in gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances) {
@@ -72,7 +74,7 @@ pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Sli
     slices
 }
 
-/// The slices of a GPU once it has this partition. Slices in use remain in use.
+/// Returns the slices of a GPU once it has this partition. Slices in use remain in use.
 pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
     let mut all: Vec<Slice> = Vec::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
@@ -123,7 +125,7 @@ fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u
     }
 }
 
-/// Whether the kubelet lists exactly the slices of a partition.
+/// Returns whether the kubelet lists exactly the slices of a partition.
 pub(crate) fn has_partition(partition: &Partition, gpu: &GpuStatus) -> bool {
     if let Some(whole) = &partition.whole {
         return gpu.slices.iter().all(|status| status.resource == whole.resource && status.device == gpu.uuid)
@@ -140,8 +142,8 @@ fn slice_counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
     counts
 }
 
-/// Whether the agent has not reported the device ids of a slice in use yet. Until it reports them,
-/// it is unknown which slices may be removed.
+/// Returns whether the agent has not reported the device ids of a slice in use yet. Until it
+/// reports them, it is unknown which slices may be removed.
 pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
     gpu.slices.iter().filter(|status| status.device == gpu.uuid && status.resource != RESOURCE_GPU).any(|status| {
         u32::try_from(numbers_in_use(gpu, &status.resource).len()).is_ok_and(|known| known < status.in_use)
@@ -219,7 +221,7 @@ fn mps_partition(
     })
 }
 
-/// The memory limits and thread limits of k slices of a resource, for each k.
+/// Returns the memory limits and thread limits of k slices of a resource, for each k.
 ///
 /// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU. If
 /// the length depended on the present number of slices, the limits of slices in use would change.
@@ -264,8 +266,8 @@ fn saturating_u32(number: u64) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// The numbers in the device ids of a resource. Prefers numbers in use, then existing numbers, then
-/// the lowest free numbers.
+/// Returns the numbers in the device ids of a resource. Prefers numbers in use, then existing
+/// numbers, then the lowest free numbers.
 fn id_numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
     let mut numbers = numbers_in_use(gpu, resource);
     let existing = current.iter().flat_map(|current| &current.slices).filter(|slices| slices.resource == resource);

@@ -121,7 +121,7 @@ pub enum Unsupported {
 }
 
 impl Unsupported {
-    /// Value of the field `reason` in a condition.
+    /// Returns the value of the field `reason` in a condition.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::TooSmall { .. } | Self::NoMemory(_) => reason::GPU_TOO_SMALL,
@@ -168,8 +168,8 @@ pub fn plan(observed: &Observed) -> Plan {
 /// Computes the desired state of one node and adds it to the plan.
 fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     report_node(name, node, policies, plan);
-    // Never write a malformed `GpuNode`. Its spec is unknown, and another writer or an older
-    // version of the operator wrote it.
+    // Never write a malformed `GpuNode`. The spec is unknown, and another writer or an older
+    // version of the operator wrote the object.
     let Ok(current) = node.spec() else { return };
     let Some(gpus) = node.reported() else {
         // Create the object so that the agent can report its status. An existing spec is kept.
@@ -285,7 +285,7 @@ fn find_unknown(policy: &Policy, observed: &Observed, report: &mut Report) {
         policy.gpus.uuids.iter().filter(|uuid| !gpus.iter().any(|gpu| &gpu.uuid == *uuid)).cloned().collect();
 }
 
-/// The desired state of a GPU that is not shared.
+/// Returns the desired state of a GPU that is not shared.
 fn whole(uuid: &str) -> GpuSpec {
     GpuSpec {
         uuid: uuid.to_owned(),
@@ -294,7 +294,8 @@ fn whole(uuid: &str) -> GpuSpec {
     }
 }
 
-/// Returns the partition of a GPU under a policy. `None` if the GPU is partitioned on demand.
+/// Returns the partition of a GPU under a policy. Returns `None` if the GPU is partitioned on
+/// demand.
 fn partition(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Unsupported> {
     let partition = match &policy.share {
         SharingMode::Demand(_) => return Ok(None),
@@ -398,8 +399,8 @@ pub(crate) fn mig_instance_partition(
     })
 }
 
-/// A hash of the desired state: the first 16 hexadecimal digits of the SHA-256 of its JSON. The
-/// fields of the JSON are in a fixed order.
+/// Returns a hash of the desired state: the first 16 hexadecimal digits of the SHA-256 of its JSON.
+/// The fields of the JSON are in a fixed order.
 pub(crate) fn plan_id(gpus: &[GpuSpec]) -> String {
     // Serialization cannot fail: the maps of these types have only strings as keys.
     let json = serde_json::to_vec(gpus).unwrap_or_default();

@@ -54,12 +54,12 @@ pub(super) fn matching_policies<'a>(
     policies.iter().filter(move |policy| selects_node(policy, labels) && selects_gpu(&policy.gpus, gpu))
 }
 
-/// Whether a node has all labels that a policy requires.
+/// Returns whether a node has all labels that a policy requires.
 pub(super) fn selects_node(policy: &Policy, labels: &BTreeMap<String, String>) -> bool {
     policy.nodes.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
 
-/// Whether a GPU is in each non-empty list of the selector.
+/// Returns whether a GPU is in each non-empty list of the selector.
 pub(super) fn selects_gpu(selector: &GpuSelector, gpu: &GpuStatus) -> bool {
     let GpuSelector { models, uuids, indices } = selector;
     (models.is_empty() || models.iter().any(|model| is_model(model, &gpu.model)))
@@ -67,8 +67,8 @@ pub(super) fn selects_gpu(selector: &GpuSelector, gpu: &GpuStatus) -> bool {
         && (indices.is_empty() || indices.contains(&gpu.index))
 }
 
-/// Whether `wanted` is the product name, or a part of it between word boundaries, ignoring case.
-/// `A100` matches `NVIDIA A100-SXM4-40GB`; `A10` does not.
+/// Returns whether `wanted` is the product name, or a part of it between word boundaries, ignoring
+/// case. `A100` matches `NVIDIA A100-SXM4-40GB`; `A10` does not.
 pub(super) fn is_model(wanted: &str, product: &str) -> bool {
     let wanted = wanted.trim().to_ascii_lowercase();
     let product = product.to_ascii_lowercase();

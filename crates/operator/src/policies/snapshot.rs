@@ -124,14 +124,14 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     if blocked { Progress::Blocked } else { Progress::Changing }
 }
 
-/// Maximum time for a node to reach its desired state.
+/// Returns the maximum time for a node to reach its desired state.
 fn deadline(plan: &Plan, node: &str) -> Duration {
     let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.gathering.timeout);
     timeout.unwrap_or(DEADLINE).max(MIN_DEADLINE)
 }
 
-/// The agent's message about the pods that block a GPU's change, with a leading colon. Empty if the
-/// agent reports no message.
+/// Returns the agent's message about the pods that block a GPU's change, with a leading colon.
+/// Returns "" if the agent reports no message.
 fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let step =
@@ -139,7 +139,7 @@ fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
     step.map(|step| format!(": {}", step.message)).unwrap_or_default()
 }
 
-/// Whether the partition has room for all slices in use. If so, no pod blocks the change.
+/// Returns whether the partition has room for all slices in use. If so, no pod blocks the change.
 fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     let all = |slices: &[Slice]| {
         let mut counts: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
@@ -155,7 +155,7 @@ fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     all(&in_use).iter().all(|(key, count)| wanted.get(key).is_some_and(|wanted| wanted >= count))
 }
 
-/// Whether the agent has read the latest spec.
+/// Returns whether the agent has read the latest spec.
 fn has_read(node: &Node) -> bool {
     let Some(object) = node.object() else { return false };
     let observed = object.status.as_ref().map_or(0, |status| status.observed_generation);
@@ -382,7 +382,7 @@ impl NodeBuilder<'_> {
         });
     }
 
-    /// Returns why the node is excluded. `None` if the node is not excluded.
+    /// Returns why the node is excluded. Returns `None` if the node is not excluded.
     fn exclusion(&self, deadline: Duration, input: &mut PlannerInput) -> Option<String> {
         match self.node.agent {
             None => return Some("no Cleave agent runs on the node".to_owned()),
@@ -461,7 +461,7 @@ impl NodeBuilder<'_> {
         fix_slices(planned);
     }
 
-    /// Whether the GPU does not have this partition yet.
+    /// Returns whether the GPU does not have this partition yet.
     fn is_changing_to(&self, wanted: &GpuSpec) -> bool {
         let current =
             self.node.object().and_then(|object| object.spec.gpus.iter().find(|spec| spec.uuid == wanted.uuid));
@@ -518,12 +518,12 @@ fn fix_slices(gpu: &mut Gpu) {
     }
 }
 
-/// Whether a resource names shares or replicas of whole GPUs.
+/// Returns whether a resource names shares or replicas of whole GPUs.
 fn is_shares(resource: &str) -> bool {
     resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized(resource).is_none()
 }
 
-/// Whether a GPU has a free unit of the resource, or is a free whole GPU.
+/// Returns whether a GPU has a free unit of the resource, or is a free whole GPU.
 fn has(gpu: &Gpu, resource: &str) -> bool {
     if resource == RESOURCE_GPU {
         return gpu.slices.is_empty();

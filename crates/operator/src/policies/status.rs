@@ -105,7 +105,7 @@ pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) 
     written.map(drop).map_err(|source| Error { policy: update.policy.clone(), source })
 }
 
-/// Returns the Event for a changed condition. `None` if the change needs no Event.
+/// Returns the Event for a changed condition. Returns `None` if the change needs no Event.
 pub fn event(changed: &Condition) -> Option<Event> {
     let good = match changed.type_.as_str() {
         CONDITION_CONFLICT => changed.status == "False",
@@ -198,7 +198,7 @@ impl Verdict {
     }
 }
 
-/// Whether the policy is valid and applies to the GPUs that it selects.
+/// Returns whether the policy is valid and applies to the GPUs that it selects.
 fn accepted(report: &Report) -> Verdict {
     match &report.invalid {
         Some(Invalid::Malformed(error)) => {
@@ -247,12 +247,12 @@ fn accepted(report: &Report) -> Verdict {
     Verdict::true_with(reason::ACCEPTED, "")
 }
 
-/// Whether the policy matches no GPU at all.
+/// Returns whether the policy matches no GPU at all.
 fn matches_nothing(report: &Report) -> bool {
     report.following.is_empty() && report.unsupported.is_empty() && report.overridden.is_empty()
 }
 
-/// Whether GPUs that this policy selects follow another policy.
+/// Returns whether GPUs that this policy selects follow another policy.
 fn conflict(report: &Report) -> Verdict {
     if report.overridden.is_empty() {
         return Verdict::false_with(reason::NO_CONFLICT, "");
@@ -267,7 +267,7 @@ fn conflict(report: &Report) -> Verdict {
     )
 }
 
-/// Whether the GPUs are partitioned as the policy specifies.
+/// Returns whether the GPUs are partitioned as the policy specifies.
 fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     match &report.invalid {
         Some(Invalid::Malformed(_)) => return Verdict::false_with(reason::MALFORMED, "the policy is malformed"),
@@ -311,7 +311,7 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     Verdict::false_with(reason, shorten(&sentences.join("; "), 2000))
 }
 
-/// Why a valid policy has no GPU.
+/// Returns why a valid policy has no GPU.
 fn nothing_to_share(report: &Report) -> Verdict {
     if !report.unreported.is_empty() {
         let nodes = join_names(report.unreported.iter().cloned().collect());
@@ -423,7 +423,7 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
     None
 }
 
-/// Whether the kubelet lists the slices of a partition. Compares totals by resource.
+/// Returns whether the kubelet lists the slices of a partition. Compares totals by resource.
 fn has_slices_of(partition: &Partition, gpu: &GpuStatus) -> bool {
     let mut desired: BTreeMap<&str, u32> = BTreeMap::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
@@ -470,7 +470,7 @@ fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (Problem, St
     }
 }
 
-/// The GPUs that do not support their policy, each with the reason.
+/// Returns the GPUs that do not support their policy, each with the reason.
 fn unsupported(report: &Report) -> String {
     let sentences: BTreeSet<String> =
         report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", gpu_name(at))).collect();

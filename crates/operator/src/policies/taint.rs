@@ -17,7 +17,7 @@ use crate::read::{Node, Observed};
 /// Time for which an agent may be not ready before its node is tainted. An upgrade of the agent
 /// needs a second. The start of a node needs more.
 pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Effect of the taint. It keeps new pods away, and running pods continue.
+/// Effect of the taint. The effect keeps new pods away, and running pods continue.
 const EFFECT: &str = "NoSchedule";
 
 /// Key and effect of the taint.
@@ -158,7 +158,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// A node whose GPUs have these health classes.
+    /// Returns a node whose GPUs have these health classes.
     fn node(classes: &[&str]) -> Node {
         let gpu = |class: &&str| GpuStatus {
             health: Health { healthy: class.is_empty(), class: (*class).to_owned(), ..Health::default() },

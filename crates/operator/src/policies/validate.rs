@@ -95,7 +95,7 @@ pub struct MpsRules {
 }
 
 impl Default for MpsRules {
-    /// The rules of a policy without an `mps` section.
+    /// Returns the rules of a policy without an `mps` section.
     fn default() -> Self {
         Self {
             threads: ThreadPolicy::default().into(),
@@ -160,21 +160,21 @@ pub struct Gathering {
 }
 
 impl MpsShare {
-    /// Name of the extended resource for shares of a whole GPU.
+    /// Returns the name of the extended resource for shares of a whole GPU.
     pub fn resource(&self) -> &str {
         self.resource.as_deref().unwrap_or(RESOURCE_MPS)
     }
 }
 
 impl ReplicaRules {
-    /// Name of the extended resource for replicas of a whole GPU.
+    /// Returns the name of the extended resource for replicas of a whole GPU.
     pub fn resource(&self) -> &str {
         self.resource.as_deref().unwrap_or(RESOURCE_TIMESLICE)
     }
 }
 
-/// Name of the extended resource for shares or replicas of a MIG instance. NVIDIA's device plugin
-/// uses the same default.
+/// Returns the name of the extended resource for shares or replicas of a MIG instance. NVIDIA's
+/// device plugin uses the same default.
 pub fn shared_instance_resource(profile: &str, named: Option<&str>) -> String {
     named.map_or_else(|| format!("{}.shared", mig_resource(profile)), str::to_owned)
 }
@@ -209,8 +209,8 @@ pub enum Error {
     Shape(&'static str),
 }
 
-/// The part of a text that an error quotes. A stored text may have any length if the CRD lacked the
-/// rules.
+/// Returns the part of a text that an error quotes. A stored text may have any length if the CRD
+/// lacked the rules.
 fn beginning(text: &str) -> String {
     text.chars().take(100).collect()
 }
@@ -326,7 +326,7 @@ fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<SharingMode, E
     }
 }
 
-/// The shares that `units` or `unitMemory` describe; `None` if neither is set.
+/// Returns the shares that `units` or `unitMemory` describe, or `None` if neither is set.
 fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, Error> {
     let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
     let rules = mps_rules(mps)?;
@@ -417,7 +417,7 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<SharingMode, E
     Ok(SharingMode::Mig { layout: layout.clone(), each })
 }
 
-/// Whether a text is a MIG profile, such as `1g.10gb` or `1g.10gb+me`.
+/// Returns whether a text is a MIG profile, such as `1g.10gb` or `1g.10gb+me`.
 fn is_profile(text: &str) -> bool {
     let (size, attribute) = match text.split_once(['+', '-']) {
         Some((size, attribute)) => (size, Some(attribute)),
@@ -433,8 +433,8 @@ fn is_profile(text: &str) -> bool {
     known && named
 }
 
-/// Checks the sharing of MIG instances that are created on demand. They need a fixed number of
-/// shares, because a request for shares must determine which instance to create.
+/// Checks the sharing of MIG instances that are created on demand. Such instances need a fixed
+/// number of shares, because a request for shares must determine which instance to create.
 fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     match each {
         InstanceShare::Mps(MpsShare { size: ShareSize::Memory(_), .. }) => Err(Error::Shape(
@@ -444,9 +444,9 @@ fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     }
 }
 
-/// The demand of mode Auto. Sized slices, MIG instances and whole GPUs are always allowed. Shares
-/// and replicas are allowed only if their sections specify a number. A `mig.layout` is checked and
-/// then ignored, because pods determine the instances.
+/// Returns the demand of mode Auto. Sized slices, MIG instances and whole GPUs are always allowed.
+/// Shares and replicas are allowed only if their sections specify a number. A `mig.layout` is
+/// checked and then ignored, because pods determine the instances.
 fn auto_demand(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
         SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => by_demand(each)?,

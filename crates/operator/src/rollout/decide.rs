@@ -38,7 +38,7 @@ pub struct Replacement {
 }
 
 impl Replacement {
-    /// The host's `DaemonSet`, for Events.
+    /// Returns the host's `DaemonSet`, for Events.
     pub(crate) fn regarding(&self) -> ObjectReference {
         regarding(&self.host)
     }
@@ -91,13 +91,13 @@ pub(crate) struct Rollout {
 }
 
 impl Rollout {
-    /// Whether no MPS shares may be reserved on a node.
+    /// Returns whether no MPS shares may be reserved on a node.
     pub(crate) fn withholds(&self, node: &str) -> bool {
         self.closed.contains_key(node) || self.outages.get(node).is_some_and(|outage| outage.down && !outage.late)
     }
 
-    /// Returns the text to add to the message of a waiting pod that could use these nodes. Empty if
-    /// the nodes withhold none of the requested resources.
+    /// Returns the text to add to the message of a waiting pod that could use these nodes. Returns
+    /// "" if the nodes withhold none of the requested resources.
     pub(crate) fn describe_withheld(&self, device_requests: &[DeviceRequest], nodes: &[&str]) -> String {
         let nodes = nodes.iter().copied().filter(|_| device_requests.iter().any(|request| is_mps(&request.resource)));
         let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(MAX_NAMED_NODES).collect();
@@ -192,7 +192,7 @@ impl Rollout {
         self.suspended = self.suspended.filter(|until| *until > up);
     }
 
-    /// Returns why replacement is stopped. `None` if replacement is not stopped.
+    /// Returns why replacement is stopped. Returns `None` if replacement is not stopped.
     fn stop_reason(&self, nodes: &BTreeMap<String, View>) -> Option<String> {
         let counts = |name: &str| nodes.get(name).is_some_and(|view| !view.excused);
         let late: Vec<_> = self.outages.iter().filter(|(name, outage)| outage.late && counts(name)).collect();
@@ -230,8 +230,8 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // Hosts that do not serve come last. A failure of their successors would reveal little
-            // about the release.
+            // Hosts that do not serve come last. A failure of the successor of such a host would
+            // reveal little about the release.
             .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();

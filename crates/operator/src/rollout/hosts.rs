@@ -47,8 +47,8 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Returns the stored objects. `None` until both watches have listed their objects. The gate
-    /// does not wait for these lists.
+    /// Returns the stored objects. Returns `None` until both watches have listed their objects. The
+    /// gate does not wait for these lists.
     pub(crate) fn state(&self) -> Option<Hosts> {
         let listed = matches!(self.pods.wait_until_ready().now_or_never(), Some(Ok(())))
             && matches!(self.revisions.wait_until_ready().now_or_never(), Some(Ok(())));
@@ -75,13 +75,13 @@ impl Newest {
         Self(newest)
     }
 
-    /// Whether a pod of this `DaemonSet` and revision is outdated. Pods of an unknown `DaemonSet`
-    /// are never outdated.
+    /// Returns whether a pod of this `DaemonSet` and revision is outdated. Pods of an unknown
+    /// `DaemonSet` are never outdated.
     pub(crate) fn is_outdated(&self, set: &str, hash: &str) -> bool {
         self.0.get(set).is_some_and(|(_, newest)| newest != hash)
     }
 
-    /// Whether a pod is outdated.
+    /// Returns whether a pod is outdated.
     pub(crate) fn is_outdated_pod(&self, pod: &AgentPod) -> bool {
         let set = controller(&pod.metadata).map_or("", |owner| &owner.uid);
         self.is_outdated(set, hash(&pod.metadata).unwrap_or_default())
@@ -131,7 +131,8 @@ impl Host {
     }
 }
 
-/// MPS hosts by node. If a node has two hosts and one is being deleted, the map contains the other.
+/// Returns the MPS hosts by node. If a node has two hosts and one is being deleted, the map
+/// contains the other.
 pub(crate) fn by_node<'a>(hosts: &'a Hosts, newest: &Newest) -> BTreeMap<&'a str, Host> {
     let mut found: BTreeMap<&str, Host> = BTreeMap::new();
     for pod in &hosts.pods {

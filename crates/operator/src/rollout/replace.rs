@@ -21,7 +21,7 @@ pub(crate) enum Deleted {
 }
 
 impl Deleted {
-    /// Value of the `result` label in metrics.
+    /// Returns the value of the `result` label in metrics.
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
             Self::Done => "replaced",

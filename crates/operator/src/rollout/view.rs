@@ -57,14 +57,14 @@ impl Mps {
         Self { user, ..found }
     }
 
-    /// Whether a resource is, or may be, a resource of MPS shares on this node.
+    /// Returns whether a resource is, or may be, a resource of MPS shares on this node.
     pub(crate) fn serves(&self, resource: &str) -> bool {
         is_mps(resource) && !self.time_sliced.contains(resource)
     }
 }
 
-/// Time-sliced resources whose names MPS shares could also have. Excludes names that the node uses
-/// for both kinds.
+/// Returns the time-sliced resources whose names MPS shares could also have. Excludes names that
+/// the node uses for both kinds.
 fn time_sliced(object: &GpuNode) -> BTreeSet<String> {
     let partitions = || object.spec.gpus.iter().map(|gpu| &gpu.partition);
     let instances = || partitions().flat_map(|partition| partition.mig.iter().flatten().map(|mig| &mig.partition));
@@ -117,13 +117,13 @@ impl View {
     }
 }
 
-/// Whether a node is unreachable, or an administrator keeps pods away from the node.
+/// Returns whether a node is unreachable, or an administrator keeps pods away from the node.
 pub(crate) fn may_be_down(node: &cleave_plan::snapshot::Node) -> bool {
     node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()))
 }
 
-/// For each node, one pod that uses MPS shares or has a reservation for them, according to the
-/// ledger.
+/// Returns for each node, one pod that uses MPS shares or has a reservation for them, according to
+/// the ledger.
 pub(crate) fn pending_users(ledger: &Ledger, serves: impl Fn(&str, &str) -> bool) -> BTreeMap<&str, String> {
     let mut found: BTreeMap<&str, String> = BTreeMap::new();
     for (pod, claim) in ledger.claims() {

@@ -154,7 +154,7 @@ fn found(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec
     found
 }
 
-/// The condition for these findings. Without findings, the condition is `WithinShare`.
+/// Returns the condition for these findings. Without findings, the condition is `WithinShare`.
 fn condition(findings: &[Found<'_>]) -> PodCondition {
     let within = findings.is_empty();
     let messages: Vec<&str> = findings.iter().map(|(finding, _)| finding.message.as_str()).collect();

@@ -1,4 +1,4 @@
-//! Simulates a cluster. Its nodes apply specs or fail, as the test directs.
+//! Simulates a cluster. The nodes of the cluster apply specs or fail, as the test directs.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -178,12 +178,12 @@ impl TestCluster {
         (plan, outcome)
     }
 
-    /// Names of the nodes that the last pass wrote to.
+    /// Returns the names of the nodes that the last pass wrote to.
     pub(crate) fn written_nodes(&self) -> Vec<&str> {
         self.changes.iter().map(|change| change.node.as_str()).collect()
     }
 
-    /// Applies their specs on all nodes, as agents do.
+    /// Applies each node's spec, as its agent does.
     pub(crate) fn apply_all_specs(&mut self) {
         let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
         names.iter().for_each(|name| self.apply_spec(name));
@@ -294,8 +294,8 @@ impl TestCluster {
         panic!("the cluster does not settle: {:?}", self.changes);
     }
 
-    /// The reason and message of the policy's condition Ready, and the number of slices that its
-    /// GPUs lack.
+    /// Returns the reason and message of the policy's condition Ready, and the number of slices
+    /// that its GPUs lack.
     pub(crate) fn ready_condition(&self, plan: &Plan) -> (String, String, u32) {
         let update = updates(plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH).remove(0);
         let ready = update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().clone();
@@ -371,7 +371,7 @@ pub(crate) fn list_allocations(gpu: &mut GpuStatus, allocations: &[(String, Stri
     }
 }
 
-/// The device ids of a GPU, as (device, resource, id).
+/// Returns the device ids of a GPU, as (device, resource, id).
 fn ids(gpu: &GpuStatus, partition: Option<&Partition>) -> Vec<(String, String, String)> {
     let mut all = Vec::new();
     for slice in &gpu.slices {

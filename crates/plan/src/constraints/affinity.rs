@@ -98,7 +98,7 @@ impl<'a> RequiredDomains<'a> {
         }
     }
 
-    /// The first topology key of the subject's affinity that the node does not have.
+    /// Returns the first topology key of the subject's affinity that the node does not have.
     pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
         self.affinity.iter().map(|term| term.topology_key.as_str()).find(|key| !node.labels.contains_key(*key))
     }
@@ -123,7 +123,8 @@ impl<'a> RequiredDomains<'a> {
     }
 }
 
-/// The topology domain of a node for a term. `None` if the node does not have the topology key.
+/// Returns the topology domain of a node for a term. Returns `None` if the node does not have the
+/// topology key.
 fn domain<'a>(term: &'a PodAffinityTerm, node: &'a Node) -> Option<(&'a str, &'a str)> {
     node.labels.get_key_value(&term.topology_key).map(|(key, value)| (key.as_str(), value.as_str()))
 }

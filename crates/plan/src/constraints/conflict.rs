@@ -41,7 +41,7 @@ pub enum Conflict {
 }
 
 impl Conflict {
-    /// Whether the conflict can end when other pods are created or terminate.
+    /// Returns whether the conflict can end when other pods are created or terminate.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::PodAffinity { .. }

@@ -1,10 +1,11 @@
 //! Decides which nodes a pod may run on, given the pods that are already placed. Applies
 //! kube-scheduler's required rules between pods.
 //!
-//! A [`NodeChecker`] reads the nodes and pods once for one pod, the [`Subject`]. It then decides
-//! for each node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
-//! `PodTopologySpread` (`DoNotSchedule` only), `NodePorts`, and `VolumeBinding` for bound volumes.
-//! [`scheduling`](crate::scheduling) covers node selector, node affinity and taints.
+//! A [`NodeChecker`] reads the nodes and pods once for one pod, the [`Subject`]. The checker then
+//! decides for each node. The checker implements the scheduler's plugins `InterPodAffinity`
+//! (required terms only), `PodTopologySpread` (`DoNotSchedule` only), `NodePorts`, and
+//! `VolumeBinding` for bound volumes. [`scheduling`](crate::scheduling) covers node selector, node
+//! affinity and taints.
 //!
 //! # Cost
 //!
@@ -48,8 +49,8 @@ impl<'a> NodeChecker<'a> {
     /// subject.
     ///
     /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
-    /// - `all` are all pods on these nodes except the subject. They are read only if the subject
-    ///   has affinity, anti-affinity or spread constraints.
+    /// - `all` are all pods on these nodes except the subject. These pods are read only if the
+    ///   subject has affinity, anti-affinity or spread constraints.
     /// - `repelling` are the pods in `all` whose rules [repel](Rules::repels). Other pods have no
     ///   effect.
     /// - `namespaces` returns the labels of a namespace. If the labels are unknown, a namespace

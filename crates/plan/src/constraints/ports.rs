@@ -33,7 +33,8 @@ impl<'a> PortConflicts<'a> {
         }
     }
 
-    /// A port of the subject that another pod uses on the node. `None` if no ports conflict.
+    /// Returns a port of the subject that another pod uses on the node. Returns `None` if no ports
+    /// conflict.
     pub(super) fn on(&self, node: &str) -> Option<u16> {
         self.nodes.get(node).copied()
     }

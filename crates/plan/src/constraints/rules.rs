@@ -19,19 +19,19 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Whether the pod has no rules about other pods.
+    /// Returns whether the pod has no rules about other pods.
     pub fn is_empty(&self) -> bool {
         let Self { affinity, anti_affinity, spread, ports } = self;
         affinity.is_empty() && anti_affinity.is_empty() && spread.is_empty() && ports.is_empty()
     }
 
-    /// Whether a pod with these rules can keep other pods off nodes. Such a pod must be passed to
-    /// [`NodeChecker::new`](super::NodeChecker::new) in `repelling`.
+    /// Returns whether a pod with these rules can keep other pods off nodes. Such a pod must be
+    /// passed to [`NodeChecker::new`](super::NodeChecker::new) in `repelling`.
     pub fn repels(&self) -> bool {
         !self.anti_affinity.is_empty() || !self.ports.is_empty()
     }
 
-    /// Whether the rules exceed [`MAX_REQUIREMENTS`].
+    /// Returns whether the rules exceed [`MAX_REQUIREMENTS`].
     pub fn are_too_many(&self) -> bool {
         let terms = self.affinity.iter().chain(&self.anti_affinity).map(PodAffinityTerm::weight);
         let spread = self.spread.iter().filter(|one| one.is_hard()).map(SpreadConstraint::weight);
@@ -69,8 +69,8 @@ pub(super) enum Match {
 }
 
 impl PodAffinityTerm {
-    /// Whether the term selects a pod with these labels. `own` is the namespace of the pod that has
-    /// the term.
+    /// Returns whether the term selects a pod with these labels. `own` is the namespace of the pod
+    /// that has the term.
     pub(super) fn selects<'n>(
         &self,
         own: &str,
@@ -97,14 +97,14 @@ impl PodAffinityTerm {
         }
     }
 
-    /// Whether the term may select a pod of `namespace` with these labels. `own` is the namespace
-    /// of the pod that has the term. The namespace's labels are not read: if the result depends on
-    /// them, it is true.
+    /// Returns whether the term may select a pod of `namespace` with these labels. `own` is the
+    /// namespace of the pod that has the term. The namespace's labels are not read: if the result
+    /// depends on them, it is true.
     pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
         self.selects(own, labels, namespace, &|_| None) != Match::No
     }
 
-    /// Maximum number of comparisons that [`Self::selects`] makes.
+    /// Returns the maximum number of comparisons that [`Self::selects`] makes.
     pub(super) fn weight(&self) -> usize {
         let selectors = self.label_selector.iter().chain(&self.namespace_selector);
         1 + self.namespaces.len() + selectors.map(LabelSelector::weight).sum::<usize>()
@@ -164,12 +164,12 @@ pub enum NodePolicy {
 }
 
 impl SpreadConstraint {
-    /// Whether the constraint can refuse a node.
+    /// Returns whether the constraint can refuse a node.
     pub fn is_hard(&self) -> bool {
         self.when_unsatisfiable == WhenUnsatisfiable::DoNotSchedule
     }
 
-    /// Maximum number of comparisons for deciding whether a pod is selected.
+    /// Returns the maximum number of comparisons for deciding whether a pod is selected.
     pub(super) fn weight(&self) -> usize {
         1 + self.match_label_keys.len() + self.label_selector.as_ref().map_or(0, LabelSelector::weight)
     }
@@ -200,8 +200,8 @@ pub struct HostPort {
 const EVERY_ADDRESS: &str = "0.0.0.0";
 
 impl HostPort {
-    /// Whether both ports are bound to the same address. Two ports conflict if this is true and
-    /// their [sockets](Self::socket) are equal.
+    /// Returns whether both ports are bound to the same address. Two ports conflict if this is true
+    /// and their [sockets](Self::socket) are equal.
     pub(super) fn shares_address_with(&self, other: &Self) -> bool {
         let every = self.address() == EVERY_ADDRESS || other.address() == EVERY_ADDRESS;
         every || self.address() == other.address()
@@ -211,7 +211,7 @@ impl HostPort {
         if self.ip.is_empty() { EVERY_ADDRESS } else { &self.ip }
     }
 
-    /// Protocol and port.
+    /// Returns the protocol and port.
     pub(super) fn socket(&self) -> (&str, u16) {
         (if self.protocol.is_empty() { "TCP" } else { &self.protocol }, self.port)
     }

@@ -31,7 +31,7 @@ pub struct LabelSelector {
 }
 
 impl LabelSelector {
-    /// Whether the labels meet every requirement.
+    /// Returns whether the labels meet every requirement.
     pub fn matches(&self, labels: &Labels) -> bool {
         let holds = |requirement: &Requirement| {
             let known = !matches!(requirement.operator, Operator::Gt | Operator::Lt | Operator::Unknown);
@@ -41,13 +41,13 @@ impl LabelSelector {
             && self.match_expressions.iter().all(holds)
     }
 
-    /// Whether the selector has no requirements.
+    /// Returns whether the selector has no requirements.
     pub(super) fn is_empty(&self) -> bool {
         self.match_labels.is_empty() && self.match_expressions.is_empty()
     }
 
-    /// Maximum number of comparisons that [`Self::matches`] makes. Counting stops soon after
-    /// [`MAX_REQUIREMENTS`].
+    /// Returns the maximum number of comparisons that [`Self::matches`] makes. Counting stops soon
+    /// after [`MAX_REQUIREMENTS`].
     pub(super) fn weight(&self) -> usize {
         let expressions = self.match_expressions.iter().take(MAX_REQUIREMENTS + 1);
         self.match_labels.len() + expressions.map(|one| 1 + one.values.len()).sum::<usize>()

@@ -28,7 +28,8 @@ impl DomainCounts<'_> {
             && self.common.iter().all(|(key, value)| labels.get(*key) == Some(*value))
     }
 
-    /// Whether the selector has no requirements. kube-scheduler counts no pods for such a selector.
+    /// Returns whether the selector has no requirements. kube-scheduler counts no pods for such a
+    /// selector.
     fn counts_nothing(&self) -> bool {
         self.common.is_empty() && self.constraint.label_selector.as_ref().is_none_or(LabelSelector::is_empty)
     }
@@ -112,7 +113,7 @@ impl<'a> Spread<'a> {
         }
     }
 
-    /// The first topology key of the constraints that the node does not have.
+    /// Returns the first topology key of the constraints that the node does not have.
     pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
         let mut keys = self.counts.iter().map(|count| count.constraint.topology_key.as_str());
         keys.find(|key| !node.labels.contains_key(*key))
@@ -140,7 +141,8 @@ pub(super) struct Eligible<'a> {
 }
 
 impl<'a> Eligible<'a> {
-    /// The node's domain for a constraint. `None` if the constraint's policies ignore the node.
+    /// Returns the node's domain for a constraint. Returns `None` if the constraint's policies
+    /// ignore the node.
     fn domain(&self, constraint: &SpreadConstraint) -> Option<&'a str> {
         let exclusion = constraint.honors_affinity() && !self.selected || constraint.honors_taints() && !self.tolerated;
         self.node.labels.get(&constraint.topology_key).filter(|_| !exclusion).map(String::as_str)

@@ -71,8 +71,8 @@ pub enum NoFit {
 }
 
 impl NoFit {
-    /// Whether the reason can end when pods terminate. Otherwise only another node or another
-    /// policy helps.
+    /// Returns whether the reason can end when pods terminate. If the reason cannot end, only
+    /// another node or another policy helps.
     pub fn may_pass(&self) -> bool {
         matches!(self, Self::NotFree { .. } | Self::TooFewFree { .. } | Self::NotFreeTogether)
     }
@@ -95,7 +95,7 @@ pub(super) fn requested_units(device_requests: &[DeviceRequest]) -> RequestedUni
 pub(super) type NodeRank = (f64, u32);
 
 impl Node {
-    /// How good the best placement of all requests is. The result equals the result of
+    /// Returns how good the best placement of all requests is. The result equals the result of
     /// [`Node::fit`]. For one request, this function is faster, because it is called for every
     /// node.
     pub(super) fn rank_node<S: Score>(&self, wanted: &RequestedUnits<'_>, score: &S) -> Result<NodeRank, NoFit> {
@@ -172,7 +172,7 @@ impl Candidate {
     }
 }
 
-/// Devices with at least `size` free units, best first.
+/// Returns the devices with at least `size` free units, best first.
 fn candidates<S: Score>(model: &str, stocks: &UnitsByDevice, size: u32, free: &[u32], score: &S) -> Vec<Candidate> {
     let mut candidates = Vec::with_capacity(free.len());
     for_each_device(model, stocks, size, free, score, |candidate| candidates.push(candidate));
@@ -207,8 +207,8 @@ fn for_each_device<S: Score>(
     }
 }
 
-/// Why these units do not fit on a node's devices. The reason is about the largest size that does
-/// not fit.
+/// Returns why these units do not fit on a node's devices. The reason is about the largest size
+/// that does not fit.
 fn no_fit(resource: &str, units: &[Units], stocks: &UnitsByDevice) -> NoFit {
     let resource = resource.to_owned();
     let Some(&requested) = units.iter().max() else { return NoFit::NoNode };

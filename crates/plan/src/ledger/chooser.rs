@@ -57,7 +57,7 @@ impl Siblings {
         devices.into_iter().for_each(|device| *on_devices.entry(device.to_owned()).or_default() += 1);
     }
 
-    /// Whether a node runs no replica.
+    /// Returns whether a node runs no replica.
     pub fn lacks(&self, node: &str) -> bool {
         !self.0.contains_key(node)
     }
@@ -163,7 +163,7 @@ impl<S: Score + Default> Chooser<S> {
 }
 
 impl<S: Score> Chooser<S> {
-    /// The score for devices of this capacity.
+    /// Returns the score for devices of this capacity.
     pub fn score(&self, resource: &str, capacity: u32) -> Option<&S> {
         Some(self.tables.get(resource)?.get(&capacity)?.placer.score())
     }
@@ -175,8 +175,8 @@ impl<S: Score> Chooser<S> {
         }
     }
 
-    /// The nodes and devices that fit the requests, best first. Of pods with several requests, only
-    /// those for whole devices have candidates.
+    /// Returns the nodes and devices that fit the requests, best first. Of pods with several
+    /// requests, only those for whole devices have candidates.
     pub(super) fn candidates(
         &mut self,
         device_requests: &[DeviceRequest],
@@ -203,11 +203,13 @@ impl<S: Score> Chooser<S> {
 }
 
 impl Chooser<Learned> {
-    /// Counts an arrived pod. `models` are the GPU models that the pod can run on; empty means any.
+    /// Counts an arrived pod. `models` are the GPU models that the pod can run on. No models means
+    /// any model.
     pub fn count(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
         let Some((resource, demand)) = demand(device_requests, cpu, models) else { return };
         if !self.tables.contains_key(resource) && !self.learners.contains_key(resource) {
-            // No node offers the resource. Its pods say nothing about the GPUs that exist.
+            // No node offers the resource. Pods that request the resource say nothing about the
+            // GPUs that exist.
             return;
         }
         if self.learners.len() < MAX_LEARNED || self.learners.contains_key(resource) {
@@ -278,7 +280,7 @@ impl<S: Score> Table<S> {
         }
     }
 
-    /// The candidates for a pod, best first, with the names of node and devices.
+    /// Returns the candidates for a pod, best first, with the names of node and devices.
     fn candidates(
         &mut self,
         demand: Demand,
@@ -302,14 +304,15 @@ impl<S: Score> Table<S> {
     }
 }
 
-/// The resource, units and number of requests that are all equal. `None` for other requests.
+/// Returns the resource, units and number of requests that are all equal. Returns `None` for other
+/// requests.
 fn uniform(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)> {
     let (first, others) = device_requests.split_first()?;
     let count = u32::try_from(device_requests.len()).ok()?;
     others.iter().all(|ask| ask == first).then(|| (first.resource.as_str(), first.units.get(), count))
 }
 
-/// The requests in the form that is learned, with units in `per_gpu`.
+/// Returns the requests in the form that is learned, with units in `per_gpu`.
 fn demand(device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) -> Option<(&str, Demand)> {
     let (resource, per_gpu, gpus) = uniform(device_requests)?;
     Some((resource, Demand { cpu, gpus, per_gpu, models }))

@@ -7,9 +7,10 @@ use super::request::{DeviceRequest, Units};
 /// When a container runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Runs to completion before later containers. Its units are reused for later containers.
+    /// Runs to completion before later containers. The container's units are reused for later
+    /// containers.
     Init,
-    /// An init container with `restartPolicy: Always`. Its units are not reused.
+    /// An init container with `restartPolicy: Always`. The container's units are not reused.
     Sidecar,
     /// An ordinary container.
     Main,
@@ -48,8 +49,8 @@ pub struct Part {
     pub needed: Units,
 }
 
-/// The requests of a pod: one request for each part that must be on one device. Pass containers in
-/// the kubelet's order: init containers and sidecars as written, then the others.
+/// Returns the requests of a pod: one request for each part that must be on one device. Pass
+/// containers in the kubelet's order: init containers and sidecars as written, then the others.
 ///
 /// A container first uses the units of completed init containers, and all units of one container
 /// are on one device. So an init container of 2 and a container of 5 are one request of 5. An init
@@ -64,7 +65,7 @@ pub fn device_requests(containers: &[Container]) -> Vec<DeviceRequest> {
         .collect()
 }
 
-/// The request that the units of each container belong to, in the order of the containers.
+/// Returns the request that the units of each container belong to, in the order of the containers.
 pub fn parts(containers: &[Container]) -> Vec<Part> {
     let mut found = Vec::new();
     let groups = groups(containers, |container, resource, group, needed| {

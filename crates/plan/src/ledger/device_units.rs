@@ -39,17 +39,17 @@ impl DeviceUnits {
         self.used
     }
 
-    /// Units that are neither used nor reserved.
+    /// Returns the units that are neither used nor reserved.
     pub(super) fn free(&self) -> u32 {
         self.free
     }
 
-    /// Units that are reserved.
+    /// Returns the units that are reserved.
     pub(super) fn reserved(&self) -> u32 {
         self.reserved.iter().fold(0, |sum, (units, count)| units.get().saturating_mul(*count).saturating_add(sum))
     }
 
-    /// The sizes of the reservations, smallest first.
+    /// Returns the sizes of the reservations, smallest first.
     pub(super) fn reservations(&self) -> impl Iterator<Item = Units> {
         self.reserved.iter().flat_map(|(units, count)| std::iter::repeat_n(*units, *count as usize))
     }

@@ -16,7 +16,7 @@ pub struct Claim {
     pub place: Place,
     /// The reservations in the pod's annotation, by node. Agents follow them when they allocate.
     /// After a swap, these are the reservations of the pod that swapped its units with this pod.
-    /// Empty for a pod that bypassed the gate.
+    /// The list is empty for a pod that bypassed the gate.
     pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 

@@ -11,12 +11,12 @@ pub struct Fit {
 }
 
 impl Fit {
-    /// Name of the node.
+    /// Returns the name of the node.
     pub fn node(&self) -> &str {
         &self.node
     }
 
-    /// The units of each device that the pod would use, one entry for each request.
+    /// Returns the units of each device that the pod would use, one entry for each request.
     pub fn reservations(&self) -> &[Reservation] {
         &self.takes
     }
@@ -32,7 +32,7 @@ pub struct Fits {
 }
 
 impl Fits {
-    /// The placements, one for each node.
+    /// Returns the placements, one for each node.
     pub fn iter(&self) -> impl Iterator<Item = &Fit> {
         self.places.iter()
     }

@@ -16,7 +16,7 @@ pub(super) struct NodeClaim<'a> {
     allocated: &'a [Allocation],
 }
 
-/// The claims of these pods on a node, one claim for each pod.
+/// Returns the claims of these pods on a node, one claim for each pod.
 pub(super) fn claimed<'a>(
     claims: &'a BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
@@ -105,8 +105,8 @@ pub(super) fn set_reservations(
     }
 }
 
-/// Reservations for all missing units of the claims, regardless of the annotated reservations.
-/// `None` if the reservations do not fit together.
+/// Returns the reservations for all missing units of the claims, regardless of the annotated
+/// reservations. Returns `None` if the reservations do not fit together.
 pub(super) fn new_reservations(
     stocks: &BTreeMap<String, UnitsByDevice>,
     claimed: &[NodeClaim<'_>],
@@ -218,7 +218,7 @@ fn place(stocks: &mut UnitsByDevice, started_on: &[bool], sizes: &[Units]) -> Ve
 /// Units that a pod still needs, and the device on which a part of the request is allocated.
 type Missing<'a> = (Units, Option<&'a str>);
 
-/// Units that a pod still needs, by resource.
+/// Returns the units that a pod still needs, by resource.
 ///
 /// Each allocation satisfies a request of its size, if the pod has one. Otherwise the allocation
 /// satisfies a part of the smallest larger request, because several containers can share one

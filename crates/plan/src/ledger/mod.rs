@@ -192,7 +192,7 @@ impl Ledger {
         (!places.is_empty()).then(|| Fits { device_requests: device_requests.to_vec(), places, priority })
     }
 
-    /// The node and the devices that a pod uses, or that are reserved for it.
+    /// Returns the node and the devices that a pod uses, or that are reserved for it.
     pub fn devices_of(&self, pod: &str) -> impl Iterator<Item = (&str, Vec<&str>)> {
         let claim = self.claims.get(pod);
         let nodes = claim.into_iter().flat_map(|claim| claim.place.nodes().into_iter().map(move |node| (claim, node)));
@@ -277,9 +277,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// Records that a pod was bound to a node. Its reservations on other nodes end, and its
-    /// reservations on the node are kept. A pod that bypassed the gate receives a claim, and a
-    /// reservation if it fits.
+    /// Records that a pod was bound to a node. The pod's reservations on other nodes end, and the
+    /// pod's reservations on the node are kept. A pod that bypassed the gate receives a claim, and
+    /// a reservation if it fits.
     pub fn bind(&mut self, pod: &str, node: &str, device_requests: &[DeviceRequest]) {
         let place = Place::Bound(node.to_owned());
         if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.device_requests == device_requests) {
@@ -315,26 +315,27 @@ impl Ledger {
         Some(claim)
     }
 
-    /// Pods that are not bound and whose claims have expired.
+    /// Returns the pods that are not bound and whose claims have expired.
     pub fn overdue(&self, now: Moment) -> Vec<String> {
         let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
         self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
     }
 
-    /// Extends the claim of a pod that is not bound. Its reservations are kept, so no other pod can
-    /// use the units.
+    /// Extends the claim of a pod that is not bound. The claim's reservations are kept, so no other
+    /// pod can use the units.
     pub fn extend(&mut self, pod: &str, until: Moment) {
         if let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.claims.get_mut(pod) {
             *expires = until;
         }
     }
 
-    /// The claim of a pod.
+    /// Returns the claim of a pod.
     pub fn claim(&self, pod: &str) -> Option<&Claim> {
         self.claims.get(pod)
     }
 
-    /// Whether the pod is bound and the kubelet has not allocated all units that it requests.
+    /// Returns whether the pod is bound and the kubelet has not allocated all units that it
+    /// requests.
     pub fn awaits_allocation(&self, pod: &str) -> bool {
         let Some(Claim { device_requests, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
         let allocated =
@@ -342,17 +343,17 @@ impl Ledger {
         missing_units(device_requests, allocated).values().any(|missing| !missing.is_empty())
     }
 
-    /// All claims.
+    /// Returns all claims.
     pub fn claims(&self) -> &BTreeMap<String, Claim> {
         &self.claims
     }
 
-    /// Names of the known nodes.
+    /// Returns the names of the known nodes.
     pub fn nodes(&self) -> impl Iterator<Item = &str> {
         self.nodes.keys().map(String::as_str)
     }
 
-    /// Reservations on a node, by resource, device and size.
+    /// Returns the reservations on a node, by resource, device and size.
     pub fn reservations(&self, node: &str) -> Vec<Reservation> {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
@@ -363,7 +364,7 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
     }
 
-    /// Capacity, use and reservations of a node's devices, for reports.
+    /// Returns the capacity, use and reservations of a node's devices, for reports.
     pub fn devices(&self, node: &str) -> Vec<DeviceUsage> {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
@@ -372,7 +373,7 @@ impl Ledger {
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
-    /// the node. They free units of devices and what the node is missing
+    /// the node. Victims free units of devices and what the node is missing
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
     /// other pods of the same or higher priority remain nominated. A node that is short of a
     /// requested resource is excluded. What terminating pods use counts as free, so no pod is
@@ -427,13 +428,13 @@ impl Ledger {
         self.nominations.remove(pod)
     }
 
-    /// All nominations, by pod.
+    /// Returns all nominations, by pod.
     pub fn nominations(&self) -> &BTreeMap<String, Nomination> {
         &self.nominations
     }
 
-    /// Nominated units by node, for pods of this priority or a higher priority. Excludes the
-    /// nomination of `pod`.
+    /// Returns the nominated units by node, for pods of this priority or a higher priority.
+    /// Excludes the nomination of `pod`.
     fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
         let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
         for (of, nomination) in &self.nominations {

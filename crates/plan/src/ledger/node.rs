@@ -77,7 +77,7 @@ impl Node {
         })
     }
 
-    /// Capacity, use and reservations of each device and resource.
+    /// Returns the capacity, use and reservations of each device and resource.
     pub(super) fn devices(&self) -> impl Iterator<Item = DeviceUsage> {
         self.stocks.iter().flat_map(|(resource, stocks)| {
             stocks.iter().map(move |(device, stock)| DeviceUsage {
@@ -91,8 +91,8 @@ impl Node {
         })
     }
 
-    /// The node without the nominated units, as other pods may use it. Nominated units count as
-    /// reserved.
+    /// Returns the node without the nominated units, as other pods may use it. Nominated units
+    /// count as reserved.
     pub(super) fn without_nominated(&self, nominated: &Nominated) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 /// bounds the time for a pod with many containers of different sizes on a nearly full node.
 const MAX_STATES: usize = 20_000;
 
-/// Index of a device for each size. `None` if the sizes do not fit at the same time.
+/// Returns the index of a device for each size. Returns `None` if the sizes do not fit at the same
+/// time.
 ///
 /// `order` returns the devices to try for a size, given the free units, best first. Devices that
 /// `order` omits are not tried. The first assignment found is returned, so for one size it is the
@@ -70,7 +71,7 @@ impl Search<'_> {
     }
 }
 
-/// Devices with enough free units, in ascending order of free units.
+/// Returns the devices with enough free units, in ascending order of free units.
 pub(super) fn tightest(size: u32, free: &[u32]) -> Vec<usize> {
     let mut devices: Vec<usize> = (0..free.len()).filter(|&device| free[device] >= size).collect();
     devices.sort_by_key(|&device| (free[device], device));

@@ -5,8 +5,8 @@
 //! place the requests on devices is considered separately. A pod is preempted only if it frees
 //! units on a chosen device.
 //!
-//! The units are then [nominated](super::Ledger::nominate). Until they are reserved for the pod,
-//! pods of the same or lower priority do not see them as free.
+//! The units are then [nominated](super::Ledger::nominate). Until the units are reserved for the
+//! pod, pods of the same or lower priority do not see these units as free.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -47,7 +47,8 @@ pub struct Holder<'a> {
     /// The disruption budget that limits evictions of the pod, as an index of
     /// [`Holders::budgets`]. `None` if no budget limits them.
     pub budget: Option<usize>,
-    /// Whether the pod is terminating. Its units become free without preemption.
+    /// Whether the pod is terminating. The units of a terminating pod become free without
+    /// preemption.
     pub ending: bool,
     /// The pod's requests for CPU, memory and other resources of the node, which become free with
     /// the pod. `None` if they are free already.
@@ -64,8 +65,8 @@ pub struct Holders<'a> {
 }
 
 impl Holders<'_> {
-    /// Records that these pods are being evicted. They count as terminating, and their budgets
-    /// allow fewer evictions.
+    /// Records that these pods are being evicted. The pods count as terminating, and the pods'
+    /// budgets allow fewer evictions.
     pub fn evict<'v>(&mut self, victims: impl IntoIterator<Item = &'v String>) {
         for victim in victims {
             let Some(holder) = self.pods.get_mut(victim).filter(|holder| !holder.ending) else { continue };
@@ -83,8 +84,8 @@ pub struct PreemptionNode<'a> {
     /// Name of the node.
     pub name: &'a str,
     /// CPU, memory and other resources of the node that must become free before the pod fits, in
-    /// thousandths. Pod slots are the resource `pods`. Empty if the node has enough of everything
-    /// but units of devices.
+    /// thousandths. Pod slots are the resource `pods`. The map is empty if the node has enough of
+    /// everything but units of devices.
     pub missing: BTreeMap<&'a str, u128>,
 }
 
@@ -101,7 +102,8 @@ pub struct Preemption {
     pub node: String,
     /// The units of each device that the pod would use, one entry for each request.
     pub takes: Vec<Reservation>,
-    /// Names of the pods to preempt. Empty if free units and the units of terminating pods suffice.
+    /// Names of the pods to preempt. The list is empty if free units and the units of terminating
+    /// pods suffice.
     pub victims: Vec<String>,
 }
 
@@ -128,8 +130,8 @@ pub(super) struct SearchedNode<'a> {
     pub(super) nominated: Option<&'a Nominated>,
 }
 
-/// The cheapest preemption on these nodes. `None` if no preemption helps. Among equal preemptions,
-/// the preemption on the first node.
+/// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
+/// equal preemptions, the preemption on the first node.
 pub(super) fn cheapest<'a>(
     pending: PendingPod<'_>,
     nodes: impl Iterator<Item = SearchedNode<'a>>,
@@ -155,7 +157,7 @@ pub(super) fn cheapest<'a>(
 /// resource of the node such as CPU.
 struct Slot<'a> {
     resource: &'a str,
-    /// UUID of the device. Empty for a resource of the node.
+    /// UUID of the device. The UUID is empty for a resource of the node.
     device: &'a str,
     /// Amount that is free if all candidates are preempted. For a resource of the node, minus the
     /// amount that the pending pod needs. Negative if more is needed or reserved than exists.
@@ -234,7 +236,7 @@ impl<'a> NodeView<'a> {
         Self { slots, device_slots, candidates, budgets: &holders.budgets, device_requests }
     }
 
-    /// All ways to place the requests: their costs, the units used, and the victims.
+    /// Returns all ways to place the requests: their costs, the units used, and the victims.
     fn placements(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
         self.assignments().into_iter().filter_map(|slots| {
             let victims = self.victims(&slots)?;
@@ -255,9 +257,9 @@ impl<'a> NodeView<'a> {
         })
     }
 
-    /// All ways to place the requests on slots if all candidates were preempted, up to a limit. A
-    /// way is a slot for each request, in the order of `device_requests`. Ways that differ only in
-    /// the order of equal requests count as one.
+    /// Returns all ways to place the requests on slots if all candidates were preempted, up to a
+    /// limit. A way is a slot for each request, in the order of `device_requests`. Ways that differ
+    /// only in the order of equal requests count as one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
         // Find one way first, because the search below can reach its limit without finding any.
@@ -306,7 +308,7 @@ impl<'a> NodeView<'a> {
         }
     }
 
-    /// One way to place all requests if all candidates were preempted.
+    /// Returns one way to place all requests if all candidates were preempted.
     fn packed(&self) -> Option<Vec<usize>> {
         let mut chosen = Vec::with_capacity(self.device_requests.len());
         for device_requests in self.device_requests.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
@@ -325,8 +327,8 @@ impl<'a> NodeView<'a> {
         Some(chosen)
     }
 
-    /// The victims of one way to place the requests. `None` if disruption budgets do not allow
-    /// enough evictions.
+    /// Returns the victims of one way to place the requests. Returns `None` if disruption budgets
+    /// do not allow enough evictions.
     fn victims(&self, slots: &[usize]) -> Option<Vec<&Candidate<'a>>> {
         let missing = self.slots.iter().enumerate().skip(self.device_slots);
         let mut spare: Spare = missing.map(|(index, slot)| (index, slot.most)).collect();
@@ -334,17 +336,17 @@ impl<'a> NodeView<'a> {
             let most = self.slots.get(slot).map_or(0, |slot| slot.most);
             *spare.entry(slot).or_insert(most) -= i128::from(request.units.get());
         }
-        // Prefer to evict the least important pods of a budget. If they free too little, evict the
-        // pods of the budget that free the most.
+        // Prefer to evict the least important pods of a budget. If these pods free too little,
+        // evict the pods of the budget that free the most.
         self.keep_others(spare.clone(), &self.evictable(|_| 0)).or_else(|| {
             let needed = self.needed(&spare);
             self.keep_others(spare, &self.evictable(|candidate| candidate.share_of(&needed)))
         })
     }
 
-    /// Which candidates may be evicted together. If a disruption budget allows fewer evictions than
-    /// it has candidates, those that help most may be evicted. Among equal ones, the least
-    /// important may be evicted.
+    /// Returns which candidates may be evicted together. If a disruption budget allows fewer
+    /// evictions than it has candidates, those that help most may be evicted. Among equal ones, the
+    /// least important may be evicted.
     fn evictable(&self, help: impl Fn(&Candidate<'a>) -> i128) -> Vec<bool> {
         let mut evictable = vec![true; self.candidates.len()];
         let mut limited: Vec<(usize, &Candidate<'a>, usize)> = Vec::new();
@@ -361,7 +363,7 @@ impl<'a> NodeView<'a> {
         evictable
     }
 
-    /// The amount that candidates must free of each slot.
+    /// Returns the amount that candidates must free of each slot.
     fn needed(&self, spare: &Spare) -> Spare {
         let of = |slot: usize| {
             let frees = self.candidates.iter().flat_map(|candidate| &candidate.frees);
@@ -370,8 +372,8 @@ impl<'a> NodeView<'a> {
         spare.iter().map(|(&slot, spare)| (slot, of(slot) - spare)).filter(|(_, needed)| *needed > 0).collect()
     }
 
-    /// The candidates to evict. Keeps the candidates that are not evictable, and then each
-    /// candidate, in order, if the pending pod still fits. `None` if the pod does not fit.
+    /// Returns the candidates to evict. Keeps the candidates that are not evictable, and then each
+    /// candidate, in order, if the pending pod still fits. Returns `None` if the pod does not fit.
     fn keep_others(&self, mut spare: Spare, evictable: &[bool]) -> Option<Vec<&Candidate<'a>>> {
         let candidates = || self.candidates.iter().zip(evictable);
         for (candidate, _) in candidates().filter(|(_, evictable)| !**evictable) {
@@ -404,7 +406,7 @@ impl Candidate<'_> {
         }
     }
 
-    /// The sum of the parts of each needed amount that the pod frees, in millionths.
+    /// Returns the sum of the parts of each needed amount that the pod frees, in millionths.
     fn share_of(&self, needed: &Spare) -> i128 {
         let part = |(slot, amount): &(usize, i128)| {
             needed.get(slot).map(|needed| amount.min(needed).saturating_mul(1_000_000) / needed)
@@ -413,14 +415,15 @@ impl Candidate<'_> {
     }
 }
 
-/// Amount of a node's resource that a pod frees, in thousandths. `None` if it frees nothing.
+/// Returns the amount of a node's resource that a pod frees, in thousandths. Returns `None` if it
+/// frees nothing.
 fn freed(holder: &Holder<'_>, resource: &str) -> Option<i128> {
     let requests = holder.requests?;
     let amount = if resource == PODS { Some(1000) } else { requests.get(resource).and_then(Quantity::milli) };
     amount.filter(|amount| *amount > 0).map(i128::from)
 }
 
-/// Free units. Negative if more units are reserved than exist.
+/// Returns the free units. The result is negative if more units are reserved than exist.
 fn free_units(stock: &DeviceUnits) -> i128 {
     i128::from(stock.capacity()) - i128::from(stock.used()) - i128::from(stock.reserved())
 }

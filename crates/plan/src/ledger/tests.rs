@@ -15,8 +15,8 @@ fn device_requests(sizes: &[u32]) -> Vec<DeviceRequest> {
     sizes.iter().map(|&size| DeviceRequest { resource: MPS_RESOURCE.to_owned(), units: units(size) }).collect()
 }
 
-/// A node with devices `a`, `b` and so on, of ten units each. `used` is the number of used units of
-/// each device.
+/// Returns a node with devices `a`, `b` and so on, of ten units each. `used` is the number of used
+/// units of each device.
 fn node(used: &[u32], allocated: &[(&str, &str, u32)]) -> NodeFacts {
     let name = |index: usize| char::from(b'a' + u8::try_from(index).unwrap()).to_string();
     NodeFacts {

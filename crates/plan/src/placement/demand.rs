@@ -10,12 +10,12 @@ pub struct Demand {
     pub gpus: u32,
     /// Thousandths of each GPU.
     pub per_gpu: u32,
-    /// Models that the pod can run on, sorted. Empty means any model.
+    /// Models that the pod can run on, sorted. An empty list means any model.
     pub models: Vec<String>,
 }
 
 impl Demand {
-    /// Sum of the pod's requests on all its GPUs, in thousandths.
+    /// Returns the sum of the pod's requests on all its GPUs, in thousandths.
     pub fn total(&self) -> u32 {
         self.gpus * self.per_gpu
     }
@@ -30,14 +30,14 @@ pub struct TypicalPod {
     pub gpus: u32,
     /// Thousandths of each GPU.
     pub per_gpu: u32,
-    /// Models that the pod can run on. Empty means any model.
+    /// Models that the pod can run on. An empty list means any model.
     pub models: Vec<String>,
     /// Frequency from 0 to 1.
     pub weight: f64,
 }
 
 impl TypicalPod {
-    /// Sum of the pod's requests on all its GPUs, in thousandths.
+    /// Returns the sum of the pod's requests on all its GPUs, in thousandths.
     pub fn total(&self) -> f64 {
         f64::from(self.gpus) * f64::from(self.per_gpu)
     }
@@ -86,8 +86,8 @@ impl Observed {
             self.total = self.kinds.values().sum();
         }
         if self.next > 1e12 {
-            // Weights are relative. Scale them down before they lose precision, and drop kinds with
-            // negligible weight.
+            // Weights are relative. Scale weights down before they lose precision, and drop kinds
+            // with negligible weight.
             self.kinds.values_mut().for_each(|weight| *weight /= 1e12);
             self.kinds.retain(|_, weight| *weight > 1e-9);
             self.total = self.kinds.values().sum();
@@ -95,7 +95,7 @@ impl Observed {
         }
     }
 
-    /// All kinds with their weights, the most frequent first.
+    /// Returns all kinds with their weights, the most frequent first.
     pub fn by_weight(&self) -> Vec<(&Demand, f64)> {
         let mut kinds: Vec<(&Demand, f64)> = self.kinds.iter().map(|(kind, weight)| (kind, *weight)).collect();
         // The sort is stable: kinds with equal weights keep their order.
@@ -103,7 +103,7 @@ impl Observed {
         kinds
     }
 
-    /// The most frequent kinds that cover 95 % of the pods.
+    /// Returns the most frequent kinds that cover 95 % of the pods.
     pub fn typical(&self) -> Vec<TypicalPod> {
         let kinds = self.by_weight();
         let mut sum = 0.0;

@@ -41,8 +41,8 @@ impl Score for Learned {
 
 /// Counts the pods that request one resource, and learns the score from them.
 ///
-/// Requests are counted in units of the resource. They are converted to thousandths of a GPU only
-/// for the GPUs that the score is for, because GPUs can have different numbers of units.
+/// Requests are counted in units of the resource. Requests are converted to thousandths of a GPU
+/// only for the GPUs that the score is for, because GPUs can have different numbers of units.
 #[derive(Debug, Clone)]
 pub struct Learner {
     observed: Observed,
@@ -59,18 +59,18 @@ impl Default for Learner {
 }
 
 impl Learner {
-    /// Counts a pod. Its `per_gpu` is a number of units.
+    /// Counts a pod. The pod's `per_gpu` is a number of units.
     pub fn add(&mut self, units: &Demand) {
         self.observed.add(units);
         self.pods += 1;
     }
 
-    /// Whether enough pods were counted to learn a score at all.
+    /// Returns whether enough pods were counted to learn a score at all.
     pub fn knows_enough(&self) -> bool {
         self.pods >= MIN_PODS
     }
 
-    /// Whether enough pods arrived since the last update of the score.
+    /// Returns whether enough pods arrived since the last update of the score.
     pub fn is_due(&self) -> bool {
         let interval = (self.learned_at / 8).clamp(MIN_PODS, MAX_INTERVAL);
         self.knows_enough() && self.pods - self.learned_at >= interval
@@ -81,8 +81,8 @@ impl Learner {
         self.learned_at = self.pods;
     }
 
-    /// The most frequent requests for GPUs of `capacity` units. Their ranks can be computed before
-    /// the next such pod arrives.
+    /// Returns the most frequent requests for GPUs of `capacity` units. The ranks of these requests
+    /// can be computed before the next such pod arrives.
     pub fn frequent(&self, capacity: u32) -> impl Iterator<Item = Demand> {
         let fits = move |kind: &&Demand| {
             if kind.gpus == 1 { kind.per_gpu <= capacity } else { kind.per_gpu == capacity }
@@ -95,8 +95,8 @@ impl Learner {
         })
     }
 
-    /// The score for GPUs of `capacity` units on these nodes. `waiting` are the requests of pending
-    /// pods, in units. Takes milliseconds.
+    /// Returns the score for GPUs of `capacity` units on these nodes. `waiting` are the requests of
+    /// pending pods, in units. Takes milliseconds.
     pub fn score<'a>(&self, capacity: u32, nodes: &[Node], waiting: impl Iterator<Item = &'a Demand>) -> Learned {
         let typical = self.observed.typical().into_iter().filter(|kind| kind.per_gpu <= capacity);
         let typical: Vec<TypicalPod> =

@@ -38,12 +38,12 @@ pub struct Node {
 pub type Way = Option<usize>;
 
 impl Node {
-    /// Sum of the free capacity of all GPUs, in thousandths.
+    /// Returns the sum of the free capacity of all GPUs, in thousandths.
     pub fn free(&self) -> u32 {
         self.gpus.iter().sum()
     }
 
-    /// The ways to place the pod on the node.
+    /// Returns the ways to place the pod on the node.
     fn ways(&self, demand: &Demand) -> impl Iterator<Item = Way> {
         let has_cpu = self.cpu >= demand.cpu;
         let enough = |free: &&u32| **free >= demand.per_gpu;
@@ -55,8 +55,8 @@ impl Node {
         single.map(|(index, _)| Some(index)).chain(several.then_some(None))
     }
 
-    /// The GPUs that the pod uses in one of its ways. A pod with several GPUs uses the fullest GPUs
-    /// with enough free capacity.
+    /// Returns the GPUs that the pod uses in one of its ways. A pod with several GPUs uses the
+    /// fullest GPUs with enough free capacity.
     fn devices(&self, demand: &Demand, way: Way) -> Vec<usize> {
         match way {
             Some(device) => vec![device],
@@ -94,7 +94,7 @@ impl Rank {
 /// Ranks the ways to place a pod on a node.
 ///
 /// The result must depend only on the arguments and `self`, because it is cached until the node
-/// changes. It must not depend on which of several GPUs with equal free capacity is chosen.
+/// changes. The result must not depend on which of several GPUs with equal free capacity is chosen.
 pub trait Score {
     /// Values that the score computes once for a node, until the node changes.
     type NodeValues: std::fmt::Debug;

@@ -26,7 +26,8 @@ impl PartialOrd for Candidate {
 }
 
 impl Ord for Candidate {
-    /// The better candidate is greater. Among equal ones, the candidate with the lower indices.
+    /// Compares two candidates. The better candidate is greater. Among equal ones, the candidate
+    /// with the lower indices.
     fn cmp(&self, other: &Self) -> Ordering {
         (other.replicas.cmp(&self.replicas))
             .then_with(|| self.rank.order(&other.rank))
@@ -109,12 +110,12 @@ impl<S: Score> Placer<S> {
         Self { nodes, score, before, answers: BTreeMap::new(), changes: Vec::new() }
     }
 
-    /// All nodes, in the order of their indices.
+    /// Returns all nodes, in the order of their indices.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// The score that ranks the ways to place a pod.
+    /// Returns the score that ranks the ways to place a pod.
     pub fn score(&self) -> &S {
         &self.score
     }
@@ -151,8 +152,8 @@ impl<S: Score> Placer<S> {
         }
     }
 
-    /// The nodes and GPUs that fit a pod, best first. On a node without replicas of the pod's
-    /// controller, only the best GPU is returned.
+    /// Returns the nodes and GPUs that fit a pod, best first. On a node without replicas of the
+    /// pod's controller, only the best GPU is returned.
     pub fn candidates(&mut self, demand: Demand, replicas: BTreeMap<usize, Replicas>) -> Candidates<'_> {
         self.rank(&demand);
         let beside = replicas.iter().flat_map(|(&index, replicas)| self.beside(&demand, index, replicas)).collect();
@@ -160,7 +161,7 @@ impl<S: Score> Placer<S> {
         Candidates { nodes: &self.nodes, best, demand, beside, replicas, rest: Rest::All }
     }
 
-    /// All ways to place a pod on a node that runs replicas of the pod's controller.
+    /// Returns all ways to place a pod on a node that runs replicas of the pod's controller.
     fn beside(&self, demand: &Demand, index: usize, replicas: &Replicas) -> Vec<Candidate> {
         let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return Vec::new() };
         let candidate = |way: Option<usize>| {

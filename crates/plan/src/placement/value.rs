@@ -122,13 +122,14 @@ impl Value {
         self
     }
 
-    /// Value of one GPU by its free thousandths.
+    /// Returns the value of one GPU by its free thousandths.
     fn gpu(&self, free: u32) -> f64 {
         self.packing.get(free as usize * STEPS_PER_GPU / GPU as usize).copied().unwrap_or(1.0)
             + if free >= GPU { self.whole } else { 0.0 }
     }
 
-    /// Value of a node's free CPU and GPU capacity together, without the values of single GPUs.
+    /// Returns the value of a node's free CPU and GPU capacity together, without the values of
+    /// single GPUs.
     fn beside(&self, model: f64, cpu: f64, free: f64) -> f64 {
         let stranded = if self.cpu_per_gpu > 0.0 { (free - cpu / self.cpu_per_gpu).max(0.0) } else { 0.0 };
         (MODEL_SCARCITY_WEIGHT * model * free - STRANDED_GPU_COST * stranded) / f64::from(GPU)
@@ -177,8 +178,8 @@ impl Score for Value {
     }
 }
 
-/// Thousandths of a core that are used on the nodes for each used thousandth of a GPU. It includes
-/// pods without GPUs, which the typical pods may not. 0 while too little is used.
+/// Thousandths of a core that are used on the nodes for each used thousandth of a GPU. The number
+/// includes pods without GPUs, which the typical pods may not. 0 while too little is used.
 fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
     let free = |node: &Node| node.gpus.iter().map(|free| free.min(&GPU)).sum::<u32>();
     let all: f64 = nodes.iter().map(|node| to_f64(node.gpus.len() as u64) * f64::from(GPU)).sum();
@@ -196,12 +197,11 @@ fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
     sizes.into_iter().collect()
 }
 
-/// The value of a GPU with x hundredths free, for each x. This is the highest sum of prices of
-/// sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest GPUs on
-/// which all shared pods fit.
-/// A hole that fits no typical pod has no value. A size that tiles a GPU is worth its part of the
-/// GPU. Multiplicative weights solve the linear program. Here, their result is as good as exact
-/// duals, and needs no solver.
+/// Returns the value of a GPU with x hundredths free, for each x. This is the highest sum of prices
+/// of sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest GPUs on
+/// which all shared pods fit. A hole that fits no typical pod has no value. A size that tiles a GPU
+/// is worth its part of the GPU. Multiplicative weights solve the linear program. Here, the result
+/// of this method is as good as exact duals, and needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP: usize = 1000;
@@ -243,8 +243,8 @@ fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     worth
 }
 
-/// The highest value that fits into each number of steps, and the number of each item in the best
-/// packing of a whole GPU.
+/// Returns the highest value that fits into each number of steps, and the number of each item in
+/// the best packing of a whole GPU.
 fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let mut worth = vec![0.0f64; STEPS_PER_GPU + 1];
     let mut chosen: Vec<Option<usize>> = vec![None; STEPS_PER_GPU + 1];

@@ -6,8 +6,8 @@ use cleave_plan::snapshot::{Node, Pod};
 
 use super::{Cluster, TestPod, cluster, labels, node, pod, taint};
 
-/// A required term as JSON: selects pods with a value of the label `app`, in domains of a topology
-/// key. `more` contains further fields.
+/// Returns a required term as JSON: selects pods with a value of the label `app`, in domains of a
+/// topology key. `more` contains further fields.
 fn affinity_term(app: &str, key: &str, more: &str) -> String {
     let selector = format!(r#""labelSelector": {{"matchLabels": {{"app": "{app}"}}}}"#);
     format!(r#"{{{selector}, "topologyKey": "{key}"{more}}}"#)
@@ -21,8 +21,8 @@ fn anti_affinity_rules(terms: &[String]) -> String {
     format!(r#"{{"antiAffinity": [{}]}}"#, terms.join(","))
 }
 
-/// A spread constraint as JSON: selects pods with `foo: bar`, with a maximum skew of 1. `more`
-/// contains further fields.
+/// Returns a spread constraint as JSON: selects pods with `foo: bar`, with a maximum skew of 1.
+/// `more` contains further fields.
 fn spread_constraint(key: &str, more: &str) -> String {
     let selector = r#""labelSelector": {"matchLabels": {"foo": "bar"}}"#;
     format!(r#"{{"maxSkew": 1, "topologyKey": "{key}", "whenUnsatisfiable": "DoNotSchedule", {selector}{more}}}"#)
@@ -35,7 +35,7 @@ fn spread_rules(constraints: &[String]) -> String {
 const HOSTNAME_KEY: &str = "kubernetes.io/hostname";
 const FOO_LABELS: &[(&str, &str)] = &[("foo", "bar")];
 
-/// The documentation's cluster of two zones with two nodes each.
+/// Returns the documentation's cluster of two zones with two nodes each.
 fn two_zones() -> Cluster {
     cluster(&[("node1", "zoneA"), ("node2", "zoneA"), ("node3", "zoneB"), ("node4", "zoneB")])
 }

@@ -45,13 +45,13 @@ impl Cluster {
         NodeChecker::new(subject.as_subject(), &self.nodes, all, repelling, |name| self.namespaces.get(name))
     }
 
-    /// For each node, whether the pod may run on it.
+    /// Returns for each node, whether the pod may run on it.
     fn refusals_by_node(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
         let checker = self.checker(subject);
         self.nodes.iter().map(|node| checker.refuse(node)).collect()
     }
 
-    /// Names of nodes that the pod may run on.
+    /// Returns the names of nodes that the pod may run on.
     fn allowed_nodes(&self, subject: &TestPod) -> Vec<&str> {
         let checker = self.checker(subject);
         let allowed = self.nodes.iter().filter(|node| checker.refuse(node).is_ok());
@@ -92,14 +92,14 @@ fn labels(pairs: &[(&str, &str)]) -> Labels {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
-/// A pod in the namespace `default` with rules as JSON.
+/// Returns a pod in the namespace `default` with rules as JSON.
 fn pod(of: &[(&str, &str)], rules: &str) -> TestPod {
     #[expect(clippy::expect_used, reason = "a test's own JSON")]
     let rules = serde_json::from_str(rules).expect("rules");
     TestPod { namespace: "default".to_owned(), labels: labels(of), rules, ..TestPod::default() }
 }
 
-/// A node with a zone and its hostname.
+/// Returns a node with a zone and its hostname.
 fn node(name: &str, zone: &str) -> Node {
     let labels = labels(&[("zone", zone), ("kubernetes.io/hostname", name)]);
     Node { name: name.to_owned(), labels, ..Node::default() }
@@ -109,7 +109,7 @@ fn taint(key: &str) -> Taint {
     Taint { key: key.to_owned(), value: String::new(), effect: "NoSchedule".to_owned() }
 }
 
-/// Nodes with their zones.
+/// Returns nodes with their zones.
 fn cluster(nodes: &[(&str, &str)]) -> Cluster {
     Cluster { nodes: nodes.iter().map(|(name, zone)| node(name, zone)).collect(), ..Cluster::default() }
 }

@@ -36,7 +36,7 @@ pub(crate) fn rule_of_conflict(conflict: &Conflict) -> BrokenRule {
     }
 }
 
-/// All rules that the pod breaks on a node.
+/// Returns all rules that the pod breaks on a node.
 pub(crate) fn broken_rules(cluster: &Cluster, pod: &TestPod, node: &Node) -> BTreeSet<BrokenRule> {
     let mut broken = BTreeSet::new();
     let rules = &pod.rules;
@@ -91,7 +91,7 @@ fn same_domain(key: &str, one: &Node, other: &Node) -> bool {
     one.labels.contains_key(key) && one.labels.get(key) == other.labels.get(key)
 }
 
-/// Whether a selector matches labels.
+/// Returns whether a selector matches labels.
 fn selector_matches(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
     let Some(selector) = selector else { return false };
     for (key, value) in &selector.match_labels {
@@ -113,7 +113,8 @@ fn selector_matches(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
     true
 }
 
-/// Whether a term of one pod selects another pod. `None` if labels of a namespace are unknown.
+/// Returns whether a term of one pod selects another pod. Returns `None` if labels of a namespace
+/// are unknown.
 fn term_selects(cluster: &Cluster, term: &PodAffinityTerm, owner: &TestPod, target: &TestPod) -> Option<bool> {
     if !selector_matches(term.label_selector.as_ref(), &target.labels) {
         return Some(false);

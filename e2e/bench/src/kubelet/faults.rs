@@ -15,19 +15,19 @@ const CASE_NAME: &str = "faults";
 /// `NVML_ERROR_GPU_IS_LOST`.
 const GPU_IS_LOST: i32 = 15;
 
-/// The simulated machine of a plugin.
+/// Returns the simulated machine of a plugin.
 fn machine(plugin: &Plugin) -> Result<&Machine> {
     plugin.machine.as_ref().context("no simulated machine")
 }
 
-/// UUID of the GPU that fails: one in the middle of the list.
+/// Returns the UUID of the GPU that fails: one in the middle of the list.
 fn victim(plugin: &Plugin) -> Result<String> {
     let state = machine(plugin)?.snapshot()?;
     let found = state.gpus.get(state.gpus.len() / 2).map(|gpu| gpu.uuid.clone());
     found.context("no GPU")
 }
 
-/// Number of unhealthy devices of this GPU, and of the other GPUs.
+/// Returns the number of unhealthy devices of this GPU, and of the other GPUs.
 fn unhealthy(endpoint: &Endpoint, uuid: &str) -> (usize, usize) {
     let unhealthy = endpoint.devices.iter().filter(|device| !endpoint.connected || device.health != "Healthy");
     let (here, there): (Vec<_>, Vec<_>) = unhealthy.partition(|device| gpu_of_id(&device.id) == uuid);

@@ -147,13 +147,13 @@ fn add_latency(
     );
 }
 
-/// A request to allocate these devices to one container.
+/// Returns a request to allocate these devices to one container.
 pub(super) fn allocate_request(ids: &[&str]) -> wire::AllocateRequest {
     let devices_ids = ids.iter().map(ToString::to_string).collect();
     wire::AllocateRequest { container_requests: vec![wire::ContainerAllocateRequest { devices_ids }] }
 }
 
-/// A request for `size` preferred devices.
+/// Returns a request for `size` preferred devices.
 fn preferred_request(available: &[&str], size: usize) -> Result<wire::PreferredAllocationRequest> {
     Ok(wire::PreferredAllocationRequest {
         container_requests: vec![wire::ContainerPreferredAllocationRequest {
@@ -164,7 +164,7 @@ fn preferred_request(available: &[&str], size: usize) -> Result<wire::PreferredA
     })
 }
 
-/// The devices of the only container in a response.
+/// Returns the devices of the only container in a response.
 fn only_answer(response: wire::PreferredAllocationResponse) -> Result<Vec<String>> {
     let mut containers = response.container_responses;
     ensure!(containers.len() == 1, "{} answers for one container", containers.len());
@@ -284,13 +284,13 @@ async fn preferred_calls(
     Ok(())
 }
 
-/// Number of GPUs, and a label with the GPUs and shares of a plugin.
+/// Returns the number of GPUs, and a label with the GPUs and shares of a plugin.
 fn describe_plugin(all: &[&str]) -> (usize, String) {
     let gpus = count_gpus(all.iter().copied());
     (gpus, format!("{gpus} GPUs × {}", all.len() / gpus.max(1)))
 }
 
-/// The published figure for this number of GPUs, if one exists.
+/// Returns the published figure for this number of GPUs, if one exists.
 fn for_gpus(gpus: usize, four: f64, eight: f64) -> Option<f64> {
     match gpus {
         4 => Some(four),

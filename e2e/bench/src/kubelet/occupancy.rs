@@ -6,12 +6,12 @@ pub(super) fn gpu_of_id(id: &str) -> &str {
     id.rsplit_once("::").map_or(id, |(gpu, _)| gpu)
 }
 
-/// Number of GPUs to which these shares belong.
+/// Returns the number of GPUs to which these shares belong.
 pub(super) fn count_gpus<'a>(ids: impl IntoIterator<Item = &'a str>) -> usize {
     ids.into_iter().map(gpu_of_id).collect::<BTreeSet<_>>().len()
 }
 
-/// Whether one GPU has at least this many of the shares.
+/// Returns whether one GPU has at least this many of the shares.
 pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
     let mut count: BTreeMap<&str, usize> = BTreeMap::new();
     free.iter().any(|id| {
@@ -53,8 +53,8 @@ pub(super) struct Churn<'a> {
 }
 
 impl<'a> Churn<'a> {
-    /// Starts with these shares free. The mean lifetime is proportional to their number: 12.5
-    /// arrivals for 40 shares, which uses about two thirds of them.
+    /// Starts with these shares free. The mean lifetime is proportional to the number of shares:
+    /// 12.5 arrivals for 40 shares, which uses about two thirds of them.
     pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
         Self {
             free: all.iter().copied().collect(),
@@ -67,8 +67,8 @@ impl<'a> Churn<'a> {
         }
     }
 
-    /// The size of the next pod, and the free shares in random order; `None` if fewer are free than
-    /// the pod needs.
+    /// Returns the size of the next pod, and the free shares in random order, or `None` if fewer
+    /// are free than the pod needs.
     pub(super) fn arrive(&mut self) -> (usize, Option<Vec<&'a str>>) {
         self.arrivals += 1;
         let remaining = self.leaving.split_off(&(self.arrivals + 1));
@@ -93,7 +93,7 @@ impl<'a> Churn<'a> {
         sound
     }
 
-    /// Mean fraction of the shares in use.
+    /// Returns the mean fraction of the shares in use.
     pub(super) fn utilisation(&self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "counts of a few million")]
         let (used, all) = (self.used as f64, (self.arrivals * self.total) as f64);

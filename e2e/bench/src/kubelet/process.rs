@@ -40,7 +40,7 @@ pub(super) struct Plugin {
 }
 
 impl Launcher {
-    /// A launcher of this program, which serves synthetic GPUs.
+    /// Returns a launcher of this program, which serves synthetic GPUs.
     pub(super) fn synthetic(resource: &str, gpus: u32, units: u32) -> Result<Self> {
         let args = ["kubelet", "--resource", resource, "--serve", "{dir}/device-plugins"].map(str::to_owned);
         let sizes = ["--gpus".to_owned(), gpus.to_string(), "--units".to_owned(), units.to_string()];
@@ -52,7 +52,7 @@ impl Launcher {
         })
     }
 
-    /// A launcher of any program. The command must not be empty.
+    /// Returns a launcher of any program. The command must not be empty.
     pub(super) fn command(resource: &str, command: &[String]) -> Self {
         Self {
             resource: resource.to_owned(),
@@ -62,8 +62,8 @@ impl Launcher {
         }
     }
 
-    /// A launcher of Cleave's agent on simulated GPUs. The program is `cleave`, with the agent as a
-    /// subcommand, or `cleave-agent`.
+    /// Returns a launcher of Cleave's agent on simulated GPUs. The program is `cleave`, with the
+    /// agent as a subcommand, or `cleave-agent`.
     pub(super) fn agent(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let alone = cleave.file_name().is_some_and(|name| name == "cleave-agent");
         let args = ["agent", "--node-name", "bench", "--offline", "{dir}/offline", "--metrics-addr", "127.0.0.1:0"];
@@ -139,17 +139,17 @@ impl Launcher {
 }
 
 impl Plugin {
-    /// PID of the plugin.
+    /// Returns the PID of the plugin.
     pub(super) fn pid(&self) -> Result<u32> {
         self.child.id().context("the plugin has exited")
     }
 
-    /// The endpoint of the resource, as the kubelet sees it now.
+    /// Returns the endpoint of the resource, as the kubelet sees it now.
     pub(super) fn endpoint(&self) -> Endpoint {
         self.kubelet.state().borrow().endpoints.get(&self.resource).cloned().unwrap_or_default()
     }
 
-    /// Number of lines that the process has logged.
+    /// Returns the number of lines that the process has logged.
     pub(super) fn log_lines(&self) -> usize {
         std::fs::read(&self.log).map_or(0, |log| String::from_utf8_lossy(&log).lines().count())
     }

@@ -107,8 +107,8 @@ impl Sorted {
         Self(values)
     }
 
-    /// The smallest value that at least this fraction of the values does not exceed; 0 without
-    /// values.
+    /// Returns the smallest value that at least this fraction of the values does not exceed, or 0
+    /// without values.
     pub(super) fn quantile(&self, part: f64) -> f64 {
         #[expect(
             clippy::cast_precision_loss,

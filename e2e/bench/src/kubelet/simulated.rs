@@ -53,12 +53,12 @@ impl Simulated {
         })
     }
 
-    /// Directory of the simulated machine.
+    /// Returns the directory of the simulated machine.
     fn machine(directory: &Path) -> PathBuf {
         directory.join("machine")
     }
 
-    /// Environment by which the agent and the MPS host find the simulated hardware.
+    /// Returns the environment by which the agent and the MPS host find the simulated hardware.
     pub(super) fn environment(&self, directory: &Path) -> [(&'static str, OsString); 3] {
         [
             (STATE_ENV, Self::machine(directory).into()),
@@ -67,7 +67,7 @@ impl Simulated {
         ]
     }
 
-    /// Path of the MPS host, if the sharing mode needs one.
+    /// Returns the path of the MPS host, if the sharing mode needs one.
     pub(super) fn mps_host(&self) -> Option<&Path> {
         (self.sharing == Sharing::Mps).then_some(self.mps_host.as_path())
     }
@@ -90,7 +90,7 @@ impl Simulated {
         Ok(machine)
     }
 
-    /// The partition of a GPU with this memory.
+    /// Returns the partition of a GPU with this memory.
     fn partition(&self, total: Mebibytes) -> Partition {
         let Self { resource, units, .. } = self;
         match self.sharing {

@@ -19,7 +19,7 @@ pub(super) enum Policy {
 }
 
 impl Policy {
-    /// Name of the policy on the command line.
+    /// Returns the name of the policy on the command line.
     pub(super) fn name(self) -> String {
         clap::ValueEnum::to_possible_value(&self).map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
@@ -39,7 +39,7 @@ pub(super) trait PlacementPolicy: Score + Default {
     }
 }
 
-/// The operator's score. It learns as in the operator.
+/// The operator's score. The score learns as in the operator.
 impl PlacementPolicy for Learned {
     fn count(cluster: &mut Cluster<Self>, pod: &Pod) {
         cluster.chooser.count(&device_requests(pod), pod.demand.cpu, pod.demand.models.clone());

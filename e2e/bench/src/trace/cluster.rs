@@ -69,7 +69,7 @@ impl<S: Score + Default> Cluster<S> {
         self.chooser.set_score(MPS_RESOURCE, GPU, score);
     }
 
-    /// The nodes with their free capacity.
+    /// Returns the nodes with their free capacity.
     pub(super) fn hosts(&self) -> &[Host] {
         &self.hosts
     }
@@ -190,7 +190,7 @@ impl<S: Score + Default> Cluster<S> {
     }
 }
 
-/// The requests of a pod, as the operator reads them from its containers.
+/// Returns the requests of a pod, as the operator reads them from its containers.
 pub(super) fn device_requests(pod: &Pod) -> Vec<DeviceRequest> {
     let units = Units::new(pod.demand.per_gpu);
     let ask = units.map(|units| DeviceRequest { resource: MPS_RESOURCE.to_owned(), units });

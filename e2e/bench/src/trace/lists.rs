@@ -31,13 +31,13 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// Whether CPU, memory and model allow the pod, regardless of free GPUs.
+    /// Returns whether CPU, memory and model allow the pod, regardless of free GPUs.
     pub(super) fn admits(&self, pod: &Pod) -> bool {
         let models = &pod.demand.models;
         self.cpu >= pod.demand.cpu && self.memory >= pod.memory && (models.is_empty() || models.contains(&self.model))
     }
 
-    /// Free thousandths of all GPUs.
+    /// Returns the free thousandths of all GPUs.
     pub(super) fn free(&self) -> u32 {
         self.gpus.iter().sum()
     }

@@ -6,7 +6,7 @@ use cleave_plan::placement::{Demand, Node, Rank, Score, remaining};
 
 use super::random::Rng;
 
-/// CPU and GPU that a choice leaves free on the node, with equal weights.
+/// Returns the CPU and GPU that a choice leaves free on the node, with equal weights.
 fn free_capacity(node: &Node, demand: &Demand) -> f64 {
     let cpu = f64::from(u32::try_from(node.cpu - demand.cpu).unwrap_or(u32::MAX));
     0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
@@ -36,7 +36,7 @@ impl Fgd {
         Self(typical.to_vec())
     }
 
-    /// Free GPU capacity that typical pods cannot use.
+    /// Returns the free GPU capacity that typical pods cannot use.
     fn fragment(&self, model: &str, cpu: u64, gpus: &[u32]) -> f64 {
         let free: u32 = gpus.iter().sum();
         let of = |kind: &TypicalPod| {
@@ -80,7 +80,7 @@ impl Score for Fgd {
 pub(super) struct Random(RefCell<Rng>);
 
 impl Random {
-    /// The score for the next decision.
+    /// Returns the score for the next decision.
     pub(super) fn next(&self) -> Self {
         Self(RefCell::new(Rng(self.0.borrow_mut().next())))
     }

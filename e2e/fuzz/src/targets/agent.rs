@@ -29,13 +29,13 @@ use crate::{ReadResult, Target, assert_printable};
 /// Time for which the agent keeps an allocation that the kubelet does not list.
 const GRACE_PERIOD: Duration = Duration::from_secs(10);
 
-/// The spec that the operator writes for the first node of the sample cluster.
+/// Returns the spec that the operator writes for the first node of the sample cluster.
 pub(super) fn sample_spec() -> GpuNodeSpec {
     let changes = objects::read(&fixtures::cluster()).map(|observed| objects::planned(&observed).changes);
     changes.unwrap_or_default().into_iter().next().map(|change| change.spec).unwrap_or_default()
 }
 
-/// The agent's actions for [`sample_spec`], with two allocations.
+/// Returns the agent's actions for [`sample_spec`], with two allocations.
 pub(super) fn sample_turn() -> Actions {
     let allocation = |resource: &str, gpu: u32| Allocation {
         resource: resource.to_owned(),
@@ -85,7 +85,7 @@ fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Acti
     turn
 }
 
-/// The allocation as the kubelet lists it.
+/// Returns the allocation as the kubelet lists it.
 fn container_devices(allocation: &Allocation) -> ContainerDevices {
     ContainerDevices {
         namespace: "team".to_owned(),

@@ -32,12 +32,13 @@ pub(super) fn sample<T: Serialize + DeserializeOwned + PartialEq + Debug>(value:
     written
 }
 
-/// The UUID of a GPU.
+/// Returns the UUID of a GPU.
 pub(super) fn uuid(index: u32) -> String {
     format!("GPU-3da61522-b946-8b5e-d0da-{index:012x}")
 }
 
-/// The GPUs of a node, as NVML describes them. The last one is divided into two MIG instances.
+/// Returns the GPUs of a node, as NVML describes them. The last one is divided into two MIG
+/// instances.
 pub(super) fn gpus() -> Vec<Gpu> {
     // Only two profiles, so that mutations also hit other fields.
     let profiles: Vec<MigProfile> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
@@ -82,7 +83,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
     (0..GPUS_PER_NODE).map(gpu).collect()
 }
 
-/// The status of an MPS host that has applied all of `desired`.
+/// Returns the status of an MPS host that has applied all of `desired`.
 pub(super) fn status(desired: &Desired) -> Status {
     let client = Client { pid: 579, allocation: desired.allocations.keys().next().cloned() };
     let daemon = |device: &String| {
@@ -109,7 +110,7 @@ pub(super) fn status(desired: &Desired) -> Status {
     }
 }
 
-/// A pod that requests slices. `more` sets further fields, by `SECTION/FIELD`.
+/// Returns a pod that requests slices. `more` sets further fields, by `SECTION/FIELD`.
 pub(super) fn pod(name: &str, resource: &str, count: u32, more: &Value) -> Value {
     let mut pod = json!({
         "apiVersion": "v1",
@@ -152,7 +153,7 @@ pub(super) fn pod(name: &str, resource: &str, count: u32, more: &Value) -> Value
     pod
 }
 
-/// A policy for the GPUs with these indices.
+/// Returns a policy for the GPUs with these indices.
 pub(super) fn policy(name: &str, indices: &[u32], spec: &Value) -> Value {
     let mut policy = json!({
         "apiVersion": "cleave.dev/v1alpha1",
@@ -166,7 +167,7 @@ pub(super) fn policy(name: &str, indices: &[u32], spec: &Value) -> Value {
     policy
 }
 
-/// One policy of each mode.
+/// Returns one policy of each mode.
 pub(super) fn policies() -> Vec<Value> {
     vec![
         policy(
@@ -193,7 +194,8 @@ pub(super) fn policies() -> Vec<Value> {
     ]
 }
 
-/// A cluster of two nodes with these GPUs, as lists of the objects that the operator watches.
+/// Returns a cluster of two nodes with these GPUs, as lists of the objects that the operator
+/// watches.
 pub(super) fn cluster() -> Value {
     let profiles: Vec<Value> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
         .unwrap_or_default()

@@ -9,7 +9,7 @@ mod texts;
 
 use crate::Target;
 
-/// All targets, ordered by crate.
+/// Returns all targets, ordered by crate.
 pub fn all_targets() -> &'static [Target] {
     &[
         mps::CONTROL_PACKET,

@@ -135,7 +135,7 @@ impl std::str::FromStr for Span {
 }
 
 impl Span {
-    /// Whether the duration has passed since `since`.
+    /// Returns whether the duration has passed since `since`.
     pub(crate) fn is_over(self, since: Instant) -> bool {
         match self {
             Self::For(span) => since.elapsed() >= span,

@@ -37,8 +37,8 @@ pub(crate) struct Plain {
 }
 
 impl Cuda {
-    /// Initialises the library. It searches for an MPS daemon at `control` and waits for its answer
-    /// without a deadline.
+    /// Initialises the library. The library searches for an MPS daemon at `control` and waits for
+    /// its answer without a deadline.
     ///
     /// # Errors
     /// A `CUresult`: there is no device, or the MPS server refuses clients.
@@ -71,12 +71,12 @@ impl Cuda {
 }
 
 impl Context {
-    /// Whether MPS serves the context.
+    /// Returns whether MPS serves the context.
     pub(crate) fn via_mps(&self) -> bool {
         matches!(self, Self::Mps(_))
     }
 
-    /// The device on which the context was created.
+    /// Returns the device on which the context was created.
     pub(crate) fn device(&self) -> &Device {
         match self {
             Self::Mps(context) => context.device(),
@@ -84,7 +84,7 @@ impl Context {
         }
     }
 
-    /// The number of SMs that the context may use.
+    /// Returns the number of SMs that the context may use.
     pub(crate) fn sms(&self) -> u32 {
         match self {
             Self::Mps(context) => context.sms(),
@@ -92,7 +92,7 @@ impl Context {
         }
     }
 
-    /// The memory limit of the context, in bytes.
+    /// Returns the memory limit of the context, in bytes.
     pub(crate) fn limit(&self) -> Option<u64> {
         match self {
             Self::Mps(context) => context.limit(),
@@ -100,7 +100,7 @@ impl Context {
         }
     }
 
-    /// The free memory in bytes, as `cudaMemGetInfo` returns it.
+    /// Returns the free memory in bytes, as `cudaMemGetInfo` returns it.
     pub(crate) fn free_memory(&self) -> Result<u64, i32> {
         match self {
             Self::Mps(context) => context.free_memory(),
@@ -146,7 +146,7 @@ impl Context {
         }
     }
 
-    /// The error that broke the context, if any.
+    /// Returns the error that broke the context, if any.
     pub(crate) fn error(&self) -> Option<i32> {
         match self {
             Self::Mps(context) => context.error(),
@@ -178,7 +178,7 @@ impl Plain {
     }
 }
 
-/// The name of a `CUresult`.
+/// Returns the name of a `CUresult`.
 pub(crate) fn error_name(code: i32) -> &'static str {
     match code {
         1 => "CUDA_ERROR_INVALID_VALUE",

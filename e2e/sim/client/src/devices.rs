@@ -54,7 +54,7 @@ impl DeviceSelection {
         }
     }
 
-    /// The devices that a program of this machine sees, in the order of its ordinals.
+    /// Returns the devices that a program of this machine sees, in the order of its ordinals.
     pub(crate) fn visible(&self, state: &State) -> Vec<Device> {
         let given = match self.container() {
             Container::All => state.visible_devices(None),
@@ -78,9 +78,9 @@ impl DeviceSelection {
         self.wanted(given.collect())
     }
 
-    /// The devices of an MPS server that the program sees. `machine` is `None` in a container
-    /// without access to the machine's state. In that case, only the environment restricts the
-    /// devices.
+    /// Returns the devices of an MPS server that the program sees. `machine` is `None` in a
+    /// container without access to the machine's state. In that case, only the environment
+    /// restricts the devices.
     pub(crate) fn visible_of(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
         let state = machine.and_then(|machine| machine.snapshot().ok());
         match (state, self.container()) {
@@ -94,7 +94,7 @@ impl DeviceSelection {
         }
     }
 
-    /// The devices that the program's own environment selects.
+    /// Returns the devices that the program's own environment selects.
     fn wanted(&self, given: Vec<Device>) -> Vec<Device> {
         match self.program.as_deref() {
             Some(list) => select(&given, list),
@@ -103,8 +103,8 @@ impl DeviceSelection {
     }
 }
 
-/// The devices in a list of ordinals, UUIDs and prefixes of UUIDs. The list ends before the first
-/// entry that names no device.
+/// Returns the devices in a list of ordinals, UUIDs and prefixes of UUIDs. The list ends before the
+/// first entry that names no device.
 fn select(devices: &[Device], list: &str) -> Vec<Device> {
     let find = |entry: &str| match entry.parse::<usize>() {
         Ok(ordinal) => devices.get(ordinal).cloned(),
@@ -114,7 +114,7 @@ fn select(devices: &[Device], list: &str) -> Vec<Device> {
     list.split(',').map(str::trim).map_while(find).collect()
 }
 
-/// The numbers of the GPUs' device nodes in a directory.
+/// Returns the numbers of the GPUs' device nodes in a directory.
 fn nodes(dev: &Path) -> Vec<u32> {
     let entries = fs::read_dir(dev).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix("nvidia")?.parse().ok()).collect()

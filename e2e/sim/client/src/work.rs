@@ -57,7 +57,7 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
     status
 }
 
-/// The exit status of a `CUresult`: the code modulo 256, or 1 if that is 0.
+/// Returns the exit status of a `CUresult`: the code modulo 256, or 1 if that is 0.
 fn exit_status(code: i32) -> u8 {
     u8::try_from(code.rem_euclid(256)).ok().filter(|status| *status != 0).unwrap_or(1)
 }
@@ -145,7 +145,7 @@ impl Program<'_> {
     }
 }
 
-/// The `CUresult` of a program that has created no context.
+/// Returns the `CUresult` of a program that has created no context.
 fn cuda_invalid_context() -> i32 {
     201
 }

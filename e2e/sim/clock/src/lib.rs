@@ -51,7 +51,7 @@ fn real(clock: clockid_t, time: *mut timespec) -> c_int {
     c_int::try_from(result).unwrap_or(-1)
 }
 
-/// The time of day with the offset, in seconds and nanoseconds.
+/// Returns the time of day with the offset, in seconds and nanoseconds.
 fn time_of_day() -> (time_t, c_long) {
     let mut time = timespec { tv_sec: 0, tv_nsec: 0 };
     real(libc::CLOCK_REALTIME, &raw mut time);

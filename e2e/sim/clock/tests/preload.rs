@@ -9,7 +9,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 const CHILD_VARIABLE: &str = "SIM_CLOCK_CHILD";
 
-/// The kernel's time of day in seconds, without the library under test.
+/// Returns the kernel's time of day in seconds, without the library under test.
 fn real_seconds() -> i64 {
     clock_gettime(ClockId::Realtime).tv_sec
 }

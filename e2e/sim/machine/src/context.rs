@@ -97,7 +97,7 @@ impl Machine {
 }
 
 impl Context {
-    /// The device's UUID.
+    /// Returns the device's UUID.
     #[must_use]
     pub fn device(&self) -> &str {
         &self.device
@@ -127,7 +127,7 @@ impl Context {
         })
     }
 
-    /// The bytes that this context uses, including its overhead.
+    /// Returns the bytes that this context uses, including its overhead.
     ///
     /// # Errors
     /// The device or the context no longer exists.
@@ -136,7 +136,7 @@ impl Context {
         Ok(state.processes[self.process_index(&state)?].used)
     }
 
-    /// The device's current memory.
+    /// Returns the device's current memory.
     ///
     /// # Errors
     /// The device or the context no longer exists.

@@ -141,8 +141,8 @@ pub(crate) fn derive_uuid(names: &[&str]) -> String {
     format!("{:08x}-{:04x}-{:04x}-{:04x}-{:012x}", part(96, 32), part(80, 16), part(64, 16), part(48, 16), part(0, 48))
 }
 
-/// A 128-bit hash of names: FNV-1a over each name and a zero byte, from two offsets. The mixing
-/// makes similar names give dissimilar hashes.
+/// Returns a 128-bit hash of names: FNV-1a over each name and a zero byte, from two offsets. The
+/// mixing makes similar names give dissimilar hashes.
 fn digest(names: &[&str]) -> u128 {
     let half = |start: u64| {
         let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));

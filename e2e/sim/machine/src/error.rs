@@ -70,7 +70,7 @@ pub enum ContextError {
 }
 
 impl ContextError {
-    /// The `CUresult` that a real driver returns for this error.
+    /// Returns the `CUresult` that a real driver returns for this error.
     #[must_use]
     pub fn cuda_code(&self) -> i32 {
         match self {

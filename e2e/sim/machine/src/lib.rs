@@ -2,8 +2,8 @@
 //!
 //! One directory (`/var/lib/simgpu`, or `$SIMGPU_STATE`) is one machine. The simulated NVML reads
 //! it, the simulated MPS and CUDA programs register in it, and `simgpu` changes it. Containers may
-//! mount it at the same path, writable by every user. It contains no secret, and a process of any
-//! user may own a context on a GPU.
+//! mount it at the same path, writable by every user. The directory contains no secret, and a
+//! process of any user may own a context on a GPU.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -55,9 +55,9 @@ pub use state::{
 };
 pub use store::{DEFAULT_DIR, Machine, STATE_ENV};
 
-/// The number of SMs that an MPS client sees for a thread percentage of a device with `total` SMs.
-/// The result is rounded down to an even number, and is at least 8 and at most `total`. From 100 %
-/// on, the result is `total`.
+/// Returns the number of SMs that an MPS client sees for a thread percentage of a device with
+/// `total` SMs. The result is rounded down to an even number, and is at least 8 and at most
+/// `total`. From 100 % on, the result is `total`.
 #[must_use]
 pub fn mps_sms(total: u32, percent: f64) -> u32 {
     if percent >= 100.0 || !percent.is_finite() {

@@ -28,8 +28,8 @@ pub enum MigError {
     ResetRequired,
 }
 
-/// The id of a GPU instance, which follows from its placement. Ids number the nodes of a binary
-/// tree over the memory slices, from the root.
+/// Returns the id of a GPU instance, which follows from its placement. Ids number the nodes of a
+/// binary tree over the memory slices, from the root.
 #[must_use]
 pub fn gpu_instance_id(memory_slices: u32, placement: Placement) -> u32 {
     let size = placement.size.max(1);
@@ -73,14 +73,14 @@ impl Gpu {
         self.instances.clear();
         self.lost = false;
         // A reset clears volatile counters, remaps pending rows and performs the recovery that the
-        // driver requested. It does not repair failed remapping.
+        // driver requested. A reset does not repair failed remapping.
         (self.ecc, self.remap_pending, self.recovery) = ([0, 0], false, 0);
         if self.mig {
             self.compute_mode = ComputeMode::Default;
         }
     }
 
-    /// The placements where an instance of a profile can be created now, lowest first.
+    /// Returns the placements where an instance of a profile can be created now, lowest first.
     #[must_use]
     pub fn free_placements(&self, model: &Model, profile: &GpuProfile) -> Vec<Placement> {
         let placements = profile.starts.iter().map(|&start| Placement { start, size: profile.size });
@@ -88,8 +88,8 @@ impl Gpu {
         if self.lacks_engines(model, profile) { Vec::new() } else { placements.filter(|p| !taken(*p)).collect() }
     }
 
-    /// Whether an instance of `wanted` needs more media engines than are unused. Engines have no
-    /// placement and are only counted. For example, a GPU has one optical flow accelerator.
+    /// Returns whether an instance of `wanted` needs more media engines than are unused. Engines
+    /// have no placement and are only counted. For example, a GPU has one optical flow accelerator.
     fn lacks_engines(&self, model: &Model, wanted: &GpuProfile) -> bool {
         let Some(whole) = model.gpu_profiles.iter().max_by_key(|p| p.slices) else { return true };
         let used = || self.instances.iter().filter_map(|i| model.gpu_profile(i.profile)).chain([wanted]);
@@ -98,7 +98,8 @@ impl Gpu {
             || used().map(|p| p.decoders).sum::<u32>() > whole.decoders
     }
 
-    /// Number of further instances of a profile that fit. With MIG off, assumes an empty GPU.
+    /// Returns the number of further instances of a profile that fit. With MIG off, assumes an
+    /// empty GPU.
     #[must_use]
     pub fn remaining_capacity(&self, model: &Model, profile: &GpuProfile) -> u32 {
         let mut trial = Self { mig: true, ..self.clone() };
@@ -133,8 +134,8 @@ impl Gpu {
         Ok(id)
     }
 
-    /// The number of free placements, of any profile, that an instance at this placement would
-    /// block.
+    /// Returns the number of free placements, of any profile, that an instance at this placement
+    /// would block.
     fn blocked_by(&self, model: &Model, placement: Placement) -> usize {
         let free = |p: &GpuProfile| self.free_placements(model, p);
         model.gpu_profiles.iter().flat_map(free).filter(|p| p.overlaps(placement)).count()
@@ -153,8 +154,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// The placements where compute instances of `size` slices can be created in a GPU instance
-    /// now, lowest first.
+    /// Returns the placements where compute instances of `size` slices can be created in a GPU
+    /// instance now, lowest first.
     #[must_use]
     pub fn free_compute_placements(&self, model: &Model, gpu_instance: u32, size: u32) -> Vec<Placement> {
         let Some(gi) = self.instances.iter().find(|i| i.id == gpu_instance) else { return Vec::new() };

@@ -29,7 +29,7 @@ pub struct Model {
     pub cores_per_sm: u32,
     /// Total memory that NVML reports, in MiB.
     pub memory_mib: u64,
-    /// Total memory that CUDA reports, in MiB. It excludes what the driver reserves.
+    /// Total memory that CUDA reports, in MiB. The total excludes what the driver reserves.
     pub cuda_memory_mib: u64,
     /// Width of the memory bus, in bits.
     pub memory_bus_width: u32,
@@ -43,7 +43,7 @@ pub struct Model {
     #[serde(default)]
     pub mig_memory_slices: u32,
     /// Whether the board stores MIG mode: a reset changes the mode and a reboot keeps it (Ampere).
-    /// Otherwise the mode changes immediately and a reboot turns it off (Hopper).
+    /// If not, the mode changes immediately and a reboot turns it off (Hopper).
     #[serde(default)]
     pub mig_mode_stored: bool,
     /// SMs of one compute slice, for GPU instances with several compute instances.
@@ -120,7 +120,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Whether the two placements share a slice.
+    /// Returns whether the two placements share a slice.
     #[must_use]
     pub fn overlaps(self, other: Self) -> bool {
         self.start < other.start + other.size && other.start < self.start + self.size
@@ -128,7 +128,7 @@ impl Placement {
 }
 
 impl Model {
-    /// Whether the model supports MIG.
+    /// Returns whether the model supports MIG.
     #[must_use]
     pub fn mig_capable(&self) -> bool {
         self.mig_memory_slices > 0
@@ -164,7 +164,7 @@ impl Model {
     }
 }
 
-/// The built-in models.
+/// Returns the built-in models.
 #[must_use]
 pub fn builtin_models() -> &'static [Model] {
     static MODELS: OnceLock<Vec<Model>> = OnceLock::new();

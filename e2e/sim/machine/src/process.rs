@@ -70,19 +70,20 @@ impl PidRef {
         Self { pid, namespace: own_namespace(), start: start_time(pid).unwrap_or(0) }
     }
 
-    /// Whether the process is known to be dead. Returns false for a process in another namespace,
-    /// because its state is unknown.
+    /// Returns whether the process is known to be dead. Returns false for a process in another
+    /// namespace, because its state is unknown.
     pub(crate) fn is_dead(&self) -> bool {
         self.namespace == own_namespace() && start_time(self.pid).is_none_or(|s| self.start != 0 && s != self.start)
     }
 }
 
-/// The inode of this process's PID namespace, or 0 without `/proc`.
+/// Returns the inode of this process's PID namespace, or 0 without `/proc`.
 fn own_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |m| m.ino())
 }
 
-/// Start time of a process, in clock ticks since boot. `None` for a dead process or a zombie.
+/// Returns the start time of a process, in clock ticks since boot. Returns `None` for a dead
+/// process or a zombie.
 fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
@@ -98,12 +99,12 @@ fn parse_start_time(stat: &str) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
-/// This process's name, as `ps` shows it.
+/// Returns this process's name, as `ps` shows it.
 pub(crate) fn own_name() -> String {
     fs::read_to_string("/proc/self/comm").map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
 }
 
-/// The name of a process by its PID in this namespace.
+/// Returns the name of a process by its PID in this namespace.
 pub(crate) fn name_of(pid: u32) -> String {
     fs::read_to_string(format!("/proc/{pid}/comm")).map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
 }
@@ -117,7 +118,7 @@ pub struct PidResolver {
 }
 
 impl PidResolver {
-    /// Returns the PID in this namespace; `None` if the process is not visible from here.
+    /// Returns the PID in this namespace, or `None` if the process is not visible from here.
     pub fn resolve(&self, process: &PidRef) -> Option<u32> {
         let own = own_namespace();
         if process.namespace == own || process.namespace == 0 {
@@ -154,7 +155,7 @@ fn scan(proc: &Path, process: &PidRef) -> Option<u32> {
     })
 }
 
-/// The PID in the process's innermost namespace: the last field of `NSpid`.
+/// Returns the PID in the process's innermost namespace: the last field of `NSpid`.
 fn innermost_pid(status: &str) -> Option<u32> {
     status.lines().find_map(|l| l.strip_prefix("NSpid:"))?.split_ascii_whitespace().last()?.parse().ok()
 }

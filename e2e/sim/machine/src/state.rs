@@ -20,7 +20,7 @@ pub struct State {
     pub driver: Driver,
     /// The GPUs, in the order of their indices.
     pub gpus: Vec<Gpu>,
-    /// Models of the machine's description. They take precedence over the built-in ones.
+    /// Models of the machine's description. These models take precedence over the built-in ones.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<Model>,
     /// Contexts on GPUs, including those of dead processes. [`crate::Machine::processes`] returns
@@ -75,7 +75,7 @@ pub struct Gpu {
     pub pci: Pci,
     /// The nearest NUMA node, if the machine has more than one.
     pub numa_node: Option<u32>,
-    /// CPUs near the GPU, as a list such as `0-15,32-47`. Empty means all.
+    /// CPUs near the GPU, as a list such as `0-15,32-47`. An empty string means all CPUs.
     #[serde(default)]
     pub cpus: String,
     /// Which processes may open contexts.
@@ -128,13 +128,13 @@ pub struct Pci {
 }
 
 impl Pci {
-    /// `00000000:19:00.0`, as NVML writes it.
+    /// Returns `00000000:19:00.0`, as NVML writes it.
     #[must_use]
     pub fn bus_id(self) -> String {
         format!("{:08X}:{:02X}:{:02X}.0", self.domain, self.bus, self.device)
     }
 
-    /// `0000:19:00.0`, as Linux and NVML's legacy field write it.
+    /// Returns `0000:19:00.0`, as Linux and NVML's legacy field write it.
     #[must_use]
     pub fn short_bus_id(self) -> String {
         format!("{:04X}:{:02X}:{:02X}.0", self.domain, self.bus, self.device)
@@ -255,13 +255,13 @@ pub struct DeviceRef<'a> {
 }
 
 impl DeviceRef<'_> {
-    /// The device's UUID.
+    /// Returns the device's UUID.
     #[must_use]
     pub fn uuid(&self) -> &str {
         self.mig.map_or(&self.gpu.uuid, |(_, ci)| &ci.uuid)
     }
 
-    /// The device's number of SMs.
+    /// Returns the device's number of SMs.
     #[must_use]
     pub fn sms(&self) -> u32 {
         match self.mig {
@@ -270,7 +270,7 @@ impl DeviceRef<'_> {
         }
     }
 
-    /// The total memory that CUDA reports, in bytes.
+    /// Returns the total memory that CUDA reports, in bytes.
     #[must_use]
     pub fn cuda_memory(&self) -> u64 {
         match self.mig {
@@ -279,7 +279,7 @@ impl DeviceRef<'_> {
         }
     }
 
-    /// The total memory that NVML reports, in bytes.
+    /// Returns the total memory that NVML reports, in bytes.
     #[must_use]
     pub fn nvml_memory(&self) -> u64 {
         match self.mig {
@@ -383,8 +383,8 @@ impl State {
         }
     }
 
-    /// The memory that these processes use on a device, in bytes. A GPU's sum includes its MIG
-    /// devices.
+    /// Returns the memory that these processes use on a device, in bytes. A GPU's sum includes its
+    /// MIG devices.
     #[must_use]
     pub fn used_bytes(&self, processes: &[Process], uuid: &str) -> u64 {
         let inside: Vec<&str> = match self.device(uuid) {
@@ -450,9 +450,10 @@ fn find_by_prefix<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str
 }
 
 impl Fault {
-    /// Whether the fault applies to a call about a device. The fault names the call exactly,
-    /// without its version (`nvmlDeviceGetCount` for `nvmlDeviceGetCount_v2`), or by a prefix with
-    /// `*`. The fault applies to all devices, to this device or to the GPU of this MIG device.
+    /// Returns whether the fault applies to a call about a device. The fault names the call
+    /// exactly, without its version (`nvmlDeviceGetCount` for `nvmlDeviceGetCount_v2`), or by a
+    /// prefix with `*`. The fault applies to all devices, to this device or to the GPU of this MIG
+    /// device.
     #[must_use]
     pub fn applies_to(&self, state: &State, call: &str, device: Option<&str>) -> bool {
         let bare = call.rsplit_once("_v").filter(|(_, v)| v.parse::<u8>().is_ok()).map_or(call, |(name, _)| name);

@@ -25,7 +25,8 @@ const LOCK_FILE: &str = "lock";
 const GENERATION_FILE: &str = "generation";
 pub(crate) const LEASES_DIRECTORY: &str = "leases";
 
-/// A handle on a simulated machine. It is cheap to clone, and all clones share the parsed state.
+/// A handle on a simulated machine. A handle is cheap to clone, and all clones share the parsed
+/// state.
 #[derive(Clone, Debug)]
 pub struct Machine {
     inner: Arc<Inner>,
@@ -86,14 +87,14 @@ impl Machine {
         Self { inner: Arc::new(Inner { dir, cache: Mutex::default(), pids: PidResolver::default() }) }
     }
 
-    /// The machine's directory.
+    /// Returns the machine's directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.inner.dir
     }
 
-    /// Returns the current state. It reads the generation number and parses the state only if the
-    /// number increased since this handle's last call.
+    /// Returns the current state. This function reads the generation number and parses the state
+    /// only if the number increased since this handle's last call.
     ///
     /// # Errors
     /// The directory no longer exists, or its state is malformed.
@@ -110,7 +111,7 @@ impl Machine {
         Ok(state)
     }
 
-    /// The number of the latest change that was started.
+    /// Returns the number of the latest change that was started.
     fn generation(&self) -> Result<u64, Error> {
         let path = self.path(GENERATION_FILE);
         let mut bytes = [0; 8];
@@ -186,14 +187,14 @@ impl Machine {
         state.processes.iter().filter(|p| self.is_alive(p)).cloned().collect()
     }
 
-    /// Returns the PID of a context's owner in this process's namespace; `None` if the owner is not
-    /// visible from here.
+    /// Returns the PID of a context's owner in this process's namespace, or `None` if the owner is
+    /// not visible from here.
     #[must_use]
     pub fn visible_pid(&self, process: &Process) -> Option<u32> {
         self.inner.pids.resolve(&process.pid)
     }
 
-    /// Whether the owner of a context is alive.
+    /// Returns whether the owner of a context is alive.
     pub(crate) fn is_alive(&self, process: &Process) -> bool {
         let held = process.lease.as_ref().is_none_or(|name| {
             let path = self.path(LEASES_DIRECTORY).join(name);

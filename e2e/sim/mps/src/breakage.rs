@@ -27,7 +27,7 @@ pub enum BreakageRule {
 }
 
 impl BreakageRule {
-    /// The rule from [`RULE_ENV`] and [`SEED_ENV`].
+    /// Returns the rule from [`RULE_ENV`] and [`SEED_ENV`].
     pub fn from_environment(rule: Option<&str>, seed: Option<&str>) -> Self {
         match rule {
             Some("always") => Self::Always,
@@ -36,7 +36,8 @@ impl BreakageRule {
         }
     }
 
-    /// Whether an exit with a kernel of this many milliseconds in flight breaks the neighbours.
+    /// Returns whether an exit with a kernel of this many milliseconds in flight breaks the
+    /// neighbours.
     pub fn breaks_neighbours(&mut self, kernel_ms: f64) -> bool {
         match self {
             Self::Always => true,

@@ -80,7 +80,7 @@ impl Mps {
         Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
 
-    /// The devices that the server offers, in the order of their ordinals.
+    /// Returns the devices that the server offers, in the order of their ordinals.
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }
@@ -173,22 +173,22 @@ pub struct MpsContext {
 }
 
 impl MpsContext {
-    /// The context's device.
+    /// Returns the context's device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The number of SMs that the context may use.
+    /// Returns the number of SMs that the context may use.
     pub fn sms(&self) -> u32 {
         self.sms
     }
 
-    /// The memory limit of the context, in bytes.
+    /// Returns the memory limit of the context, in bytes.
     pub fn limit(&self) -> Option<u64> {
         self.limit
     }
 
-    /// The free memory in bytes, as `cudaMemGetInfo` returns it.
+    /// Returns the free memory in bytes, as `cudaMemGetInfo` returns it.
     ///
     /// # Errors
     /// The `CUresult` of the failure.
@@ -211,7 +211,7 @@ impl MpsContext {
         Ok(())
     }
 
-    /// Starts kernels of this many milliseconds each. They remain in flight until
+    /// Starts kernels of this many milliseconds each. The kernels remain in flight until
     /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
@@ -236,7 +236,7 @@ impl MpsContext {
         self.notify(&ToContext::IllegalAccess)
     }
 
-    /// The error that broke the context, if any.
+    /// Returns the error that broke the context, if any.
     pub fn error(&self) -> Option<i32> {
         *self.state.lock()
     }

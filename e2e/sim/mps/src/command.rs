@@ -157,7 +157,7 @@ impl Command {
         })
     }
 
-    /// Whether only `control_privileged` accepts the command.
+    /// Returns whether only `control_privileged` accepts the command.
     pub fn is_privileged(&self) -> bool {
         !matches!(
             self,

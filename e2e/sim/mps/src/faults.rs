@@ -24,7 +24,7 @@ pub struct InjectedFaults {
 }
 
 impl InjectedFaults {
-    /// The faults of the process that sees these devices.
+    /// Returns the faults of the process that sees these devices.
     pub fn new(visible: Option<String>) -> Self {
         Self { machine: OnceLock::new(), visible }
     }

@@ -65,14 +65,15 @@ pub enum Peer {
 /// The subject of an introduction to the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subject {
-    /// The process. Its introduction comes first and fixes the limits of the process.
+    /// The process. The introduction of the process comes first and fixes the limits of the
+    /// process.
     Process,
     /// A context of the process.
     Context,
 }
 
 impl Subject {
-    /// The two words that introduce the subject to the server.
+    /// Returns the two words that introduce the subject to the server.
     pub fn words(self) -> [[u8; 4]; 2] {
         match self {
             Self::Process => [0_u32.to_le_bytes(), 0xff_u32.to_le_bytes()],
@@ -98,7 +99,7 @@ impl From<io::Error> for Refusal {
     }
 }
 
-/// The daemon's side up to the kind: greets and reads the peer's kind.
+/// Performs the daemon's side up to the kind: greets and reads the peer's kind.
 pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<Peer, Refusal> {
     connection.send(hello).map_err(|_| Refusal::Closed)?;
     let first = connection.recv_credentials(64)?.ok_or(Refusal::Closed)?;
@@ -115,7 +116,8 @@ pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<Peer, Ref
     }
 }
 
-/// The daemon's side: reads an administrator's next command. `None` means that no command follows.
+/// Performs the daemon's side: reads an administrator's next command. `None` means that no command
+/// follows.
 pub fn next_command(connection: &Connection) -> Result<Option<String>, Refusal> {
     let length = connection.recv(64)?.ok_or(Refusal::Closed)?;
     let length = <[u8; 8]>::try_from(length.data.as_slice())
@@ -135,15 +137,16 @@ pub fn next_command(connection: &Connection) -> Result<Option<String>, Refusal> 
     Ok(Some(String::from_utf8_lossy(text).trim().to_owned()))
 }
 
-/// The daemon's side: sends one line of an answer.
+/// Performs the daemon's side: sends one line of an answer.
 pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
     connection.send(&[&[0; 4], line.as_bytes()].concat())
 }
 
-/// The server's side: sends a client its descriptors, of which `channel` is the first, and reads
-/// the client's introduction.
+/// Performs the server's side: sends a client its descriptors, of which `channel` is the first, and
+/// reads the client's introduction.
 ///
-/// It reads the three packets of the introduction before it checks them, like the real server.
+/// The server reads the three packets of the introduction before it checks the packets, like the
+/// real server.
 pub fn receive(connection: &Connection, channel: &Connection) -> Result<(Subject, Credentials), Refusal> {
     let other = File::open("/dev/null")?;
     for number in 0..MAX_DESCRIPTORS {
@@ -168,8 +171,8 @@ pub fn probe(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
-/// The client's side up to the kind. `None` means that the daemon closed, or speaks another
-/// protocol.
+/// Performs the client's side up to the kind. `None` means that the daemon closed, or speaks
+/// another protocol.
 pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
@@ -206,7 +209,7 @@ pub enum Closed {
     Refused(i32),
 }
 
-/// The client's side up to the socket to the server. The client waits without a deadline.
+/// Performs the client's side up to the socket to the server. The client waits without a deadline.
 pub fn connect_to_server(control: &Path) -> Result<Entrance, Closed> {
     let daemon = introduce(control, KIND_CLIENT).ok().flatten().ok_or(Closed::ByDaemon)?;
     let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);
@@ -229,9 +232,9 @@ impl Entrance {
         channel.ok_or(Closed::ByServer)
     }
 
-    /// The rest of the client's side: introduces `subject` to the server, reads the answer, and
-    /// forwards it to the daemon as the last word. Returns the channel to the server and the socket
-    /// of the handshake.
+    /// Performs the rest of the client's side: introduces `subject` to the server, reads the
+    /// answer, and forwards it to the daemon as the last word. Returns the channel to the server
+    /// and the socket of the handshake.
     pub fn enter(self, subject: Subject) -> Result<(Connection, Connection), Closed> {
         self.enter_as(subject, own_credentials())
     }
@@ -254,8 +257,8 @@ impl Entrance {
     }
 }
 
-/// The administrator's side: sends one command and returns the lines of the answer. `None` means
-/// that the daemon closed without an answer.
+/// Performs the administrator's side: sends one command and returns the lines of the answer. `None`
+/// means that the daemon closed without an answer.
 pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>> {
     let Some(connection) = introduce(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());
@@ -278,7 +281,7 @@ pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>>
     Ok(None)
 }
 
-/// This process's credentials in its own namespaces.
+/// Returns this process's credentials in its own namespaces.
 pub fn own_credentials() -> Credentials {
     Credentials {
         pid: rustix::process::getpid().as_raw_nonzero().get(),
@@ -291,7 +294,7 @@ fn as_u32(packet: &Packet) -> Option<u32> {
     <[u8; 4]>::try_from(packet.data.as_slice()).ok().map(u32::from_le_bytes)
 }
 
-/// Whether the error means that the peer has closed.
+/// Returns whether the error means that the peer has closed.
 fn is_end(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::NotConnected)
 }

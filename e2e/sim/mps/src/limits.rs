@@ -21,7 +21,7 @@ pub struct DeviceName<'a> {
 }
 
 impl DeviceName<'_> {
-    /// Whether `name` is the device's ordinal, its UUID or a prefix of its UUID.
+    /// Returns whether `name` is the device's ordinal, its UUID or a prefix of its UUID.
     fn matches_device(self, name: &str) -> bool {
         match name.parse::<usize>() {
             Ok(ordinal) => ordinal == self.ordinal,
@@ -76,15 +76,15 @@ impl Settings {
         }
     }
 
-    /// The limit that was set for a name, as the daemon prints it. Limits from 1 G on are in whole
-    /// G, rounded down, and lower ones in whole M.
+    /// Returns the limit that was set for a name, as the daemon prints it. Limits from 1 G on are
+    /// in whole G, rounded down, and lower ones in whole M.
     pub fn printed_memory(&self, device: &str) -> Option<String> {
         let limit = self.memory.iter().find(|limit| limit.device == device)?;
         let mib = bytes(&limit.value)? >> 20;
         Some(if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") })
     }
 
-    /// The limit of a device in bytes.
+    /// Returns the limit of a device in bytes.
     pub fn memory_of(&self, device: DeviceName<'_>) -> Option<u64> {
         self.memory
             .iter()
@@ -139,7 +139,7 @@ pub fn client_memory(text: Option<&str>, devices: &[DeviceName<'_>], used: usize
     outcome
 }
 
-/// The limit of a client in bytes, from the server's limit and the client's environment.
+/// Returns the limit of a client in bytes, from the server's limit and the client's environment.
 pub fn effective_memory(server: Option<u64>, client: ClientMemory) -> Option<u64> {
     match client {
         ClientMemory::Unset => server,
@@ -148,15 +148,16 @@ pub fn effective_memory(server: Option<u64>, client: ClientMemory) -> Option<u64
     }
 }
 
-/// The thread percentage of a client. The client's own value can only lower the server's.
+/// Returns the thread percentage of a client. The client's own value can only lower the server's.
 pub fn effective_threads(server: f64, client: Option<f64>) -> f64 {
     client.map_or(server, |own| own.min(server))
 }
 
-/// Overhead of a context in bytes, by its number of SMs. It counts against the memory limit.
+/// Returns the overhead of a context in bytes, by its number of SMs. The overhead counts against
+/// the memory limit.
 ///
 /// Measured as limit minus free memory: 123 MiB at 26 SMs, 271 at 66, 514 at 132. The function is
-/// the line through them.
+/// the line through these three points.
 pub fn context_overhead(sms: u32) -> u64 {
     (27 + (u64::from(sms) * 369 + 50) / 100) << 20
 }

@@ -241,14 +241,14 @@ impl Connection {
         while matches!(rustix::event::poll(&mut fds, None), Err(rustix::io::Errno::INTR)) {}
     }
 
-    /// Whether a receive would return at once, with data or because the peer has closed.
+    /// Returns whether a receive would return at once, with data or because the peer has closed.
     pub fn is_readable(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
-    /// Whether the peer has closed. Never waits and reads nothing.
+    /// Returns whether the peer has closed. Never waits and reads nothing.
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };

@@ -110,7 +110,7 @@ fn config(multi_user: bool) -> Config {
     }
 }
 
-/// `CUDA_MPS_PIPE_DIRECTORY` of this process, or the default.
+/// Returns `CUDA_MPS_PIPE_DIRECTORY` of this process, or the default.
 pub fn pipe_directory() -> PathBuf {
     directory("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY)
 }

@@ -26,7 +26,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// The word that `get_server_status` prints.
+    /// Returns the word that `get_server_status` prints.
     pub fn word(self) -> &'static str {
         match self {
             Self::Initializing => "INITIALIZING",

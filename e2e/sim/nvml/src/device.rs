@@ -24,7 +24,7 @@ pub(crate) fn memory(view: &View, device: &DeviceRef<'_>) -> Result<Memory> {
     Ok(Memory { total, reserved: total.saturating_sub(usable), used, free: usable - used })
 }
 
-/// The product name, with the profile for a MIG device.
+/// Returns the product name, with the profile for a MIG device.
 pub(crate) fn name(device: &DeviceRef<'_>) -> String {
     let profile = device.mig.and_then(|(gi, ci)| device.model.compute_profile(gi.profile, ci.profile));
     match profile {
@@ -33,7 +33,7 @@ pub(crate) fn name(device: &DeviceRef<'_>) -> String {
     }
 }
 
-/// The `NVML_DEVICE_ARCH_…` of an architecture.
+/// Returns the `NVML_DEVICE_ARCH_…` of an architecture.
 pub(crate) fn architecture(name: &str) -> u32 {
     match name {
         "Turing" => sys::NVML_DEVICE_ARCH_TURING,
@@ -78,7 +78,7 @@ pub(crate) fn handle_by_uuid(view: &View, uuid: &str) -> Result<Handle> {
     Ok(handle(Object::Device(uuid.to_owned())))
 }
 
-/// Whether a caller's text is this PCI address, with a domain of 4 or 8 digits.
+/// Returns whether a caller's text is this PCI address, with a domain of 4 or 8 digits.
 pub(crate) fn same_bus_id(pci: sim_machine::Pci, text: &str) -> bool {
     pci.bus_id().eq_ignore_ascii_case(text) || pci.short_bus_id().eq_ignore_ascii_case(text)
 }
@@ -136,8 +136,8 @@ pub(crate) fn on_gpu(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<
     Ok(machine.processes()?.into_iter().filter(here).collect())
 }
 
-/// The percentage of time in which kernels run: the configured value, or one that grows with each
-/// process that may launch kernels.
+/// Returns the percentage of time in which kernels run: the configured value, or one that grows
+/// with each process that may launch kernels.
 pub(crate) fn utilization(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
     if let Some(percent) = device.gpu.utilization {
         return Ok(percent.min(100));
@@ -147,7 +147,7 @@ pub(crate) fn utilization(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
     Ok(u32::try_from(programs * 20).unwrap_or(100).min(100))
 }
 
-/// The power in milliwatts, between idle and limit in proportion to the utilization.
+/// Returns the power in milliwatts, between idle and limit in proportion to the utilization.
 pub(crate) fn power(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
     let (limit, idle) = device.model.power_watts;
     Ok((idle + limit.saturating_sub(idle) * utilization(view, device)? / 100) * 1000)

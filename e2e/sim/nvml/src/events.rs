@@ -89,7 +89,7 @@ fn with<T>(set: Handle, body: impl FnOnce(&mut Set) -> T) -> Result<T> {
     Ok(body(set))
 }
 
-/// The first event that the set registered and that was not delivered.
+/// Returns the first event that the set registered and that was not delivered.
 fn next(set: &Set, state: &State) -> Option<Event> {
     let wanted = |e: &&Event| {
         let asked = set
@@ -101,12 +101,12 @@ fn next(set: &Set, state: &State) -> Option<Event> {
     state.events.iter().find(wanted).cloned()
 }
 
-/// Whether a GPU with registered events is lost.
+/// Returns whether a GPU with registered events is lost.
 fn lost(set: &Set, state: &State) -> bool {
     state.gpus.iter().any(|g| g.lost && set.registered.contains_key(&g.uuid))
 }
 
-/// The `nvmlEventType…` of an event.
+/// Returns the `nvmlEventType…` of an event.
 pub(crate) fn event_type_bit(kind: EventKind) -> u64 {
     u64::from(match kind {
         EventKind::Xid => sys::nvmlEventTypeXidCriticalError,

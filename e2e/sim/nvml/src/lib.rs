@@ -1,9 +1,9 @@
 //! A simulated `libnvidia-ml.so.1`: NVML's C ABI for the simulated machine, loaded like the real
 //! library.
 //!
-//! The build produces `libnvidia_ml.so`, which is installed as `libnvidia-ml.so.1` (its soname). It
-//! uses the machine in `$SIMGPU_STATE`, or in `/var/lib/simgpu`. Without a machine, `nvmlInit`
-//! reports that the driver is not loaded.
+//! The build produces `libnvidia_ml.so`, which is installed as `libnvidia-ml.so.1` (its soname).
+//! The library uses the machine in `$SIMGPU_STATE`, or in `/var/lib/simgpu`. Without a machine,
+//! `nvmlInit` reports that the driver is not loaded.
 //!
 //! Return codes, two-call conventions and the calls that MIG devices support follow a real H200
 //! with driver 580, measured with MIG off. The rest follows NVIDIA's documentation. Functions that

@@ -60,8 +60,8 @@ pub(crate) enum Object {
     EventSet(u64),
 }
 
-/// A handle as it crosses the ABI. It is never an address, so an invalid handle is detected and
-/// harmless.
+/// A handle as it crosses the ABI. A handle is never an address, so an invalid handle is detected
+/// and harmless.
 pub(crate) type Handle = usize;
 
 /// The state between `nvmlInit` and `nvmlShutdown`.

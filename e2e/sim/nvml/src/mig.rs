@@ -8,12 +8,12 @@ use sim_machine::{
 use crate::device;
 use crate::library::{Code, Handle, Object, Result, View, handle, object};
 
-/// A GPU's MIG devices in the order of NVML: by GPU instance, then by compute instance.
+/// Returns a GPU's MIG devices in the order of NVML: by GPU instance, then by compute instance.
 pub(crate) fn devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
     gpu.instances.iter().flat_map(|gi| gi.compute.iter().map(move |ci| (gi, ci))).collect()
 }
 
-/// The maximum number of MIG devices on the GPU, or 0 with MIG off.
+/// Returns the maximum number of MIG devices on the GPU, or 0 with MIG off.
 pub(crate) fn max_devices(gpu: &Gpu, model: &Model) -> u32 {
     if gpu.mig { model.gpu_profiles.iter().map(|p| p.instances).max().unwrap_or(0) } else { 0 }
 }
@@ -142,7 +142,7 @@ fn change<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model
     })
 }
 
-/// The GPU that a call changes, and its model. Fails if the GPU is lost.
+/// Returns the GPU that a call changes, and its model. Fails if the GPU is lost.
 fn target<'s>(state: &'s mut State, uuid: &str) -> Result<(&'s mut Gpu, Model)> {
     let model = state.model(state.gpu(uuid)?)?.clone();
     let gpu = state.gpu_mut(uuid)?;

@@ -37,7 +37,7 @@ fn run_alone(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
-/// A command that runs one test of this program.
+/// Returns a command that runs one test of this program.
 fn test_command(name: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", name, "--include-ignored", "--nocapture"]);

@@ -79,8 +79,8 @@ pub(crate) enum Command {
         #[arg(long, default_value_t = 0)]
         corrected: u64,
     },
-    /// Make a GPU fall off the bus: every call about it fails with `GPU_IS_LOST`. It reports no
-    /// XID (see `xid`).
+    /// Make a GPU fall off the bus: every call about it fails with `GPU_IS_LOST`. The GPU reports
+    /// no XID (see `xid`).
     Lose {
         /// Index or UUID of the GPU.
         gpu: String,

@@ -64,7 +64,7 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
     })
 }
 
-/// The numbers of the contexts on a GPU and its MIG devices.
+/// Returns the numbers of the contexts on a GPU and its MIG devices.
 fn processes_on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
     let uuid = &state.gpu(gpu)?.uuid;
     let here = |device: &str| state.device(device).is_some_and(|d| d.gpu.uuid == *uuid);

@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 use sim_machine::{Effect, Machine, Process, State, builtin_models};
 
-/// The whole state as JSON, with live processes only and their PIDs in this namespace.
+/// Returns the whole state as JSON, with live processes only and their PIDs in this namespace.
 pub(crate) fn json(machine: &Machine) -> Result<String> {
     let mut state = State::clone(&*machine.snapshot()?);
     state.processes = machine.processes()?;
@@ -21,7 +21,7 @@ fn process(machine: &Machine, process: &Process) -> Result<Value> {
     Ok(value)
 }
 
-/// A table or JSON of the processes.
+/// Returns a table or JSON of the processes.
 pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
     let processes = machine.processes()?;
     if as_json {
@@ -36,7 +36,7 @@ pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
     Ok(out)
 }
 
-/// A table of the machine, its GPUs and their processes and faults.
+/// Returns a table of the machine, its GPUs and their processes and faults.
 pub(crate) fn table(machine: &Machine) -> Result<String> {
     let (state, processes) = (machine.snapshot()?, machine.processes()?);
     let mut out = String::new();
@@ -109,7 +109,7 @@ fn format_cuda_version(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// A table of the models that descriptions may name.
+/// Returns a table of the models that descriptions may name.
 pub(crate) fn models() -> Result<String> {
     let mut out = String::new();
     for model in builtin_models() {

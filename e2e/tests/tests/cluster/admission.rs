@@ -20,17 +20,17 @@ pub(crate) fn pod_with(limits: &Value, change: impl FnOnce(&mut Value)) -> Value
     pod
 }
 
-/// A pod with these limits and this environment variable.
+/// Returns a pod with these limits and this environment variable.
 pub(crate) fn pod_with_env(limits: &Value, env: &Value) -> Value {
     pod_with(limits, |spec| spec["containers"][0]["env"] = json!([env]))
 }
 
-/// The environment variable that requests all GPUs from the container runtime.
+/// Returns the environment variable that requests all GPUs from the container runtime.
 pub(crate) fn env_for_all_gpus() -> Value {
     json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})
 }
 
-/// An additional container without limits.
+/// Returns an additional container without limits.
 pub(crate) fn extra_container(name: &str, env: &Value) -> Value {
     json!({"name": name, "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never", "env": [env]})
 }
@@ -40,7 +40,7 @@ fn refusal_message(scope: &Scope, pod: &Value) -> Result<Option<String>> {
     refusal_of(scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod))
 }
 
-/// The message of a refusal, or `None` if the request succeeded.
+/// Returns the message of a refusal, or `None` if the request succeeded.
 fn refusal_of(result: Result<Value>) -> Result<Option<String>> {
     match result {
         Ok(_) => Ok(None),

@@ -54,8 +54,8 @@ impl<'a> Clocks<'a> {
         for workload in WORKLOADS {
             kubectl(&["-n", SYSTEM_NAMESPACE, "set", "env", workload, change])?;
         }
-        // The update strategy is OnDelete, so delete the MPS hosts. Their MPS daemons exit with
-        // them.
+        // The update strategy is OnDelete, so delete the MPS hosts. The MPS daemons exit with their
+        // hosts.
         kubectl(&["-n", SYSTEM_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/component=mps-host", "--wait"])?;
         for workload in [WORKLOADS[0], WORKLOADS[2]] {
             kubectl(&["-n", SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=120s"])?;
@@ -67,7 +67,7 @@ impl<'a> Clocks<'a> {
         })
     }
 
-    /// Node and PID of each program.
+    /// Returns the node and PID of each program.
     fn processes(&self) -> Result<Vec<(String, String)>> {
         let mut all = Vec::new();
         for node in self.cluster.nodes()? {
@@ -101,7 +101,7 @@ impl Drop for Clocks<'_> {
     }
 }
 
-/// Holder and number of transitions of each lease.
+/// Returns the holder and number of transitions of each lease.
 fn lease_holders(cluster: &Cluster) -> Result<Vec<Value>> {
     let leases = cluster.list(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/leases"))?;
     let of = |lease: &Value| {
@@ -111,7 +111,7 @@ fn lease_holders(cluster: &Cluster) -> Result<Vec<Value>> {
     Ok(leases.iter().map(of).collect())
 }
 
-/// UID and restart count of each of Cleave's pods.
+/// Returns the UID and restart count of each of Cleave's pods.
 fn restart_counts(cluster: &Cluster) -> Result<Vec<Value>> {
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
     Ok(pods
@@ -120,14 +120,14 @@ fn restart_counts(cluster: &Cluster) -> Result<Vec<Value>> {
         .collect())
 }
 
-/// The state that must not depend on the clock.
+/// Returns the state that must not depend on the clock.
 fn invariant_state(clocks: &Clocks, scope: &Scope, pods: &[&str]) -> Result<Value> {
     let cluster = scope.cluster;
     let pods: Vec<_> = pods.iter().map(|name| container_and_restarts(cluster, scope, name)).collect::<Result<_>>()?;
     Ok(json!([pods, daemon_pids(cluster)?, lease_holders(cluster)?, restart_counts(cluster)?, clocks.processes()?]))
 }
 
-/// Number of MPS clients that the node reports for a pod.
+/// Returns the number of MPS clients that the node reports for a pod.
 fn count_clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }
@@ -157,8 +157,8 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
         scope.wait_until_running(name)?;
         scope.client_report(name)?;
     }
-    // This pod is released, but its volume does not exist, so the scheduler finds no node. Its
-    // reservation lasts for minutes.
+    // This pod is released, but its volume does not exist, so the scheduler finds no node. The
+    // pod's reservation lasts for minutes.
     let mut reserved = pod("reserved", &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT);
     reserved["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     reserved["spec"]["volumes"] = json!([{"name": "nobody", "persistentVolumeClaim": {"claimName": "nobody"}}]);

@@ -46,13 +46,13 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     Ok(())
 }
 
-/// Whether a client waits at a door.
+/// Returns whether a client waits at a door.
 fn is_client_waiting() -> Result<bool> {
     let status = host_status()?;
     Ok(status["allocations"].as_object().is_some_and(|all| all.values().any(|door| door["waiting"].as_u64() > Some(0))))
 }
 
-/// The status file of the MPS host of [`NODE`].
+/// Returns the status file of the MPS host of [`NODE`].
 fn host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }

@@ -27,7 +27,7 @@ fn dynamic_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &V
     Ok(scope)
 }
 
-/// [`dynamic`] with mode `Auto`.
+/// Returns [`dynamic`] with mode `Auto`.
 fn auto_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<Scope<'a>> {
     dynamic_scope(cluster, name, indices, &json!({"mode": "Auto"}))
 }
@@ -41,7 +41,7 @@ fn read_gpu(cluster: &Cluster, index: usize) -> Result<Value> {
     Ok(cluster.gpunode(NODE)?["status"]["gpus"][index].clone())
 }
 
-/// Devices of [`NODE`] on which a pod has an allocation, without duplicates.
+/// Returns the devices of [`NODE`] on which a pod has an allocation, without duplicates.
 fn devices_of_pod(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
     let name = format!("{}/{name}", scope.namespace);
     let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -69,7 +69,7 @@ fn pod_states(cluster: &Cluster, scope: &Scope, names: &[&str]) -> Result<PodSta
     names.iter().map(one).collect()
 }
 
-/// Resource version and note of each Event with this reason about an object.
+/// Returns the resource version and note of each Event with this reason about an object.
 fn event_notes(cluster: &Cluster, kind: &str, name: &str, reason: &str) -> Result<BTreeSet<(String, String)>> {
     let events = cluster.list("/apis/events.k8s.io/v1/events")?;
     let about = |event: &&Value| {

@@ -51,7 +51,8 @@ fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
     start_demo(&cluster)?;
     run_page("tutorial/first-shares.md")?;
     delete_demo(&cluster)?;
-    // A pod for `cleave explain`. It waits until the first guide applies a policy to all nodes.
+    // A pod for `cleave explain`. The pod waits until the first guide applies a policy to all
+    // nodes.
     scope.create_pod_on_node("node2", "waits", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     for guide in GUIDES {
         run_page(&format!("how-to/{guide}.md"))?;
@@ -168,7 +169,8 @@ fn run_page(page: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a block once. Its exit status must be 0, and its output must match the page.
+/// Runs a block once. The block's exit status must be 0, and the block's output must match the
+/// page.
 fn run_block(block: &Block) -> Result<()> {
     let script = block.script();
     let program = PathBuf::from(cleave_path());
@@ -190,19 +192,19 @@ fn run_block(block: &Block) -> Result<()> {
     Ok(())
 }
 
-/// The complete policies in a page's YAML blocks.
+/// Returns the complete policies in a page's YAML blocks.
 fn policies_in(page: &str) -> Vec<&str> {
     let blocks = page.split("```yaml\n").skip(1).filter_map(|rest| rest.split_once("```"));
     blocks.map(|(text, _)| text).filter(|text| text.contains("\nkind: SharingPolicy\n")).collect()
 }
 
-/// The pages in a directory of the documentation.
+/// Returns the pages in a directory of the documentation.
 fn list_pages(directory: &str) -> Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(repository_root().join("docs").join(directory))?;
     entries.map(|entry| Ok(entry?.path())).collect()
 }
 
-/// Root of the repository.
+/// Returns the root of the repository.
 fn repository_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }

@@ -23,14 +23,15 @@ const NEIGHBOUR_SCRIPT: &str = "exec cleave-client --kernel-ms 1 --busy-forever"
 /// Chart value: seconds that an injected `preStop` hook sleeps.
 const PRE_STOP_VALUE: &str = "admission.preStopSeconds";
 
-/// A pod with these limits and the default grace period.
+/// Returns a pod with these limits and the default grace period.
 fn pod_requesting(limits: &Value) -> Value {
     let mut pod = pod("t", limits, "true");
     pod["spec"]["terminationGracePeriodSeconds"] = json!(30);
     pod
 }
 
-/// Sleep of each `preStop` hook in seconds, first of the containers, then of the init containers.
+/// Returns the sleep of each `preStop` hook in seconds, first of the containers, then of the init
+/// containers.
 fn sleep_seconds(pod: &Value) -> Vec<Option<i64>> {
     let all = ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
     all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
@@ -214,7 +215,7 @@ fn wait_until_busy(scope: &Scope, name: &str) -> Result<()> {
     })
 }
 
-/// The neighbour's error, if it is broken.
+/// Returns the neighbour's error, if it is broken.
 fn neighbour_error(scope: &Scope) -> Result<Option<String>> {
     if scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
         return Ok(None);
@@ -355,7 +356,7 @@ impl Drop for ShutdownPeriods {
     }
 }
 
-/// Number of MPS clients that the node reports for a pod.
+/// Returns the number of MPS clients that the node reports for a pod.
 fn count_clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }

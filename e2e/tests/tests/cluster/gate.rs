@@ -19,12 +19,12 @@ use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares};
 /// the machine.
 pub(crate) const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
 
-/// Whether a pod has the placement gate.
+/// Returns whether a pod has the placement gate.
 pub(crate) fn is_gated(pod: &Value) -> bool {
     pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| gates.iter().any(|gate| gate["name"] == GATE_NAME))
 }
 
-/// Events of a pod, as `REASON: NOTE`.
+/// Returns the events of a pod, as `REASON: NOTE`.
 fn pod_events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
     let events = scope.cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{}/events", scope.namespace))?;
     let of_pod = events.iter().filter(|event| event["regarding"]["name"] == pod);
@@ -101,14 +101,14 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
     wait_for_event(&scope, "eleven", "the largest has 10")
 }
 
-/// A pod template with one container.
+/// Returns a pod template with one container.
 fn pod_template(app: &str, shares: u32) -> Value {
     let spec = pod(app, &json!({SHARES_RESOURCE: shares}), SLEEP_FOREVER_SCRIPT)["spec"].take();
     json!({"metadata": {"labels": {"app": app}}, "spec": spec})
 }
 
-/// Creates a Deployment, a `StatefulSet`, a `DaemonSet` and a Job whose pods request shares. Their
-/// names are `deployed`, `stateful`, `daemon` and `job`.
+/// Creates a Deployment, a `StatefulSet`, a `DaemonSet` and a Job whose pods request shares. The
+/// controllers are named `deployed`, `stateful`, `daemon` and `job`.
 fn create_controllers(scope: &Scope) -> Result<()> {
     let (cluster, ns) = (scope.cluster, &scope.namespace);
     let always = |app: &str, shares: u32| {
@@ -205,7 +205,7 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
     Ok(())
 }
 
-/// Number of shares of [`NODE`] that are in use.
+/// Returns the number of shares of [`NODE`] that are in use.
 fn count_shares_in_use(cluster: &Cluster) -> Result<u64> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();

@@ -29,7 +29,7 @@ pub(crate) fn admit_in_dry_run(scope: &Scope, pod: &Value) -> Result<Value> {
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod)
 }
 
-/// Names of a pod's scheduling gates.
+/// Returns the names of a pod's scheduling gates.
 fn gate_names(pod: &Value) -> Vec<String> {
     pod["spec"]["schedulingGates"].as_array().into_iter().flatten().map(|gate| text(&gate["name"])).collect()
 }
@@ -39,12 +39,13 @@ fn set_gates(pod: &mut Value, gates: &[&str]) {
     pod["spec"]["schedulingGates"] = gates.iter().map(|gate| json!({"name": gate})).collect();
 }
 
-/// A pod with one container that has these limits.
+/// Returns a pod with one container that has these limits.
 fn pod_requesting(limits: &Value) -> Value {
     pod("t", limits, "true")
 }
 
-/// A pod whose init container or sidecar has these limits, and whose main container has none.
+/// Returns a pod whose init container or sidecar has these limits, and whose main container has
+/// none.
 fn requesting_in_init(limits: &Value, sidecar: bool) -> Value {
     let mut pod = pod_requesting(&json!({}));
     let mut first = pod["spec"]["containers"][0].clone();

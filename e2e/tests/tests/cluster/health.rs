@@ -18,7 +18,7 @@ use crate::{
 /// Quiet time of a suspect GPU: `agent.suspectQuietSeconds` in e2e/values.yaml.
 const QUIET_TIME: Duration = Duration::from_secs(20);
 
-/// Path of the `cleave` program, which an administrator uses.
+/// Returns the path of the `cleave` program, which an administrator uses.
 pub(crate) fn cleave_path() -> String {
     // The profile is chosen as in e2e/lib.sh.
     let profile = match std::env::var("CLEAVE_PROFILE").as_deref() {
@@ -58,7 +58,7 @@ impl Drop for RepairGuard<'_> {
     }
 }
 
-/// Status of a GPU of [`NODE`].
+/// Returns the status of a GPU of [`NODE`].
 pub(crate) fn gpu_status(cluster: &Cluster, index: u64) -> Result<Value> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();

@@ -50,7 +50,7 @@ struct Attempt {
 }
 
 impl Expected {
-    /// First words of the result in the documentation.
+    /// Returns the first words of the result in the documentation.
     const fn outcome_words(self) -> &'static str {
         match self {
             Self::Refused(_) => "refused",
@@ -105,7 +105,7 @@ impl<'a> TestBed<'a> {
         Ok(Self { tenant: Cluster::by_token(&token, None)?, token, scope })
     }
 
-    /// API path of the pods.
+    /// Returns the API path of the pods.
     fn pods_path(&self) -> String {
         format!("/api/v1/namespaces/{}/pods", self.scope.namespace)
     }
@@ -206,7 +206,7 @@ fn refusals(answers: impl IntoIterator<Item = Result<Value>>) -> Result<Outcome>
     Ok(Outcome::Refused(refusals))
 }
 
-/// JSON objects in the output of programs, one per line.
+/// Returns the JSON objects in the output of programs, one per line.
 fn parse_json_lines(said: &str) -> Vec<Value> {
     said.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect()
 }

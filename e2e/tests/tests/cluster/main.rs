@@ -76,7 +76,7 @@ fn wait_until_offered(cluster: &Cluster, resource: &str, count: u64) -> Result<(
     })
 }
 
-/// A pod's allocations in the status of [`NODE`]: one for each container and device.
+/// Returns a pod's allocations in the status of [`NODE`]: one for each container and device.
 fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>> {
     let name = format!("{}/{pod}", scope.namespace);
     let node = cluster.gpunode(NODE)?;
@@ -85,7 +85,7 @@ fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>
     Ok(all.filter(|allocation| text(&allocation["pod"]) == name).collect())
 }
 
-/// Device and PID of the MPS daemons of [`NODE`].
+/// Returns the device and PID of the MPS daemons of [`NODE`].
 fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -96,7 +96,8 @@ fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     Ok(pids)
 }
 
-/// Container ID and restart count of a running pod. They change if the pod is disturbed.
+/// Returns the container ID and restart count of a running pod. These values change if the pod is
+/// disturbed.
 fn container_and_restarts(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<(String, u64)> {
     let pod = cluster.get(&scope.pod_path(pod))?;
     let status = &pod["status"]["containerStatuses"][0];

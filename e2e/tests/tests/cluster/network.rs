@@ -19,7 +19,7 @@ fn pod_address(pod: &Value) -> Result<String> {
     Ok(address)
 }
 
-/// A shell command that prints `yes` if it can connect to an address, else `no`.
+/// Returns a shell command that prints `yes` if it can connect to an address, else `no`.
 fn connect_command(address: &str, port: &str) -> String {
     // Send a request, so that a server of any protocol answers and closes the connection.
     format!(
@@ -27,12 +27,13 @@ fn connect_command(address: &str, port: &str) -> String {
     )
 }
 
-/// Whether a pod of the scope can connect to an address.
+/// Returns whether a pod of the scope can connect to an address.
 fn can_connect(scope: &Scope, pod: &str, address: &str, port: &str) -> Result<bool> {
     Ok(scope.exec_in_pod(pod, &["sh", "-c", &connect_command(address, port)])?.trim() == "yes")
 }
 
-/// Whether a program of Cleave on [`NODE`] can connect to an address, from the network of its pod.
+/// Returns whether a program of Cleave on [`NODE`] can connect to an address, from the network of
+/// its pod.
 fn cleave_reaches(program: &str, address: &str, port: &str) -> Result<bool> {
     let pid = find_pid(NODE, program)?;
     let printed =

@@ -8,7 +8,7 @@ use crate::gate_admission::{GATE_NAME, OTHER_GATE_NAME};
 use crate::restarts::{component_pod, is_ready, leader_identity};
 use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares};
 
-/// The operator's pods that are not being deleted.
+/// Returns the operator's pods that are not being deleted.
 fn operator_pods(cluster: &Cluster) -> Result<Vec<Value>> {
     let path = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector=app.kubernetes.io/component=operator");
     Ok(cluster.list(&path)?.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null()).collect())

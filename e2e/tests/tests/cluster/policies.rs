@@ -34,7 +34,7 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     Ok(())
 }
 
-/// UID and restart count of each of Cleave's pods.
+/// Returns the UID and restart count of each of Cleave's pods.
 pub(crate) fn cleave_pods(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let pods = cluster.list("/api/v1/namespaces/cleave-system/pods")?;
     Ok(pods

@@ -95,7 +95,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     wait_for_event(&scope, "seven-0", "Preempted")
 }
 
-/// A pod on [`NODE`] with this number of shares and these thousandths of a CPU.
+/// Returns a pod on [`NODE`] with this number of shares and these thousandths of a CPU.
 fn pod_with_cpu(name: &str, shares: u64, milli: u64) -> Value {
     let mut pod = pod(name, &json!({SHARES_RESOURCE: shares}), SLEEP_FOREVER_SCRIPT);
     pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
@@ -112,7 +112,7 @@ fn pod_with_high_priority(mut pod: Value) -> Value {
     pod
 }
 
-/// A quantity of CPU in thousandths.
+/// Returns a quantity of CPU in thousandths.
 fn parse_millicores(quantity: &Value) -> Result<u64> {
     let quantity = text(quantity);
     match quantity.strip_suffix('m') {
@@ -122,7 +122,7 @@ fn parse_millicores(quantity: &Value) -> Result<u64> {
     }
 }
 
-/// CPU of [`NODE`] in thousandths that no pod requests.
+/// Returns the CPU of [`NODE`] in thousandths that no pod requests.
 fn free_cpu(cluster: &Cluster) -> Result<u64> {
     let node = cluster.get(&format!("/api/v1/nodes/{NODE}"))?;
     let mut free = parse_millicores(&node["status"]["allocatable"]["cpu"])?;

@@ -32,7 +32,7 @@ const NODE_COMPONENT: &str = "node@node1";
 const REPLICAS: usize = 3;
 const SHARES_PER_REPLICA: u64 = 3;
 
-/// Path of a node's file on the machine. It can be read while the node is down.
+/// Returns the path of a node's file on the machine. The file can be read while the node is down.
 fn node_file(path: &str) -> Result<PathBuf> {
     let kubeconfig = std::env::var_os("KUBECONFIG").context("KUBECONFIG is not set")?;
     let state = Path::new(&kubeconfig).parent().context("KUBECONFIG has no parent directory")?;
@@ -104,12 +104,12 @@ fn create_deployment(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Whether a pod belongs to the Deployment.
+/// Returns whether a pod belongs to the Deployment.
 fn is_deployed(pod: &Value) -> bool {
     text(&pod["metadata"]["labels"]["app"]) == "deployed"
 }
 
-/// Whether a pod runs in a container that is not one of `before`.
+/// Returns whether a pod runs in a container that is not one of `before`.
 fn runs_in_new_container(pod: &Value, before: &BTreeSet<String>) -> bool {
     let container = &pod["status"]["containerStatuses"][0];
     text(&pod["status"]["phase"]) == "Running"
@@ -133,7 +133,7 @@ fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<S
     })
 }
 
-/// IDs of the containers of the namespace's pods.
+/// Returns the IDs of the containers of the namespace's pods.
 fn container_ids(scope: &Scope) -> Result<BTreeSet<String>> {
     Ok(scope.pods()?.iter().map(|pod| text(&pod["status"]["containerStatuses"][0]["containerID"])).collect())
 }
@@ -160,13 +160,13 @@ fn wait_for_outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Res
     })
 }
 
-/// Whether a pod's reason means that the kubelet did not admit it: because of its device manager,
-/// or for lack of a resource.
+/// Returns whether a pod's reason means that the kubelet did not admit it: because of its device
+/// manager, or for lack of a resource.
 fn is_rejection(reason: &str) -> bool {
     reason == "UnexpectedAdmissionError" || reason.starts_with("OutOf")
 }
 
-/// The shares in the kubelet's device checkpoint, by UID of the pod.
+/// Returns the shares in the kubelet's device checkpoint, by UID of the pod.
 fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
     let file: Value =
         serde_json::from_slice(&fs::read(node_file("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")?)?)?;
@@ -220,7 +220,7 @@ fn wait_consistent(scope: &Scope) -> Result<()> {
     })
 }
 
-/// SMs for this many of a GPU's ten shares.
+/// Returns the SMs for this many of a GPU's ten shares.
 fn sms_of_shares(shares: u64) -> u64 {
     // Limits are whole TPCs, of two SMs each.
     match shares {
@@ -253,7 +253,8 @@ fn check_limits(scope: &Scope, name: &str, shares: u64) -> Result<()> {
     Ok(())
 }
 
-/// Creates the pods of [`BARE_POD_SHARES`] on [`NODE`]. The kubelet may restart their containers.
+/// Creates the pods of [`BARE_POD_SHARES`] on [`NODE`]. The kubelet may restart the containers of these
+/// pods.
 fn create_bare_pods(scope: &Scope) -> Result<()> {
     for (name, shares) in BARE_POD_SHARES {
         let mut object = pod(name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT);
@@ -266,7 +267,7 @@ fn create_bare_pods(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// IDs of a pod's shares, for each of its containers.
+/// Returns the IDs of a pod's shares, for each of its containers.
 fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
     let allocated = allocations(scope.cluster, scope, name)?;
     Ok(allocated.into_iter().map(|allocation| allocation["ids"].clone()).collect())

@@ -34,7 +34,7 @@ fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
     Ok(RunningState { pods: container_restarts(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
-/// Container ID and restarts of each pod.
+/// Returns the container ID and restarts of each pod.
 fn container_restarts(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
     POD_NAMES.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }
@@ -67,7 +67,7 @@ fn fewer_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>
     }
 }
 
-/// Name of the operator's pod that holds the lease.
+/// Returns the name of the operator's pod that holds the lease.
 pub(crate) fn leader_identity(cluster: &Cluster) -> Result<String> {
     let lease =
         cluster.get(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/leases/cleave-operator"))?;
@@ -98,12 +98,12 @@ pub(crate) fn query_agent(cluster: &Cluster, path: &str) -> Result<String> {
     kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{name}:8080/proxy/{path}")])
 }
 
-/// Restart count of a pod's container.
+/// Returns the restart count of a pod's container.
 fn restart_count(pod: &Value) -> u64 {
     pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(0)
 }
 
-/// Whether a pod's container is ready.
+/// Returns whether a pod's container is ready.
 pub(crate) fn is_ready(pod: &Value) -> bool {
     pod["status"]["containerStatuses"][0]["ready"] == true
 }

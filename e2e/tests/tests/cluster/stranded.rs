@@ -142,7 +142,7 @@ fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
     Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES_RESOURCE)? > 0)
 }
 
-/// A Deployment with replicas that must run on different nodes.
+/// Returns a Deployment with replicas that must run on different nodes.
 fn deployment_on_different_nodes(name: &str, replicas: u32) -> Value {
     let labels = json!({"app": name});
     let mut template = pod(name, &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT);

@@ -27,7 +27,7 @@ fn scope_with_enforcement<'a>(cluster: &'a Cluster, name: &str, enforcement: &st
     Ok(scope)
 }
 
-/// Status and reason of the pod's condition `cleave.dev/WithinShare`.
+/// Returns the status and reason of the pod's condition `cleave.dev/WithinShare`.
 fn within_share_condition(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Option<(String, String)>> {
     let Some(pod) = cluster.find(&scope.pod_path(pod))? else { return Ok(None) };
     let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
@@ -35,7 +35,7 @@ fn within_share_condition(cluster: &Cluster, scope: &Scope, pod: &str) -> Result
     Ok(ours.map(|condition| (text(&condition["status"]), text(&condition["reason"]))))
 }
 
-/// Events of a pod with this reason.
+/// Returns the events of a pod with this reason.
 fn events_with_reason(cluster: &Cluster, scope: &Scope, pod: &str, reason: &str) -> Result<Vec<Value>> {
     let all = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{}/events", scope.namespace))?;
     let of_pod = |event: &&Value| {
@@ -45,7 +45,7 @@ fn events_with_reason(cluster: &Cluster, scope: &Scope, pod: &str, reason: &str)
     Ok(all.iter().filter(of_pod).cloned().collect())
 }
 
-/// Value of a metric for a pod's container, in bytes.
+/// Returns the value of a metric for a pod's container, in bytes.
 fn metric_value(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f64> {
     let labels = format!("namespace=\"{}\",pod=\"{pod}\",container=\"main\"", scope.namespace);
     let line = text.lines().find(|line| line.starts_with(&format!("{metric}{{")) && line.contains(&labels))?;

@@ -51,7 +51,7 @@ impl<'a> Template<'a> {
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
-    /// Whether all hosts match the template and are ready. An error contains the status.
+    /// Returns whether all hosts match the template and are ready. An error contains the status.
     fn is_rolled_out(&self) -> Result<bool> {
         let set = self.cluster.get(&self.path)?;
         let status = &set["status"];
@@ -83,7 +83,7 @@ impl Drop for Template<'_> {
     }
 }
 
-/// MPS host pods by node, without terminating ones.
+/// Returns the MPS host pods by node, without terminating ones.
 fn host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     let selector = "labelSelector=app.kubernetes.io/component=mps-host";
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;
@@ -91,7 +91,7 @@ fn host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     Ok(remaining.map(|pod| (text(&pod["spec"]["nodeName"]), pod)).collect())
 }
 
-/// UIDs of the MPS host pods, by node.
+/// Returns the UIDs of the MPS host pods, by node.
 fn host_uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
     Ok(host_pods(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
 }

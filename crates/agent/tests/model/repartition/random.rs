@@ -58,7 +58,7 @@ const PLACES: [MigPlace; 12] = [
     ("7g.80gb", 0, 8, 0),
 ];
 
-/// The placements at these indices. Omits placements that overlap an earlier one.
+/// Returns the placements at these indices. Omits placements that overlap an earlier one.
 fn without_overlaps(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
     let mut chosen: Vec<MigPlace> = Vec::new();
     for place in picks.iter().map(|pick| PLACES[pick % PLACES.len()]) {

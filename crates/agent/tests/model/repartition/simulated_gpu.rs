@@ -1,4 +1,5 @@
-//! Simulates one GPU in memory. It refuses the same calls as NVML, and can fail any call.
+//! Simulates one GPU in memory. The simulated GPU refuses the same calls as NVML, and can fail any
+//! call.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -134,7 +135,7 @@ impl SharedGpu {
         self.0.lock().unwrap()
     }
 
-    /// NVML's answers about the driver and the GPU.
+    /// Returns NVML's answers about the driver and the GPU.
     #[expect(clippy::unnecessary_wraps, reason = "NVML calls return a Result")]
     pub(super) fn inventory(&self) -> Result<Inventory, NvmlError> {
         let gpu = self.lock();

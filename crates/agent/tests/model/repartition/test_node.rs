@@ -156,7 +156,7 @@ impl TestNode {
         }
     }
 
-    /// UUIDs of the existing devices that pods or processes use.
+    /// Returns the UUIDs of the existing devices that pods or processes use.
     fn devices_in_use(&self) -> BTreeSet<String> {
         let listed = self.allocated.iter().flat_map(|row| &row.ids).filter_map(|id| Some(parse_id(id)?.0.to_owned()));
         let allocated = self.table.allocations.iter().flat_map(|(_, allocation)| allocation.devices.clone());
@@ -169,8 +169,8 @@ impl TestNode {
         devices.filter(exists).collect()
     }
 
-    /// GPU instance id and first slice of each MIG device, by UUID. A GPU instance without a
-    /// compute instance is not a device, and no process can use it.
+    /// Returns the GPU instance id and first slice of each MIG device, by UUID. A GPU instance
+    /// without a compute instance is not a device, and no process can use it.
     pub(super) fn mig_devices(&self) -> BTreeMap<String, (u32, u32)> {
         let gpu = self.gpu.lock().describe();
         let devices = gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty());
@@ -199,7 +199,8 @@ impl TestNode {
         self.agent.record_order_result(OrderResult { order, outcome, after, at: self.now }, self.now);
     }
 
-    /// The kubelet allocates a slice. It may not know yet that the slice is unhealthy.
+    /// Allocates a slice as the kubelet does. The kubelet may not know yet that the slice is
+    /// unhealthy.
     pub(super) fn allocate(&mut self, pick: usize) -> Option<String> {
         let pools =
             self.table.pools.iter().flat_map(|(resource, pools)| pools.iter().map(move |pool| (resource, pool)));
@@ -250,7 +251,7 @@ impl TestNode {
         self.now += Duration::from_secs(1);
     }
 
-    /// Action and result of each step in the status.
+    /// Returns the action and result of each step in the status.
     pub(super) fn step_results(&self) -> Vec<(&str, &str)> {
         self.last.status.steps.iter().map(|step| (step.action.as_str(), step.result.as_str())).collect()
     }
@@ -259,7 +260,7 @@ impl TestNode {
         self.last.status.steps.iter().map(|step| step.message.as_str()).collect::<Vec<_>>().join("; ")
     }
 
-    /// Number of healthy slices of a resource.
+    /// Returns the number of healthy slices of a resource.
     pub(super) fn count_healthy_slices(&self, resource: &str) -> usize {
         let healthy = |list: &cleave_kubelet::DeviceList| list.iter().filter(|device| device.healthy).count();
         self.last.lists.get(resource).map_or(0, healthy)
@@ -269,7 +270,7 @@ impl TestNode {
         !self.last.status.plan_id.is_empty()
     }
 
-    /// Whether the GPU has exactly these MIG instances, each with profile and first slice.
+    /// Returns whether the GPU has exactly these MIG instances, each with profile and first slice.
     pub(super) fn has_instances(&self, expected: &[(&str, u32)]) -> bool {
         let instances: BTreeSet<(String, u32)> = self.gpu.lock().instances().into_iter().collect();
         instances == expected.iter().map(|&(profile, start)| (profile.to_owned(), start)).collect()

@@ -44,7 +44,7 @@ impl Device {
         Ok(())
     }
 
-    /// Returns the server for a user's clients; `None` if the clients have to wait.
+    /// Returns the server for a user's clients, or `None` if the clients have to wait.
     pub(crate) async fn server_for(&self, uid: u32) -> Result<Option<u32>, DaemonError> {
         let phase = *self.phase.borrow();
         if phase.multi_user {
@@ -72,7 +72,7 @@ impl Device {
         self.context.status_changed();
     }
 
-    /// Whether one more client would exceed the allocation's maximum.
+    /// Returns whether one more client would exceed the allocation's maximum.
     pub(crate) fn is_full(&self, allocation: &str, max_clients: u32, client: u32) -> bool {
         let mut clients = self.clients.borrow_mut();
         clients.forget_exited(Instant::now());

@@ -7,7 +7,8 @@ use crate::mps::wire::DaemonState;
 const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// Delay after the second consecutive failure.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
-/// Maximum delay before a restart. It is short because the GPU may be repaired during the delay.
+/// Maximum delay before a restart. The delay is short because the GPU may be repaired during the
+/// delay.
 const MAX_DELAY: Duration = Duration::from_secs(30);
 /// Number of consecutive failures from which the state is [`DaemonState::BackOff`].
 const BACK_OFF_FAILURES: u32 = 4;
@@ -32,7 +33,7 @@ impl Backoff {
         }
     }
 
-    /// The state to report during the delay.
+    /// Returns the state to report during the delay.
     pub(super) fn state(&self) -> DaemonState {
         if self.failures < BACK_OFF_FAILURES { DaemonState::Restarting } else { DaemonState::BackOff }
     }

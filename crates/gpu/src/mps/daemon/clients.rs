@@ -100,12 +100,12 @@ impl Clients {
         self.terminated.remove(&pid);
     }
 
-    /// Whether MPS terminated the client's contexts.
+    /// Returns whether MPS terminated the client's contexts.
     pub(super) fn is_terminated(&self, pid: u32) -> bool {
         self.terminated.contains(&pid)
     }
 
-    /// The allocation whose door admitted a client.
+    /// Returns the allocation whose door admitted a client.
     pub(super) fn allocation_of(&self, pid: u32) -> Option<String> {
         self.admitted.get(&pid).map(|admitted| admitted.allocation.clone())
     }
@@ -115,28 +115,28 @@ impl Clients {
         Client { pid, allocation: self.allocation_of(pid) }
     }
 
-    /// The clients that MPS lists.
+    /// Returns the clients that MPS lists.
     pub(super) fn listed(&self) -> Vec<Client> {
         self.listed.iter().map(|&pid| self.client(pid)).collect()
     }
 
-    /// All clients, including those that MPS does not list yet or no longer lists.
+    /// Returns all clients, including those that MPS does not list yet or no longer lists.
     pub(super) fn all(&self) -> Vec<Client> {
         self.pids().into_iter().map(|pid| self.client(pid)).collect()
     }
 
-    /// The number of all clients.
+    /// Returns the number of all clients.
     pub(super) fn count(&self) -> usize {
         self.pids().len()
     }
 
-    /// The pids of all clients that MPS lists or a door admitted.
+    /// Returns the pids of all clients that MPS lists or a door admitted.
     fn pids(&self) -> BTreeSet<u32> {
         self.listed.iter().chain(self.admitted.keys()).copied().collect()
     }
 
-    /// The running clients that may be signalled: a door admitted them, MPS lists them, and their
-    /// identity is proven.
+    /// Returns the running clients that may be signalled: a door admitted them, MPS lists them, and
+    /// their identity is proven.
     pub(super) fn signalable(&self) -> impl Iterator<Item = (Client, &PidFd)> {
         self.admitted.iter().filter_map(|(&pid, admitted)| {
             let pidfd = admitted.pidfd.as_ref().filter(|pidfd| {
@@ -146,7 +146,7 @@ impl Clients {
         })
     }
 
-    /// The number of an allocation's running clients other than `pid`.
+    /// Returns the number of an allocation's running clients other than `pid`.
     pub(super) fn others_of(&self, allocation: &str, pid: u32) -> usize {
         let is_other = |&(&other, admitted): &(&u32, &Admitted)| {
             other != pid && admitted.allocation == allocation && admitted.exited_at.is_none()
@@ -163,7 +163,7 @@ impl Clients {
         });
     }
 
-    /// Whether a client has exited and MPS may still log the exit.
+    /// Returns whether a client has exited and MPS may still log the exit.
     pub(super) fn awaits_log(&self) -> bool {
         self.admitted.values().any(|admitted| admitted.exited_at.is_some())
     }

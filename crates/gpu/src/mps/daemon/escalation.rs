@@ -20,7 +20,7 @@ pub(super) enum Step {
 }
 
 impl Step {
-    /// Time until the next step is due.
+    /// Returns the time until the next step is due.
     pub(super) fn deadline(self) -> Duration {
         let seconds = match self {
             // Measured: programs that exit by themselves do so within 0.3 s.
@@ -35,7 +35,7 @@ impl Step {
         Duration::from_secs(seconds)
     }
 
-    /// The step after this one. The last step repeats.
+    /// Returns the step after this one. The last step repeats.
     fn next(self) -> Self {
         match self {
             Self::Wait => Self::SignalTerm,
@@ -68,7 +68,7 @@ impl Default for Escalation {
 }
 
 impl Escalation {
-    /// The current step.
+    /// Returns the current step.
     pub(super) fn step(&self) -> Step {
         self.step
     }

@@ -53,22 +53,22 @@ pub(super) struct FaultTracker {
 }
 
 impl FaultTracker {
-    /// The last fault, which may be over.
+    /// Returns the last fault, which may be over.
     pub(super) fn last(&self) -> Option<&Fault> {
         self.last.as_ref()
     }
 
-    /// Whether a fault is in progress.
+    /// Returns whether a fault is in progress.
     pub(super) fn is_current(&self) -> bool {
         self.current.is_some()
     }
 
-    /// Whether the daemon is expected to exit because of a fault.
+    /// Returns whether the daemon is expected to exit because of a fault.
     pub(super) fn is_replacing_daemon(&self) -> bool {
         self.current.as_ref().is_some_and(|current| current.escalation.step() >= Step::QuitDaemon)
     }
 
-    /// Whether the server should be replaced once it has no clients.
+    /// Returns whether the server should be replaced once it has no clients.
     pub(super) fn is_unclean(&self) -> bool {
         self.unclean
     }
@@ -131,14 +131,14 @@ impl FaultTracker {
         }
     }
 
-    /// Whether a log line that names no client belongs to a fault that is over.
+    /// Returns whether a log line that names no client belongs to a fault that is over.
     pub(super) fn is_late_log(&self, now: Instant) -> bool {
         self.current.is_none()
             && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < LATE_LOG_WINDOW)
     }
 
-    /// Whether an ACTIVE server with this number of clients has recovered. Returns false if the log
-    /// has just reported a fault that the server has not confirmed yet.
+    /// Returns whether an ACTIVE server with this number of clients has recovered. Returns false if
+    /// the log has just reported a fault that the server has not confirmed yet.
     pub(super) fn has_recovered(&self, clients: usize, now: Instant) -> bool {
         let is_pending = |current: &CurrentFault| {
             !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < CONFIRMATION_WINDOW

@@ -22,7 +22,8 @@ use crate::mps::wire::{Daemon, DaemonState, Enforcement};
 
 /// Interval of probes. A probe costs the daemon 0.1 ms.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval of probes while the daemon does not serve. It is short because clients are waiting.
+/// Interval of probes while the daemon does not serve. The interval is short because clients are
+/// waiting.
 const FAST_PROBE_INTERVAL: Duration = Duration::from_millis(25);
 /// Number of fast probes without a fault after which the interval increases tenfold.
 const FAST_PROBES: u32 = 400;
@@ -209,7 +210,8 @@ impl Device {
         Ok(())
     }
 
-    /// Waits for the daemon's first answer. Its greeting shows whether doors can enforce limits.
+    /// Waits for the daemon's first answer. The daemon's greeting shows whether doors can enforce
+    /// limits.
     async fn first_answer(&self) -> Result<(), DaemonError> {
         let deadline = Instant::now() + DAEMON_START_DEADLINE;
         loop {

@@ -32,8 +32,8 @@ impl Device {
         child: &Child,
     ) -> Result<Option<End>, DaemonError> {
         let mut control = self.control.lock().await;
-        // An administrator may have changed the server's limits since the last probe. Set them
-        // again.
+        // An administrator may have changed the server's limits since the last probe. Set the
+        // limits again.
         control.applied = None;
         let examined = match self.examine(settings).await {
             Err(DaemonError::Control(ControlError::Timeout { .. })) if self.is_terminating() => {

@@ -68,7 +68,7 @@ impl Device {
         self.context.status_changed();
     }
 
-    /// Whether the server may break a client, and has no clients now.
+    /// Returns whether the server may break a client, and has no clients now.
     pub(crate) fn must_replace_server(&self) -> bool {
         self.faults.borrow().is_unclean() && self.phase.borrow().is_open() && self.clients.borrow().count() == 0
     }

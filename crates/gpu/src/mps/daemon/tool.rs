@@ -3,8 +3,8 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 
-/// `nvidia-cuda-mps-control` for a device: the daemon itself, or the tool that sends commands to
-/// it.
+/// Returns `nvidia-cuda-mps-control` for a device: the daemon itself, or the tool that sends
+/// commands to it.
 pub(crate) fn command(program: &Path, library_path: Option<&OsStr>, pipe: &Path, device: &str) -> Command {
     let mut command = Command::new(program);
     command

@@ -65,7 +65,7 @@ pub(super) fn gpu_facts(gpu: &Gpu, compute_mode: Option<ComputeMode>, processes:
     }
 }
 
-/// The cgroup versions that are mounted at `mount`.
+/// Returns the cgroup versions that are mounted at `mount`.
 pub(super) fn cgroups(mount: &Path) -> &'static str {
     if mount.join("cgroup.controllers").exists() {
         "v2"

@@ -64,7 +64,7 @@ impl Check {
     }
 }
 
-/// All checks, in the order of the report.
+/// Returns all checks, in the order of the report.
 pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let mut findings = judge_daemon(seen);
     findings.extend(judge_limits(seen, gpu));
@@ -73,7 +73,7 @@ pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     findings
 }
 
-/// Findings about the daemon's start and protocol.
+/// Returns findings about the daemon's start and protocol.
 fn judge_daemon(seen: &Observations) -> Vec<Finding> {
     let start = Check {
         name: "start",
@@ -148,7 +148,7 @@ fn quote(exchange: &Exchange) -> String {
     format!("`{}` answers {:?}", exchange.command, exchange.answer.trim())
 }
 
-/// Whether an answer has the form that Cleave parses.
+/// Returns whether an answer has the form that Cleave parses.
 fn has_known_form(Exchange { command, answer, set }: &Exchange) -> bool {
     match command {
         Command::ServerList | Command::Clients(_) => protocol::pids(answer).is_ok(),
@@ -169,18 +169,18 @@ fn has_known_form(Exchange { command, answer, set }: &Exchange) -> bool {
     }
 }
 
-/// The SMs that Cleave reports for a percentage.
+/// Returns the SMs that Cleave reports for a percentage.
 fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
     mps::sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
 }
 
-/// Whether exactly these limits apply to the program, and no tighter limits.
+/// Returns whether exactly these limits apply to the program, and no tighter limits.
 fn limits_apply(bound: &Bound, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_limited(bound.view, bound.limit_mib)
 }
 
-/// Whether free memory matches a limit. The context uses a part of the limit: on known GPUs, less
-/// than half of the smallest limit tested.
+/// Returns whether free memory matches a limit. The context uses a part of the limit: on known
+/// GPUs, less than half of the smallest limit tested.
 fn is_limited(view: GpuView, limit_mib: u64) -> bool {
     (limit_mib / 2..=limit_mib).contains(&view.free_mib)
 }
@@ -193,7 +193,7 @@ fn describe_bound(bound: &Bound) -> String {
     format!("at {} % and {} MiB: {}", bound.percent, bound.limit_mib, describe(bound.view))
 }
 
-/// Findings about limits.
+/// Returns findings about limits.
 fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let bound = Check {
         name: "limits",
@@ -286,7 +286,7 @@ fn known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     ]
 }
 
-/// Findings about clients: who can connect, how they are listed, and how they end.
+/// Returns findings about clients: who can connect, how they are listed, and how they end.
 fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let users = Check {
         name: "users",
@@ -413,13 +413,13 @@ mod tests {
         }
     }
 
-    /// The names of the checks that differ.
+    /// Returns the names of the checks that differ.
     fn differing_checks(seen: &Observations, gpu: TestedGpu) -> Vec<&'static str> {
         let differs = |finding: &Finding| (finding.verdict == Verdict::Differs).then_some(finding.check);
         findings(seen, gpu).iter().filter_map(differs).collect()
     }
 
-    /// The names of the checks that differ after a change of [`measured_observations`].
+    /// Returns the names of the checks that differ after a change of [`measured_observations`].
     fn differing_checks_after(change: impl FnOnce(&mut Observations)) -> Vec<&'static str> {
         let mut seen = measured_observations();
         change(&mut seen);

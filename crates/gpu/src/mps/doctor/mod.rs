@@ -85,7 +85,7 @@ pub enum DoctorError {
     /// A signal handler could not be installed, or standard output failed.
     #[error("system call failed: {0}")]
     System(#[from] io::Error),
-    /// The doctor received a signal. It has stopped all processes that it started.
+    /// The doctor received a signal. The doctor has stopped all processes that it started.
     #[error("stopped by a signal")]
     Stopped,
 }
@@ -154,7 +154,7 @@ async fn describe(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<
     Ok(calls.join_all().await.into_iter().collect())
 }
 
-/// The first GPU with the wanted index or UUID.
+/// Returns the first GPU with the wanted index or UUID.
 fn choose_gpu(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>) -> Result<Gpu, DoctorError> {
     let mut available = Vec::new();
     for (index, gpu) in gpus {
@@ -168,7 +168,7 @@ fn choose_gpu(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>)
     Err(DoctorError::NoGpu { wanted, available: available.join(", ") })
 }
 
-/// What the tests need to run.
+/// Returns what the tests need to run.
 fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
     let words = args.client.as_deref().map(|client| client.split_whitespace().map(OsString::from).collect());
     Setup {

@@ -24,7 +24,7 @@ impl<T> Outcome<T> {
     }
 }
 
-/// The outcome of a test that was not run.
+/// Returns the outcome of a test that was not run.
 fn skipped<T>(why: &str) -> Outcome<T> {
     Outcome::NotTested(why.to_owned())
 }

@@ -101,7 +101,7 @@ impl OwnDaemon {
         Ok((child, log))
     }
 
-    /// The daemon's pipe directory.
+    /// Returns the daemon's pipe directory.
     pub(super) fn pipe_directory(&self) -> PathBuf {
         self.directory.join("pipe")
     }

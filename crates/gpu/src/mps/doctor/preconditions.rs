@@ -37,7 +37,7 @@ pub(super) enum ForeignProcesses {
 }
 
 impl Preconditions {
-    /// Why the doctor may not start a daemon. `None` if it may.
+    /// Returns why the doctor may not start a daemon. Returns `None` if it may.
     pub(super) fn skip_reason(&self) -> Option<String> {
         let why = match self {
             Self { control: false, .. } => "the MPS control program was not found (--mps-control)",
@@ -89,7 +89,7 @@ pub(super) async fn check(
     }
 }
 
-/// Why the GPU may belong to Cleave. `None` if it does not.
+/// Returns why the GPU may belong to Cleave. Returns `None` if it does not.
 fn reserved_by_cleave(run: &Path, uuid: &str) -> Option<String> {
     let path = Paths::new(run).desired();
     let desired = match std::fs::read(&path) {

@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::facts::Facts;
 use super::judge::{Finding, Verdict};
 
-/// What the doctor found. Its serialized form is the command's JSON output.
+/// What the doctor found. The serialized form of a report is the command's JSON output.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {
@@ -64,7 +64,7 @@ pub(super) fn text(report: &Report) -> String {
     text
 }
 
-/// The facts about the GPU, driver and daemon, one per line.
+/// Returns the facts about the GPU, driver and daemon, one per line.
 fn facts_text(facts: &Facts) -> String {
     let gpu = &facts.gpu;
     let unknown = || "unknown".to_owned();

@@ -138,7 +138,8 @@ impl Tests<'_> {
         }
     }
 
-    /// Why the tests must stop: another process uses the GPU. `None` if no other process does.
+    /// Returns why the tests must stop: another process uses the GPU. Returns `None` if no other
+    /// process does.
     async fn other_user(&self) -> Option<String> {
         if !self.setup.are_others_visible {
             return None;
@@ -165,7 +166,7 @@ impl Tests<'_> {
         self.server.get() == Some(pid) || log.ready.contains(&pid)
     }
 
-    /// The daemon's pipe directory.
+    /// Returns the daemon's pipe directory.
     fn pipe_directory(&self) -> PathBuf {
         self.directory.join("pipe")
     }
@@ -181,7 +182,7 @@ impl Tests<'_> {
         Ok(())
     }
 
-    /// The pid of the MPS server.
+    /// Returns the pid of the MPS server.
     fn server(&self) -> Result<u32, NoResult> {
         self.server.get().ok_or_else(|| NoResult::NotTested("no MPS server is running".to_owned()))
     }
@@ -194,7 +195,7 @@ impl Tests<'_> {
         Start { pipe: self.pipe_directory(), ..Start::default() }
     }
 
-    /// The view of a program that sets no limits of its own.
+    /// Returns the view of a program that sets no limits of its own.
     async fn view(&self) -> Result<GpuView, NoResult> {
         Ok(self.program()?.view(&self.start_here()).await?)
     }
@@ -280,7 +281,7 @@ impl Tests<'_> {
         Ok(exchanges)
     }
 
-    /// Whether MPS lists a client, and whether NVML lists it as an MPS client.
+    /// Returns whether MPS lists a client, and whether NVML lists it as an MPS client.
     async fn listed(&self) -> Result<(bool, Option<bool>), NoResult> {
         self.set_limits(100, None).await?;
         let server = self.server()?;
@@ -301,7 +302,7 @@ impl Tests<'_> {
         Ok(known)
     }
 
-    /// The views of two running programs that started under different limits.
+    /// Returns the views of two running programs that started under different limits.
     async fn bound(&self) -> Result<[Bound; 2], NoResult> {
         self.set_usual_limits().await?;
         let first = self.running(None).await?;
@@ -313,7 +314,7 @@ impl Tests<'_> {
         Ok([first_saw, second])
     }
 
-    /// The SMs that a program sees with each of [`ROUNDED_PERCENTAGES`].
+    /// Returns the SMs that a program sees with each of [`ROUNDED_PERCENTAGES`].
     async fn rounding(&self) -> Result<Vec<(u8, u32)>, NoResult> {
         let mut seen = Vec::new();
         for percent in ROUNDED_PERCENTAGES {
@@ -332,7 +333,7 @@ impl Tests<'_> {
         Ok(self.program()?.view(&start).await?)
     }
 
-    /// The views of programs that request more or less than their limits.
+    /// Returns the views of programs that request more or less than their limits.
     async fn lowered(&self) -> Result<LoweredLimits, NoResult> {
         self.set_usual_limits().await?;
         let set = self.under_usual_limits(self.view().await?);
@@ -350,7 +351,7 @@ impl Tests<'_> {
         Ok(Memory { limit_mib: self.limit_mib, half, all })
     }
 
-    /// The view of a program with an invalid memory limit in its environment.
+    /// Returns the view of a program with an invalid memory limit in its environment.
     async fn escape(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let environment = [("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk".to_owned())].into();
@@ -358,7 +359,7 @@ impl Tests<'_> {
         Ok(self.under_usual_limits(view))
     }
 
-    /// The view of another user's program, while a program of root runs.
+    /// Returns the view of another user's program, while a program of root runs.
     async fn users(&self) -> Result<Bound, NoResult> {
         if !rustix::process::geteuid().is_root() {
             return Err(NoResult::NotTested("needs root".to_owned()));
@@ -373,7 +374,7 @@ impl Tests<'_> {
         }
     }
 
-    /// The view of a program that connects through a hard link to the socket.
+    /// Returns the view of a program that connects through a hard link to the socket.
     async fn link(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let pipe = self.directory.join("link");
@@ -405,7 +406,8 @@ impl Tests<'_> {
         Ok(termination)
     }
 
-    /// The view of a program whose server started after a shutdown, with the default limits.
+    /// Returns the view of a program whose server started after a shutdown, with the default
+    /// limits.
     async fn defaults(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let server = self.server()?;
@@ -420,7 +422,7 @@ impl Tests<'_> {
         Ok(self.under_usual_limits(self.view().await?))
     }
 
-    /// What the daemon has logged, at the latest after [`REPORT_DEADLINE`].
+    /// Returns what the daemon has logged, at the latest after [`REPORT_DEADLINE`].
     async fn logged(&self) -> Log {
         let deadline = Instant::now() + REPORT_DEADLINE;
         loop {

@@ -111,7 +111,7 @@ impl ServerLink {
             tokio::select! {
                 biased;
                 result = client.recv() => result.ok()?,
-                // The client closed its end. Its result may still be in transit.
+                // The client closed its end. The client's result may still be in transit.
                 _ = relay => timeout(MIN_HANDSHAKE_DEADLINE, client.recv()).await.ok()?.ok()?,
             }
         };

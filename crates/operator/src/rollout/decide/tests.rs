@@ -30,7 +30,7 @@ fn revision(set: &str, hash: &str, number: i64) -> Revision {
     from_json(json!({"metadata": {"labels": {HASH: hash}, "ownerReferences": [owner]}, "revision": number}))
 }
 
-/// A pod of the `DaemonSet` `s`.
+/// Returns a pod of the `DaemonSet` `s`.
 fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "s", "controller": true});
     let mut pod = json!({"metadata": {"name": name, "namespace": "system", "uid": format!("{name}-uid"), "labels": {HASH: hash}, "ownerReferences": [owner]},
@@ -67,7 +67,7 @@ fn the_host_of_a_node_is_the_one_that_is_not_terminating() {
     assert!(m.outdated && m.terminating && !m.ready);
 }
 
-/// A node with one GPU that has this spec and status.
+/// Returns a node with one GPU that has this spec and status.
 fn gpu_node(spec: Value, gpu: &Value) -> GpuNode {
     let mut whole = json!({"uuid": "G", "index": 0, "model": "H100", "memoryMib": 1, "sms": 1, "mode": "Mps", "health": {"healthy": true},
         "slices": [{"device": "G", "resource": "nvidia.com/gpu-mps", "total": 10, "inUse": 0, "unhealthy": 0}],

@@ -67,7 +67,7 @@ impl Node {
         wait_until("the daemon listens", || handshake::probe(&self.socket("control_privileged")).is_ok());
     }
 
-    /// The command `nvidia-cuda-mps-control` on this node.
+    /// Returns the command `nvidia-cuda-mps-control` on this node.
     pub(crate) fn control_command(&self) -> Command {
         let mut command = Command::new(self.path("nvidia-cuda-mps-control"));
         self.set_env(&mut command);
@@ -97,22 +97,22 @@ impl Node {
             .env_remove("NVIDIA_VISIBLE_DEVICES");
     }
 
-    /// A path on this node.
+    /// Returns a path on this node.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// A socket in the pipe directory.
+    /// Returns a socket in the pipe directory.
     pub(crate) fn socket(&self, name: &str) -> PathBuf {
         self.path("pipe").join(name)
     }
 
-    /// The GPU's UUID.
+    /// Returns the GPU's UUID.
     pub(crate) fn uuid(&self) -> String {
         self.machine.snapshot().unwrap().gpus[0].uuid.clone()
     }
 
-    /// The log of the daemon and its servers.
+    /// Returns the log of the daemon and its servers.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("log.txt")).unwrap()
     }
@@ -135,7 +135,7 @@ impl Node {
         answer
     }
 
-    /// The PID of the server, which is started if necessary.
+    /// Returns the PID of the server, which is started if necessary.
     pub(crate) fn wait_for_server(&self) -> u32 {
         if self.send_command("get_server_list").is_empty() {
             self.send_command("start_server -uid 0");
@@ -145,7 +145,7 @@ impl Node {
         pid
     }
 
-    /// The PID of the server after it has entered FAULT.
+    /// Returns the PID of the server after it has entered FAULT.
     pub(crate) fn server_in_fault(&self) -> u32 {
         let pid = self.send_command("get_server_list").trim().parse().unwrap();
         wait_until("the server is in FAULT", || self.send_command(&format!("get_server_status {pid}")) == "FAULT\n");
@@ -165,7 +165,7 @@ impl Node {
         client
     }
 
-    /// A command for a program on this node.
+    /// Returns a command for a program on this node.
     pub(crate) fn client_command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.dir.path().join("cleave-client"));
         self.set_env(&mut command);
@@ -200,7 +200,7 @@ impl Node {
         }
     }
 
-    /// The PIDs of the server's clients.
+    /// Returns the PIDs of the server's clients.
     pub(crate) fn client_list(&self, server: u32) -> Vec<u32> {
         self.send_command(&format!("get_client_list {server}")).lines().map(|pid| pid.parse().unwrap()).collect()
     }
@@ -225,7 +225,7 @@ impl Node {
         self.machine.update(add).unwrap();
     }
 
-    /// Whether every injected fault has applied to its maximum number of calls.
+    /// Returns whether every injected fault has applied to its maximum number of calls.
     pub(crate) fn faults_are_consumed(&self) -> bool {
         self.machine.snapshot().unwrap().faults.iter().all(|fault| fault.remaining == Some(0))
     }
@@ -310,7 +310,7 @@ impl Client {
         serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
     }
 
-    /// Whether the program has printed no unread line.
+    /// Returns whether the program has printed no unread line.
     pub(crate) fn has_no_output(&mut self) -> bool {
         match self.lines.try_recv() {
             Ok(line) => panic!("the program printed {line}"),
@@ -387,7 +387,7 @@ pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Whether tests can create processes of other users.
+/// Returns whether tests can create processes of other users.
 pub(crate) fn is_root() -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {

@@ -241,7 +241,7 @@ impl Daemon {
     }
 }
 
-/// The command's name: the first word of a line.
+/// Returns the command's name: the first word of a line.
 fn name(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or_default()
 }

@@ -65,7 +65,7 @@ impl Daemon {
         }
     }
 
-    /// Starts a user's server. It is INITIALIZING until it reports otherwise.
+    /// Starts a user's server. The server is INITIALIZING until it reports another state.
     pub(super) fn start_server(self: &Arc<Self>, state: &mut State, uid: u32) -> std::io::Result<u32> {
         let (link, theirs) = Connection::pair()?;
         let mut command = Command::new(server_program());
@@ -175,8 +175,8 @@ fn pass_on(mut state: MutexGuard<'_, State>, server: u32, client: &Connection) {
     let Ok((theirs, servers)) = Connection::pair() else { return };
     let message = ToServer::Client { connection, settings: server.settings.clone() };
     let Ok(message) = serde_json::to_vec(&message) else { return };
-    // The kernel attests the client's messages from now on, even before the server reads them. It
-    // also attests the server's messages to the client, as observed.
+    // The kernel attests the client's messages from now on, even before the server reads them. The
+    // kernel also attests the server's messages to the client, as observed.
     let attested = servers.enable_credentials().and_then(|()| theirs.enable_credentials());
     if attested.is_err() || client.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
         return;
@@ -191,7 +191,7 @@ fn pass_on(mut state: MutexGuard<'_, State>, server: u32, client: &Connection) {
     let _ = client.recv(64);
 }
 
-/// The server program beside this one, or else the one in `PATH`.
+/// Returns the server program beside this one, or else the one in `PATH`.
 fn server_program() -> PathBuf {
     const NAME: &str = "nvidia-cuda-mps-server";
     let beside = std::env::current_exe().ok().map(|own| own.with_file_name(NAME)).filter(|path| path.exists());

@@ -1,5 +1,5 @@
-//! The daemon's model of its servers and their clients, and its choice of a server. It performs no
-//! I/O.
+//! The daemon's model of its servers and their clients, and its choice of a server. The model
+//! performs no I/O.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(super) struct Server {
     pub(super) link: Arc<Connection>,
     /// The clients by connection.
     pub(super) clients: BTreeMap<u64, Client>,
-    /// Whether the server was requested to exit. It then accepts no clients.
+    /// Whether the server was requested to exit. A server that exits accepts no clients.
     pub(super) leaving: bool,
 }
 
@@ -107,7 +107,7 @@ impl State {
         }
     }
 
-    /// The PIDs of a server's clients, each once.
+    /// Returns the PIDs of a server's clients, each once.
     pub(super) fn client_pids(&self, server: u32) -> Option<Vec<u32>> {
         let clients = self.servers.get(&server)?.clients.values();
         let mut pids: Vec<u32> = clients.filter_map(|client| client.pid).collect();
@@ -116,7 +116,7 @@ impl State {
         Some(pids)
     }
 
-    /// The lines of `ps`: one for each process with a context.
+    /// Returns the lines of `ps`: one for each process with a context.
     pub(super) fn ps_lines(&self, only: Option<u32>) -> Vec<String> {
         let mut rows: BTreeMap<(u32, u32), &ClientContext> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {
@@ -136,7 +136,7 @@ impl State {
         lines
     }
 
-    /// The lines of `get_device_client_list`: each device with the PIDs of its clients.
+    /// Returns the lines of `get_device_client_list`: each device with the PIDs of its clients.
     pub(super) fn device_client_lines(&self, only: Option<u32>) -> Vec<String> {
         let mut devices: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {

@@ -1,4 +1,4 @@
-//! A server's model of its clients. It performs no I/O.
+//! A server's model of its clients. The model performs no I/O.
 //!
 //! The rules are measured. An illegal access breaks every client, and the server refuses clients in
 //! FAULT until the last broken client has exited. A client that exits with a kernel in flight may
@@ -84,7 +84,7 @@ pub struct Clients {
 }
 
 impl Clients {
-    /// A server without clients.
+    /// Returns a server without clients.
     pub fn new(rule: BreakageRule) -> Self {
         let connected = BTreeMap::new();
         Self { connected, terminations: Vec::new(), status: Status::Active, rule, poisoned: false }
@@ -125,27 +125,27 @@ impl Clients {
         }
     }
 
-    /// Whether a connection's context is reserved but not created.
+    /// Returns whether a connection's context is reserved but not created.
     pub fn is_reserved(&self, connection: u64) -> bool {
         self.connected.get(&connection).is_some_and(|client| client.stage == Stage::Reserved)
     }
 
-    /// Whether a process has a connection.
+    /// Returns whether a process has a connection.
     pub fn has_process(&self, pid: u32) -> bool {
         self.connected.values().any(|client| client.pid == pid)
     }
 
-    /// Whether a connection's context works.
+    /// Returns whether a connection's context works.
     pub fn is_live(&self, connection: u64) -> bool {
         self.connected.get(&connection).is_some_and(|client| client.stage == Stage::Live)
     }
 
-    /// The PID of a connection's process.
+    /// Returns the PID of a connection's process.
     pub fn pid(&self, connection: u64) -> Option<u32> {
         self.connected.get(&connection).map(|client| client.pid)
     }
 
-    /// PIDs of the clients that a fatal error broke, each once.
+    /// Returns the PIDs of the clients that a fatal error broke, each once.
     pub fn broken(&self) -> Vec<u32> {
         let mut pids: Vec<u32> =
             self.connected.values().filter(|client| client.stage == Stage::Broken).map(|client| client.pid).collect();

@@ -1,7 +1,7 @@
 //! `nvidia-cuda-mps-server`: the daemon's child that opens the GPU and serves the clients.
 //!
-//! Its standard input is a socket to the daemon, and its standard output is the daemon's log. Like
-//! the real server, it exits when the daemon does.
+//! The server's standard input is a socket to the daemon, and the server's standard output is the
+//! daemon's log. Like the real server, it exits when the daemon does.
 
 pub mod clients;
 
@@ -96,8 +96,8 @@ fn run(log: &Log) -> anyhow::Result<()> {
     server.log("Server has started");
     wire::send(&server.link, &FromServer::Status(Status::Active))?;
     let watched = Arc::clone(&server);
-    // The contexts must end with the process. If they ended earlier, another process could see the
-    // GPU as free.
+    // The contexts must end with the process. If the contexts ended earlier, another process could
+    // see the GPU as free.
     thread::spawn(move || watched.watch_devices(&own));
     let watched = Arc::clone(&server);
     thread::spawn(move || watched.watch_daemon());

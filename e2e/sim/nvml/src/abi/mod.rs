@@ -1,4 +1,4 @@
-//! Exported functions. They accept C arguments and return NVML return codes.
+//! Exported functions. The functions accept C arguments and return NVML return codes.
 
 mod instances;
 pub(crate) mod raw;
@@ -338,7 +338,7 @@ fn bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
     device::bits(list, words, all).into_iter().enumerate().try_for_each(|(at, word)| set.put_at(at, word))
 }
 
-/// A GPU's number of ECC errors of a kind.
+/// Returns a GPU's number of ECC errors of a kind.
 fn count_ecc_errors(gpu: &Gpu, kind: c_uint) -> Result<u64> {
     gpu.ecc.get(kind as usize).copied().ok_or(Code::INVALID_ARGUMENT)
 }
@@ -417,7 +417,7 @@ fn wait(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: 
     })
 }
 
-/// Whether a handle is a MIG device's. Does not read the machine's state.
+/// Returns whether a handle is a MIG device's. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     catch_panic(|| {
         let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };

@@ -1,4 +1,5 @@
-//! Types for pointers from C. They check for null, and only this file dereferences them.
+//! Types for pointers from C. The types check for null, and only this file dereferences the
+//! pointers.
 
 use std::ffi::{CStr, c_char, c_uint};
 

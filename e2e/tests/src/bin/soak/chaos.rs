@@ -65,7 +65,7 @@ impl Chaos {
         Ok(())
     }
 
-    /// The disruptions so far, counted by kind.
+    /// Returns the disruptions so far, counted by kind.
     pub(crate) fn summary(&self) -> String {
         format!("disrupted: {}", format_counts(&self.done))
     }

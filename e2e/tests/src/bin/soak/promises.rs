@@ -28,7 +28,7 @@ impl Observation {
         Ok(Self { pods, nodes })
     }
 
-    /// Whether the scheduler or a kubelet is about to start a pod.
+    /// Returns whether the scheduler or a kubelet is about to start a pod.
     pub(crate) fn has_pod_in_transit(&self) -> bool {
         self.pods.iter().any(|pod| {
             let gated = pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| !gates.is_empty());
@@ -38,8 +38,8 @@ impl Observation {
     }
 }
 
-/// Whether a pod requests shares. Only pods with shares are gated. Other unbound pods wait in the
-/// scheduler until a GPU is partitioned for them.
+/// Returns whether a pod requests shares. Only pods with shares are gated. Other unbound pods wait
+/// in the scheduler until a GPU is partitioned for them.
 fn requests_shares(pod: &Value) -> bool {
     let limits = pod["spec"]["containers"][0]["resources"]["limits"].as_object();
     limits.is_some_and(|limits| limits.keys().any(|name| name == SHARES_RESOURCE))
@@ -52,8 +52,8 @@ const AFTERMATH_DURATION: Duration = Duration::from_secs(40);
 /// Time from the start of a disruption until the component has recovered.
 type Period = std::ops::Range<Timestamp>;
 
-/// Whether a disruption or its aftermath explains a kubelet's rejection at this time. The kubelet
-/// reports whole seconds, so the time may be up to a second before the disruption.
+/// Returns whether a disruption or its aftermath explains a kubelet's rejection at this time. The
+/// kubelet reports whole seconds, so the time may be up to a second before the disruption.
 fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
     disruptions.iter().any(|period| {
         failed.duration_since(period.start) > SignedDuration::from_secs(-1)
@@ -170,7 +170,7 @@ impl Tracker {
         }
     }
 
-    /// The outcomes so far, counted by kind.
+    /// Returns the outcomes so far, counted by kind.
     pub(crate) fn summary(&self) -> String {
         format!("{} pods: {}; violations: {}", self.created, format_counts(&self.outcomes), self.violations.len())
     }

@@ -92,8 +92,8 @@ fn check_runs(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
     }
 }
 
-/// Opens connections that send nothing. They stay open until the writer of their standard input
-/// exits.
+/// Opens connections that send nothing. The connections stay open until the writer of their
+/// standard input exits.
 fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     let agent = component_pod(bed.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);

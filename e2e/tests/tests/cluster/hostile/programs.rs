@@ -92,7 +92,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     Ok(bed)
 }
 
-/// The pods other than [`HOSTILE_POD`] and [`NEIGHBOUR_POD`].
+/// Returns the pods other than [`HOSTILE_POD`] and [`NEIGHBOUR_POD`].
 fn other_pods() -> Vec<Value> {
     let lies = format!(
         "for lie in {}; do cleave-client --lie $lie --hold 30 >/tmp/$lie 2>&1 & done; wait; {SLEEP_FOREVER_SCRIPT}",
@@ -439,7 +439,7 @@ fn check_neighbour_starts(bed: &TestBed<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The GPU on which a pod has its allocation.
+/// Returns the GPU on which a pod has its allocation.
 fn gpu_of_pod(bed: &TestBed<'_>, pod: &str) -> Result<String> {
     wait_for(&format!("the node reports the allocation of {pod}"), WAIT_TIMEOUT, || {
         let allocated = allocations(bed.scope.cluster, &bed.scope, pod)?;
@@ -541,7 +541,7 @@ struct Processes {
     neighbour: u64,
 }
 
-/// The status file of the MPS host.
+/// Returns the status file of the MPS host.
 fn read_host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
@@ -558,7 +558,7 @@ fn read_processes(bed: &TestBed<'_>) -> Result<Processes> {
     })
 }
 
-/// ID of the neighbour's allocation: the name of its door's directory on the node.
+/// Returns the ID of the neighbour's allocation: the name of its door's directory on the node.
 fn neighbour_allocation_id(bed: &TestBed<'_>) -> Result<String> {
     let mounts = run_script(bed, NEIGHBOUR_POD, "cat /proc/self/mountinfo")?;
     let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_DIRECTORY} "))).context("no door")?;

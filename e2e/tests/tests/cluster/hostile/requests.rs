@@ -319,7 +319,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
 ];
 
-/// API path of the pod `waits`.
+/// Returns the API path of the pod `waits`.
 fn path_of_waits(bed: &TestBed<'_>) -> String {
     bed.scope.pod_path("waits")
 }
@@ -334,7 +334,7 @@ fn expect_refusal(bed: &TestBed<'_>, pod: &Value) -> Result<Outcome> {
     refusals([create_in_dry_run(bed, pod)])
 }
 
-/// A pod with one container that has these limits.
+/// Returns a pod with one container that has these limits.
 fn pod_requesting(limits: &Value) -> Value {
     pod("t", limits, "true")
 }
@@ -344,22 +344,22 @@ fn expect_refusal_of_env(bed: &TestBed<'_>, env: &Value) -> Result<Outcome> {
     expect_refusal(bed, &pod_with_env(&json!({SHARES_RESOURCE: 1}), env))
 }
 
-/// A pod with shares that names its node.
+/// Returns a pod with shares that names its node.
 fn pod_with_node_name() -> Value {
     pod_with(&json!({SHARES_RESOURCE: 1}), |spec| spec["nodeName"] = json!(NODE))
 }
 
-/// A patch with the forged annotation.
+/// Returns a patch with the forged annotation.
 fn forged_annotation_patch() -> Value {
     json!({"metadata": {"annotations": {PLACEMENT_ANNOTATION: FORGED_PLACEMENT}}})
 }
 
-/// A patch of a status without GPUs.
+/// Returns a patch of a status without GPUs.
 fn patch_without_gpus() -> Value {
     json!({"status": {"gpus": []}})
 }
 
-/// A patch of labels, finalizers and owner references.
+/// Returns a patch of labels, finalizers and owner references.
 fn metadata_patch() -> Value {
     json!({"metadata": {"labels": {"hostile": "yes"}, "finalizers": ["example.com/hostile"], "ownerReferences": []}})
 }
@@ -369,7 +369,7 @@ fn remove_gate(client: &Cluster, bed: &TestBed<'_>) -> Result<Value> {
     client.patch(&path_of_waits(bed), &json!({"spec": {"schedulingGates": [{"name": OTHER_GATE_NAME}]}}))
 }
 
-/// A client with the token of the agent's pod on a node.
+/// Returns a client with the token of the agent's pod on a node.
 fn agent_client(bed: &TestBed<'_>, node: &str) -> Result<Cluster> {
     let cluster = bed.scope.cluster;
     let path = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector=app.kubernetes.io/component=agent");

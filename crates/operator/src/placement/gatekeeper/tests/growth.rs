@@ -9,7 +9,7 @@ use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::growth::{FULL_AFTER, NO_NODE_AFTER};
 use crate::policies::demand::{Reason, WaitingPod};
 
-/// The pods whose report changes, each with whether the pod is reported now.
+/// Returns the pods whose report changes, each with whether the pod is reported now.
 fn reports(actions: &Actions) -> Vec<(&str, bool)> {
     actions.reports.iter().map(|report| (report.pod.as_str(), report.message.is_some())).collect()
 }

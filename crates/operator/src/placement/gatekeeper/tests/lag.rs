@@ -31,7 +31,7 @@ enum Step {
     Delete(usize),
     /// The operator restarts.
     Restart,
-    /// Another process acquires the lease. Its watches lag.
+    /// Another process acquires the lease. The other process's watches lag.
     FailOver,
 }
 

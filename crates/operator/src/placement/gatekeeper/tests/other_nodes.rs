@@ -28,14 +28,15 @@ fn label_node(world: &mut TestCluster, node: &str) {
     world.change(|world| &mut world.nodes, node, |node| node["metadata"]["labels"]["gpu"] = json!("cleave"));
 }
 
-/// A cluster with one whole GPU on Cleave's node n1, and pods at the gate that request one each.
+/// Returns a cluster with one whole GPU on Cleave's node n1, and pods at the gate that request one
+/// each.
 fn cluster_with_waiting_pods(pods: &[&str]) -> TestCluster {
     let mut world = whole_gpus(TestCluster::default(), "n1", &[0]);
     label_node(&mut world, "n1");
     pods.iter().fold(world, |world, pod| world.pod_with(pod, 1, requesting(GPU_RESOURCE, 1)))
 }
 
-/// A gatekeeper whose agents run only on nodes with the label.
+/// Returns a gatekeeper whose agents run only on nodes with the label.
 fn gatekeeper_with_agent_labels() -> Gatekeeper {
     let labels = [("gpu", "cleave"), ("kubernetes.io/os", "linux")];
     Gatekeeper::default().with_agent_labels(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into())

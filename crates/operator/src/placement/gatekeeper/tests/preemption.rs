@@ -70,7 +70,7 @@ fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
     }
 }
 
-/// Two pods, each on its own GPU. One of them must be evicted for a third pod.
+/// Returns two pods, each on its own GPU. One of the pods must be evicted for a third pod.
 fn high_behind_two() -> (TestCluster, ActualAllocations) {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
     let mut reality = ActualAllocations::default();
@@ -82,7 +82,7 @@ fn high_behind_two() -> (TestCluster, ActualAllocations) {
     (world.pod_with("high", 6, json!({"priority": 9})), reality)
 }
 
-/// The pods that are evicted.
+/// Returns the pods that are evicted.
 fn victims(actions: &Actions) -> Vec<&str> {
     actions.evictions.iter().map(|eviction| eviction.pod.as_str()).collect()
 }
@@ -186,7 +186,7 @@ fn two_preemptors_do_not_exceed_one_budget() {
     assert_eq!(actions.evictions.len(), 1, "{actions:?}");
 }
 
-/// A node with 8 CPUs and a GPU with room, and a pod of low priority with these CPUs.
+/// Returns a node with 8 CPUs and a GPU with room, and a pod of low priority with these CPUs.
 fn busy_node(cpus: &str) -> (TestCluster, ActualAllocations) {
     let containers = json!([{"resources": {"requests": {"cpu": cpus}, "limits": {MPS_RESOURCE: "2"}}}]);
     let spec = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0, "containers": containers});
@@ -257,8 +257,8 @@ fn reconcile_until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec
     panic!("it does not end");
 }
 
-/// Waiting pods of high priority that no eviction helps, because no node has so many CPUs free.
-/// They differ, so that each needs its own search.
+/// Returns waiting pods of high priority that no eviction helps, because no node has so many CPUs
+/// free. The pods differ, so that each needs its own search.
 fn with_hopeless_pods(mut world: TestCluster, count: u32) -> TestCluster {
     for index in 0..count {
         let cpus = format!("{}m", 7500 + index);
@@ -267,7 +267,7 @@ fn with_hopeless_pods(mut world: TestCluster, count: u32) -> TestCluster {
     world
 }
 
-/// A node with a pod of low priority, and CPUs that no eviction frees.
+/// Returns a node with a pod of low priority, and CPUs that no eviction frees.
 fn partly_fixed_node() -> TestCluster {
     let (world, _) = busy_node("2");
     let fixed = json!({"nodeName": "n1", "schedulingGates": [], "priority": 2000,

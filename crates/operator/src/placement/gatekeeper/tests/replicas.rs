@@ -9,7 +9,7 @@ use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, released, replica, 
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::Gatekeeper;
 
-/// The GPUs of the released pods, by pod.
+/// Returns the GPUs of the released pods, by pod.
 fn gpus_of(actions: &Actions) -> BTreeMap<String, String> {
     let gpu = |release| {
         let mut nodes = reservation(release).nodes.into_values();
@@ -18,12 +18,12 @@ fn gpus_of(actions: &Actions) -> BTreeMap<String, String> {
     actions.releases.iter().map(|release| (release.pod.clone(), gpu(release))).collect()
 }
 
-/// The number of different GPUs of the released pods.
+/// Returns the number of different GPUs of the released pods.
 fn count_gpus(actions: &Actions) -> usize {
     gpus_of(actions).into_values().collect::<BTreeSet<String>>().len()
 }
 
-/// Two nodes of two GPUs, and replicas of one controller.
+/// Returns two nodes of two GPUs, and replicas of one controller.
 fn cluster_with_replicas(replicas: usize) -> TestCluster {
     let world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
     (0..replicas).fold(world, |world, at| replica(world, &format!("r{at}"), json!({})))
@@ -131,7 +131,7 @@ fn a_policy_or_an_annotation_packs_replicas() {
     assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "another value has no effect");
 }
 
-/// Pods of 6 and 4 shares that run on a node without free GPUs.
+/// Returns pods of 6 and 4 shares that run on a node without free GPUs.
 fn cluster_with_past_pods() -> TestCluster {
     let mut world = TestCluster::default();
     for at in 0..60 {

@@ -115,7 +115,7 @@ fn a_pod_that_requests_a_resource_of_another_plugin_is_released() {
     assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)), [("team/a", "not_managed")]);
 }
 
-/// A replica, or a pod without a controller, that is released to n1 and not bound.
+/// Returns a replica, or a pod without a controller, that is released to n1 and not bound.
 fn released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
     let world = TestCluster::default().node("n1", &[0]);
     let mut world = if owned { replica(world, "a", json!({})) } else { world.pod("a", 2) };

@@ -16,7 +16,7 @@ fn pod(world: TestCluster, name: &str, count: u32) -> TestCluster {
     world.pod_with(name, 1, requesting("nvidia.com/gpu", count))
 }
 
-/// The message of a waiting pod.
+/// Returns the message of a waiting pod.
 fn message<'a>(actions: &'a Actions, pod: &str) -> &'a str {
     &actions.waiting[pod].message
 }

@@ -126,7 +126,7 @@ impl TestCluster {
         of(self).insert(name.into(), object);
     }
 
-    /// The cluster as watches without lag report it.
+    /// Returns the cluster as watches without lag report it.
     pub(super) fn cluster(&self) -> Cluster {
         let pod = |value: &Value| {
             let mut pod: PodObject = from_json(value.clone());
@@ -152,7 +152,8 @@ impl TestCluster {
         }
     }
 
-    /// The pods as the watch reports them after `before`. Only a changed pod is a new object.
+    /// Returns the pods as the watch reports them after `before`. Only a changed pod is a new
+    /// object.
     pub(super) fn changed_pods(&self, before: &[Arc<PodObject>]) -> Vec<Arc<PodObject>> {
         let same = |pod: &Arc<PodObject>| {
             let id = |pod: &PodObject| (pod.name_any(), pod.resource_version());
@@ -183,18 +184,18 @@ impl TestCluster {
         true
     }
 
-    /// The number of shares that a pod requests.
+    /// Returns the number of shares that a pod requests.
     pub(super) fn units(pod: &Value) -> u32 {
         pod["spec"]["containers"][0]["resources"]["limits"][MPS_RESOURCE].as_str().unwrap().parse().unwrap()
     }
 
-    /// The reservation in a pod's annotation.
+    /// Returns the reservation in a pod's annotation.
     pub(super) fn placement(pod: &Value) -> Option<Placement> {
         Placement::parse(pod["metadata"]["annotations"][cleave_api::placement::ANNOTATION].as_str()?).ok()
     }
 }
 
-/// A pod's spec with one container that requests this many of a resource.
+/// Returns a pod's spec with one container that requests this many of a resource.
 pub(super) fn requesting(resource: &str, count: u32) -> Value {
     json!({"containers": [{"name": "main", "resources": {"limits": {resource: count.to_string()}}}]})
 }
@@ -228,12 +229,12 @@ pub(super) fn revision(hash: &str, number: i64) -> Value {
     json!({"metadata": {"labels": {"controller-revision-hash": hash}, "ownerReferences": [owner]}, "revision": number})
 }
 
-/// Names of the nodes whose MPS hosts are replaced.
+/// Returns the names of the nodes whose MPS hosts are replaced.
 pub(super) fn nodes_of_replaced_hosts(actions: &Actions) -> Vec<&str> {
     actions.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
 }
 
-/// The time this many seconds after the operator's start.
+/// Returns the time this many seconds after the operator's start.
 pub(super) fn at(seconds: u64) -> Now {
     Now { up: Duration::from_secs(seconds), epoch: 1_000_000 + seconds }
 }
@@ -243,12 +244,12 @@ pub(super) fn reconcile(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u
     keeper.reconcile(&world.cluster(), &BTreeMap::new(), at(seconds))
 }
 
-/// The released pods, each with its release reason as in the metrics.
+/// Returns the released pods, each with its release reason as in the metrics.
 pub(super) fn released(actions: &Actions) -> Vec<(&str, &'static str)> {
     actions.releases.iter().map(|release| (release.pod.as_str(), release.reason.as_str())).collect()
 }
 
-/// The reservation of a released pod.
+/// Returns the reservation of a released pod.
 pub(super) fn reservation(release: &Release) -> Placement {
     match &release.reason {
         ReleaseReason::Reserved(placement) => placement.clone(),
@@ -272,7 +273,7 @@ pub(super) struct ActualAllocations {
 }
 
 impl ActualAllocations {
-    /// Number of free shares of a device.
+    /// Returns the number of free shares of a device.
     pub(super) fn free(&self, device: &str) -> u32 {
         10 - self.given.values().filter(|(of, _)| of == device).map(|(_, units)| units).sum::<u32>()
     }
@@ -333,7 +334,7 @@ pub(super) fn replica(world: TestCluster, name: &str, spec: Value) -> TestCluste
     world
 }
 
-/// The nodes to which each pod is released.
+/// Returns the nodes to which each pod is released.
 pub(super) fn nodes_of(actions: &Actions) -> Vec<Vec<String>> {
     actions.releases.iter().map(|release| reservation(release).nodes.into_keys().collect()).collect()
 }
