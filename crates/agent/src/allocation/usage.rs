@@ -167,7 +167,7 @@ impl Usage {
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) use crate::fixtures::{MPS, allocation, listed};
+    pub(crate) use crate::fixtures::{MPS_RESOURCE, allocation, container_devices};
 
     const GRACE: Duration = Duration::from_secs(30);
 
@@ -186,11 +186,14 @@ pub(crate) mod tests {
         for ids in [["GPU-a::0", "GPU-a::1"], ["GPU-a::2", "GPU-a::3"]] {
             allocations.insert(allocation(&ids), start);
         }
-        allocations.mark_listed(&[listed("p", &["GPU-a::0", "GPU-a::1"]), listed("q", &["GPU-a::2", "GPU-a::3"])]);
-        let kubelet_checkpoint = AllocatedDevices::from([(MPS.to_owned(), "GPU-a::1".to_owned())]);
+        allocations.mark_listed(&[
+            container_devices("p", &["GPU-a::0", "GPU-a::1"]),
+            container_devices("q", &["GPU-a::2", "GPU-a::3"]),
+        ]);
+        let kubelet_checkpoint = AllocatedDevices::from([(MPS_RESOURCE.to_owned(), "GPU-a::1".to_owned())]);
         let collected = allocations.collect(&[], start, GRACE, no_clients, &kubelet_checkpoint);
         assert_eq!(collected.ended, [allocation(&["GPU-a::2", "GPU-a::3"])]);
-        assert_eq!(collected.in_kubelet_checkpoint, BTreeSet::from([MPS.to_owned()]));
+        assert_eq!(collected.in_kubelet_checkpoint, BTreeSet::from([MPS_RESOURCE.to_owned()]));
         let other = AllocatedDevices::from([("example.com/gpu".to_owned(), "GPU-a::1".to_owned())]);
         let collected = allocations.collect(&[], start, GRACE, no_clients, &other);
         assert_eq!(
@@ -207,7 +210,7 @@ pub(crate) mod tests {
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), start);
         allocations.insert(allocation(&["GPU-a::1"]), start);
-        let listed = [listed("p", &["GPU-a::1"])];
+        let listed = [container_devices("p", &["GPU-a::1"])];
         assert!(
             allocations.collect(&listed, soon, GRACE, no_clients, &no_devices()).ended.is_empty(),
             "being admitted"
@@ -224,7 +227,7 @@ pub(crate) mod tests {
         let start = Instant::now();
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), start);
-        allocations.mark_listed(&[listed("p", &["GPU-a::0"])]);
+        allocations.mark_listed(&[container_devices("p", &["GPU-a::0"])]);
         allocations.insert(allocation(&["GPU-a::0"]), start + GRACE);
         assert!(
             allocations.collect(&[], start + GRACE / 2, Duration::ZERO, no_clients, &no_devices()).ended.is_empty()
@@ -252,12 +255,15 @@ pub(crate) mod tests {
         let later = start + GRACE * 2;
         assert!(
             allocations
-                .collect(&[listed("p", &["GPU-a::1"])], later, GRACE, no_clients, &no_devices())
+                .collect(&[container_devices("p", &["GPU-a::1"])], later, GRACE, no_clients, &no_devices())
                 .ended
                 .is_empty()
         );
         assert_eq!(
-            allocations.collect(&[listed("p", &["GPU-b::1"])], later, GRACE, no_clients, &no_devices()).ended.len(),
+            allocations
+                .collect(&[container_devices("p", &["GPU-b::1"])], later, GRACE, no_clients, &no_devices())
+                .ended
+                .len(),
             1
         );
     }
@@ -267,7 +273,7 @@ pub(crate) mod tests {
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), Instant::now());
         allocations.insert(allocation(&["GPU-a::1"]), Instant::now());
-        let usage = Usage::new(&[listed("p", &["GPU-a::1", "GPU-b::0"])], &allocations);
+        let usage = Usage::new(&[container_devices("p", &["GPU-a::1", "GPU-b::0"])], &allocations);
         let found: Vec<_> =
             usage.of(&BTreeSet::from(["GPU-a"])).map(|(_, id, users)| (id.to_owned(), users.clone())).collect();
         let set = |user: &str| BTreeSet::from([user.to_owned()]);

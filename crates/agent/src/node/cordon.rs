@@ -49,7 +49,7 @@ mod tests {
     use super::*;
     use crate::allocation::pending::{BoundPod, ContainerRequest};
     use crate::allocation::usage::Allocations;
-    use crate::allocation::usage::tests::listed;
+    use crate::allocation::usage::tests::container_devices;
     use crate::gpu::layout::target_layout;
     use crate::gpu::layout::tests::{gpu, mps_spec};
 
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn only_free_slices_of_a_cordoned_gpu_are_withheld() {
-        let usage = Usage::new(&[listed("p", &["GPU-a::1", "GPU-b::0"])], &Allocations::default());
+        let usage = Usage::new(&[container_devices("p", &["GPU-a::1", "GPU-b::0"])], &Allocations::default());
         let none = PendingAllocations::default();
         assert_eq!(withheld_of_gpu(true, Some(&usage), &none), ["GPU-a::0", "GPU-a::2", "GPU-a::3"]);
         assert!(withheld_of_gpu(false, Some(&usage), &none).is_empty());
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn slices_reserved_for_a_bound_pod_are_not_withheld() {
-        let usage = Usage::new(&[listed("p", &["GPU-a::1"])], &Allocations::default());
+        let usage = Usage::new(&[container_devices("p", &["GPU-a::1"])], &Allocations::default());
         let mut pending = PendingAllocations::with_watch();
         let want = ContainerRequest {
             container: "c".into(),

@@ -274,7 +274,7 @@ mod tests {
 
     use super::*;
     use crate::allocation::usage::Allocations;
-    use crate::allocation::usage::tests::{allocation, listed};
+    use crate::allocation::usage::tests::{allocation, container_devices};
     use crate::gpu::hardware::{Driver, KnownGpu};
     use crate::gpu::layout::tests::{gpu, mps_spec, sliced_spec};
 
@@ -340,7 +340,7 @@ mod tests {
         let old =
             decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-b", 10)])), &BTreeMap::new(), None);
         let new = spec(vec![mps_spec("GPU-a", 5), mps_spec("GPU-b", 5)]);
-        let usage = Usage::new(&[listed("train", &["GPU-a::3"])], &Allocations::default());
+        let usage = Usage::new(&[container_devices("train", &["GPU-a::3"])], &Allocations::default());
         let decision = decide(&hardware, Some(&new), &old.layouts, Some(&usage));
         assert_eq!(step_results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
         assert_eq!(decision.steps[0].message, "in use by ns/train");
@@ -387,7 +387,7 @@ mod tests {
     #[test]
     fn slices_missing_in_a_lost_checkpoint_stay_if_the_spec_has_them_and_block_a_change_otherwise() {
         let hardware = hardware(&["GPU-a"]);
-        let usage = Usage::new(&[listed("p", &["GPU-a::3"])], &Allocations::default());
+        let usage = Usage::new(&[container_devices("p", &["GPU-a::3"])], &Allocations::default());
         let same = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), Some(&usage));
         assert_eq!(step_results(&same), [("GPU-a", "Done")]);
         let other = decide(&hardware, Some(&spec(vec![])), &BTreeMap::new(), Some(&usage));
@@ -404,7 +404,7 @@ mod tests {
         let mut more = slices[0].clone();
         more.resource = "nvidia.com/gpu-10gb".into();
         slices.push(more);
-        let usage = Usage::new(&[listed("p", &["GPU-a::3"])], &Allocations::default());
+        let usage = Usage::new(&[container_devices("p", &["GPU-a::3"])], &Allocations::default());
         let decision = decide(&hardware, Some(&spec(vec![part])), &old.layouts, Some(&usage));
         assert_eq!(step_results(&decision), [("GPU-a", "Done")]);
     }
@@ -430,7 +430,7 @@ mod tests {
             let hardware = hardware(&["GPU-a"]);
             let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", units)])), &BTreeMap::new(), None).layouts;
             let ids: Vec<String> = used.iter().filter(|&&n| n < units).map(|n| format!("GPU-a::{n}")).collect();
-            let row = listed("p", &ids.iter().map(String::as_str).collect::<Vec<_>>());
+            let row = container_devices("p", &ids.iter().map(String::as_str).collect::<Vec<_>>());
             let usage = Usage::new(&[row], &Allocations::default());
             let new = spec(vec![if sliced { sliced_spec("GPU-a", next) } else { mps_spec("GPU-a", next) }]);
             let decision = decide(&hardware, Some(&new), &old, Some(&usage));

@@ -306,7 +306,7 @@ mod tests {
 
     use super::*;
     use crate::allocation::pending::BoundPod;
-    use crate::allocation::usage::tests::{allocation, listed};
+    use crate::allocation::usage::tests::{allocation, container_devices};
 
     /// The tracked faults of a node, with their inputs.
     struct FaultTest {
@@ -354,7 +354,7 @@ mod tests {
             for (number, (namespace, name)) in pods.iter().enumerate() {
                 rows.push(ContainerDevices {
                     namespace: (*namespace).to_owned(),
-                    ..listed(name, &[&nth_device_id(number)])
+                    ..container_devices(name, &[&nth_device_id(number)])
                 });
                 if !unknown.contains(name) {
                     pending.update_pod(bound_pod(namespace, name), now);
@@ -545,7 +545,7 @@ mod tests {
     #[test]
     fn an_init_containers_slices_belong_to_its_pod() {
         let mut test = FaultTest::new(&[("ns", "a")], &[]);
-        test.listed = vec![listed("a", &[&nth_device_id(0)])];
+        test.listed = vec![container_devices("a", &[&nth_device_id(0)])];
         let first = allocation(&[&nth_device_id(0), &nth_device_id(1)]);
         let client = Client { pid: 1, allocation: Some(first.id()) };
         test.allocations.insert(first, test.now);

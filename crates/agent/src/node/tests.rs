@@ -4,7 +4,7 @@ use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, Status};
 use super::reconcile::LIST_INTERVAL_IN_USE;
 use super::*;
 use crate::allocation::table::AllocationTable;
-use crate::allocation::usage::tests::{MPS, allocation, listed};
+use crate::allocation::usage::tests::{MPS_RESOURCE, allocation, container_devices};
 use crate::gpu::hardware::tests::Inventory;
 use crate::gpu::layout::tests::{gpu, mps_spec};
 use crate::node::absence::MAX_ABSENCE;
@@ -95,8 +95,11 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
             let gone = gone + MAX_ABSENCE;
             node.record_mps_view(away.clone());
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, Some(MAX_ABSENCE)), "{what}");
-            let pools =
-                crate::allocation::allocate::ResourceView { resource: MPS, pools: &table.pools[MPS], reserved: &[] };
+            let pools = crate::allocation::allocate::ResourceView {
+                resource: MPS_RESOURCE,
+                pools: &table.pools[MPS_RESOURCE],
+                reserved: &[],
+            };
             assert!(
                 crate::allocation::allocate::grant(&pools, &["GPU-a::0".to_owned()]).is_ok(),
                 "{what}: Allocate answers"
@@ -273,7 +276,7 @@ fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
         assert_eq!(in_use(next.reconcile(&mut table, start)), pending);
         next.record_pod_resources(Err("it starts".into()), start, &mut table.allocations);
         assert_eq!(in_use(next.reconcile(&mut table, start)), pending);
-        next.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), start, &mut table.allocations);
+        next.record_pod_resources(Ok(vec![container_devices("p", &["GPU-a::1"])]), start, &mut table.allocations);
         assert_eq!(in_use(next.reconcile(&mut table, start)), 1);
     }
 }
@@ -284,13 +287,13 @@ fn slices_in_the_kubelets_checkpoint_are_in_use() {
     let (mut node, mut table, _) = serving_node(start);
     let later = start + 2 * GRACE;
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
-    node.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
+    node.record_pod_resources(Ok(vec![container_devices("p", &["GPU-a::1"])]), later, &mut table.allocations);
     let in_use = |actions: &Actions| actions.status.gpus[0].slices[0].in_use;
     assert_eq!(in_use(&node.reconcile(&mut table, later)), 1);
-    node.record_kubelet_checkpoint(Some(Arc::new([(MPS.to_owned(), "GPU-a::1".to_owned())].into())));
+    node.record_kubelet_checkpoint(Some(Arc::new([(MPS_RESOURCE.to_owned(), "GPU-a::1".to_owned())].into())));
     assert_eq!(node.record_pod_resources(Ok(vec![]), later, &mut table.allocations), 0);
     let actions = node.reconcile(&mut table, later);
-    assert_eq!((in_use(&actions), actions.resend), (1, BTreeSet::from([MPS.to_owned()])));
+    assert_eq!((in_use(&actions), actions.resend), (1, BTreeSet::from([MPS_RESOURCE.to_owned()])));
     assert!(node.reconcile(&mut table, later).resend.is_empty(), "once for each list");
     node.record_kubelet_checkpoint(Some(Arc::default()));
     assert_eq!(node.record_pod_resources(Ok(vec![]), later, &mut table.allocations), 1);
@@ -306,10 +309,10 @@ fn allocations_end_if_a_new_kubelet_removed_them_from_its_checkpoint() {
     for id in ["GPU-a::1", "GPU-a::2"] {
         table.allocations.insert(allocation(&[id]), start);
     }
-    let both = [listed("p", &["GPU-a::1"]), listed("q", &["GPU-a::2"])];
+    let both = [container_devices("p", &["GPU-a::1"]), container_devices("q", &["GPU-a::2"])];
     node.record_pod_resources(Ok(both.to_vec()), later, &mut table.allocations);
     node.record_kubelet_start(later);
-    let slice = |id: &str| (MPS.to_owned(), id.to_owned());
+    let slice = |id: &str| (MPS_RESOURCE.to_owned(), id.to_owned());
     node.record_kubelet_checkpoint(Some(Arc::new([slice("GPU-a::1"), slice("GPU-a::2")].into())));
     assert_eq!(node.record_pod_resources(Ok(vec![]), later, &mut table.allocations), 0);
     let actions = node.reconcile(&mut table, later);
@@ -326,7 +329,7 @@ fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
     let later = start + 2 * GRACE;
-    node.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
+    node.record_pod_resources(Ok(vec![container_devices("p", &["GPU-a::1"])]), later, &mut table.allocations);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     node.record_kubelet_start(later);
     assert_eq!(node.record_pod_resources(Ok(vec![]), later + GRACE / 2, &mut table.allocations), 0);
@@ -401,7 +404,11 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
     assert_eq!(second.reconcile(&mut table, start).desired, desired, "before any input");
     second.record_inventory(inventory(), start);
     second.record_object(Object::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
-    second.record_pod_resources(Ok(vec![listed("p", &["GPU-a::1", "GPU-a::0"])]), start, &mut table.allocations);
+    second.record_pod_resources(
+        Ok(vec![container_devices("p", &["GPU-a::1", "GPU-a::0"])]),
+        start,
+        &mut table.allocations,
+    );
     let actions = second.reconcile(&mut table, start);
     assert_eq!(actions.desired, desired, "in use");
     let row = &actions.status.gpus[0].allocations[0];

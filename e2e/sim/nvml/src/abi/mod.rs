@@ -74,7 +74,7 @@ exports! {
         on_device(own, device, |_, d| uuid.text(length, d.uuid()));
     nvmlDeviceGetIndex(device: Handle, index: Out<c_uint>) |own| on_device(own, device, |_, d| {
         let among = mig::devices(d.gpu).iter().position(|(_, ci)| ci.uuid == d.uuid());
-        index.put(among.map_or(d.gpu.index, number))
+        index.put(among.map_or(d.gpu.index, to_u32))
     });
     nvmlDeviceGetMinorNumber(device: Handle, minor: Out<c_uint>) |own|
         on_gpu(own, device, |_, gpu, _| minor.put(gpu.minor));

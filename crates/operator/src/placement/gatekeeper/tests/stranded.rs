@@ -41,16 +41,20 @@ fn a_pod_stays_gated_during_a_temporary_obstacle_of_any_length() {
             |world| change_node(world, |node| node["spec"]["unschedulable"] = json!(true)),
             |world| change_node(world, |node| node["spec"]["unschedulable"] = json!(false)),
         ),
-        ("has the taint node.kubernetes.io/not-ready, which the pod does not tolerate", not_ready, untaint),
+        (
+            "has the taint node.kubernetes.io/not-ready, which the pod does not tolerate",
+            taint_as_not_ready,
+            untaint_node,
+        ),
         (
             "has the taint node.kubernetes.io/memory-pressure, which the pod does not tolerate",
             |world| taint_node(world, "node.kubernetes.io/memory-pressure"),
-            untaint,
+            untaint_node,
         ),
         (
             "has the taint cleave.dev/unhealthy, which the pod does not tolerate",
             |world| taint_node(world, "cleave.dev/unhealthy"),
-            untaint,
+            untaint_node,
         ),
         (
             "does not have enough CPU, memory or another resource",
@@ -140,7 +144,11 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
             |world| change_node(world, |node| node["spec"]["unschedulable"] = json!(true)),
             UNSCHEDULABLE_AFTER,
         ),
-        ("n1: the pod does not tolerate the taint node.kubernetes.io/not-ready.", not_ready, UNSCHEDULABLE_AFTER),
+        (
+            "n1: the pod does not tolerate the taint node.kubernetes.io/not-ready.",
+            taint_as_not_ready,
+            UNSCHEDULABLE_AFTER,
+        ),
         ("n1: not enough CPU, memory or another resource.", full, UNSCHEDULABLE_AFTER),
     ];
     for (why, happens, after) in cases {
