@@ -338,8 +338,9 @@ out of GPUs, which CUDA images request by default.
 
 
 {{/*
-Variable of an admission policy: the fields of an object's metadata that a request changes, without
-annotations of Cleave. The API server writes managedFields, generation and resourceVersion.
+Variables of an admission policy: the fields of an object's metadata that a request changes. The
+argument is a CEL condition on annotation k that exempts the annotation, or "". The API server
+writes managedFields, generation and resourceVersion.
 */}}
 {{- define "cleave.changedMetadata" -}}
 - name: annotationsBefore
@@ -351,7 +352,7 @@ annotations of Cleave. The API server writes managedFields, generation and resou
     ['labels', 'ownerReferences', 'finalizers'].filter(k, dyn(object.metadata)[?k] != dyn(oldObject.metadata)[?k])
     .map(k, 'metadata.' + k)
     + (variables.annotationsAfter.map(k, k) + variables.annotationsBefore.map(k, k).filter(k, !(k in variables.annotationsAfter)))
-    .filter(k, !{{ include "cleave.isCleaveAnnotation" . }} && variables.annotationsAfter[?k] != variables.annotationsBefore[?k])
+    .filter(k, {{ with . }}!{{ . }} && {{ end }}variables.annotationsAfter[?k] != variables.annotationsBefore[?k])
     .map(k, 'metadata.annotations[' + k + ']')
 {{- end }}
 

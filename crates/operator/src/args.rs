@@ -22,6 +22,7 @@ impl FromStr for Label {
 
 /// Plan how GPUs are shared, and write it to each node's GpuNode.
 #[derive(Debug, Clone, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "independent options")]
 pub struct OperatorArgs {
     /// Namespace that Cleave runs in. This namespace contains the agents' pods and the lease.
     #[arg(long, env = "POD_NAMESPACE", default_value = "cleave-system")]
@@ -53,6 +54,11 @@ pub struct OperatorArgs {
     /// `MutatingWebhookConfiguration`.
     #[arg(long, env = "CLEAVE_WEBHOOK", value_name = "NAME")]
     pub webhook: Option<String>,
+
+    /// Add a toleration of taints with the key `nvidia.com/gpu` to pods that request shares, when
+    /// the admission webhook gates them. Pods with a toleration for this key are not changed.
+    #[arg(long, env = "CLEAVE_TOLERATE_GPU_TAINT", default_value_t = false)]
+    pub tolerate_gpu_taint: bool,
 
     /// Taint nodes with `cleave.dev/unhealthy:NoSchedule` while all their GPUs are lost or need a
     /// reset, or once their agent has been not ready for 60 s. Needs permission to patch nodes.

@@ -5,11 +5,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow};
-use k8s_openapi::api::core::v1::Namespace;
 use kube::Client;
-use kube::core::PartialObjectMeta;
 use kube::runtime::events::{Recorder, Reporter};
-use kube::runtime::reflector::Store;
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -18,7 +15,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::certificate::{self, CertificateManager, Served};
-use crate::admission::webhook;
+use crate::admission::webhook::{self, Namespaces, Reviewer};
 use crate::args::{Label, OperatorArgs};
 use crate::catch_up::{self, Versions};
 use crate::http::{Health, serve};
@@ -77,7 +74,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         None => None,
         Some(((name, listener), exempt)) => {
             let (manager, served) = CertificateManager::new(&client, &namespace, name, lease.clone());
-            spawn_webhook(&mut tasks, (listener, manager, &served), exempt, &stop)?;
+            let reviewer = Reviewer::new(exempt.clone(), args.tolerate_gpu_taint);
+            spawn_webhook(&mut tasks, (listener, manager, &served), (reviewer, exempt), &stop)?;
             Some(served)
         }
     };
@@ -143,17 +141,18 @@ fn spawn_lease(
     Ok((lease, claim))
 }
 
-/// Starts the webhook and the task that manages its certificate.
+/// Starts the webhook and the task that manages its certificate. `exempt` contains the namespaces
+/// that the reviewer reads.
 fn spawn_webhook(
     tasks: &mut Tasks,
     (listener, manager, served): (TcpListener, CertificateManager, &Served),
-    exempt: Store<PartialObjectMeta<Namespace>>,
+    (reviewer, exempt): (Reviewer, Namespaces),
     stop: &CancellationToken,
 ) -> Result<()> {
     let tls = certificate::tls(served.clone()).context("failed to set up TLS")?;
-    let (known, until) = (exempt.clone(), stop.clone());
+    let until = stop.clone();
     tasks.spawn(async move {
-        ("webhook", webhook::serve(listener, tls, known, until, webhook::DRAIN_TIME).await.map_err(Into::into))
+        ("webhook", webhook::serve(listener, tls, reviewer, until, webhook::DRAIN_TIME).await.map_err(Into::into))
     });
     let stop = stop.clone();
     tasks.spawn(async move {

@@ -39,11 +39,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pods::{Container, PodObject};
 
-/// Path of reviews that add the placement gate. The chart uses the same path.
+/// Path of reviews that add the placement gate. The chart uses the same path. It must stay the same
+/// in all versions: during an upgrade, API servers send reviews to operators of the old version.
 pub const PATH: &str = "/gate";
-/// Path of reviews that add the placement gate, and a toleration of GPU taints. The chart uses the
-/// same path.
-pub const TOLERATE_PATH: &str = "/gate-and-tolerate";
 /// Path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
 /// path.
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
@@ -238,24 +236,30 @@ pub(crate) type Namespaces = Store<PartialObjectMeta<Namespace>>;
 
 /// State shared by all requests.
 #[derive(Clone)]
-struct Reviewer {
+pub(crate) struct Reviewer {
     namespaces: Namespaces,
+    /// Whether gated pods that request shares get a toleration of GPU taints.
+    tolerate: bool,
     bodies: Arc<Semaphore>,
 }
 
-async fn review_gate(State(reviewer): State<Reviewer>, body: Body) -> Response {
-    answer(Change::Gate { tolerate: false }, reviewer, body).await
+impl Reviewer {
+    /// `namespaces` contains the exempt namespaces. With `tolerate`, gated pods that request shares
+    /// get a toleration of taints whose key is [`RESOURCE_GPU`].
+    pub(crate) fn new(namespaces: Namespaces, tolerate: bool) -> Self {
+        Self { namespaces, tolerate, bodies: Arc::new(Semaphore::new(MAX_CONCURRENT_BODIES)) }
+    }
 }
 
-async fn review_gate_and_tolerate(State(reviewer): State<Reviewer>, body: Body) -> Response {
-    answer(Change::Gate { tolerate: true }, reviewer, body).await
+async fn review_gate(State(reviewer): State<Reviewer>, body: Body) -> Response {
+    answer(Change::Gate { tolerate: reviewer.tolerate }, reviewer, body).await
 }
 
 async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u16>, body: Body) -> Response {
     answer(Change::PreStop(seconds), reviewer, body).await
 }
 
-async fn answer(change: Change, Reviewer { namespaces, bodies }: Reviewer, body: Body) -> Response {
+async fn answer(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
         return refuse(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
     }
@@ -289,16 +293,12 @@ fn refuse(status: StatusCode, why: &str) -> Response {
 pub(crate) async fn serve(
     listener: TcpListener,
     tls: Arc<ServerConfig>,
-    namespaces: Namespaces,
+    reviewer: Reviewer,
     stop: CancellationToken,
     linger: Duration,
 ) -> Result<(), Infallible> {
-    let reviewer = Reviewer { namespaces, bodies: Arc::new(Semaphore::new(MAX_CONCURRENT_BODIES)) };
-    let router = Router::new()
-        .route(PATH, post(review_gate))
-        .route(TOLERATE_PATH, post(review_gate_and_tolerate))
-        .route(PRE_STOP_PATH, post(review_pre_stop))
-        .with_state(reviewer);
+    let router =
+        Router::new().route(PATH, post(review_gate)).route(PRE_STOP_PATH, post(review_pre_stop)).with_state(reviewer);
     let acceptor = TlsAcceptor::from(tls);
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let open = GracefulShutdown::new();
@@ -633,6 +633,10 @@ mod tests {
 
         impl Server {
             async fn start(certificate: Option<&Certificate>) -> Self {
+                Self::start_with(certificate, false).await
+            }
+
+            async fn start_with(certificate: Option<&Certificate>, tolerate: bool) -> Self {
                 let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
                 let addr = listener.local_addr().unwrap();
                 let (served, certified) = watch::channel(certificate.map(Certificate::certified));
@@ -643,7 +647,8 @@ mod tests {
                 let until = stop.clone();
                 let task = tokio::spawn(async move {
                     let _kept = writer;
-                    serve(listener, tls(certified).unwrap(), namespaces, until, Duration::ZERO).await.unwrap();
+                    let reviewer = Reviewer::new(namespaces, tolerate);
+                    serve(listener, tls(certified).unwrap(), reviewer, until, Duration::ZERO).await.unwrap();
                 });
                 Self { addr, served, stop, task }
             }
@@ -709,18 +714,27 @@ mod tests {
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_null() && answer["response"]["allowed"] == true, "{answer}");
-            let (status, body) =
-                server.send(&current, "POST /gate-and-tolerate?timeout=10s", &in_namespace("team")).await;
-            let answer: Value = serde_json::from_str(&body).unwrap();
-            let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
-            let patch = String::from_utf8(patch).unwrap();
-            assert!(status == 200 && patch.contains(GATE) && patch.contains("/spec/tolerations"), "{patch}");
             let (status, body) = server.send(&current, "POST /pre-stop/3?timeout=5s", &in_namespace("team")).await;
             let answer: Value = serde_json::from_str(&body).unwrap();
             let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
             let patch = String::from_utf8(patch).unwrap();
             assert!(status == 200 && patch.contains(r#""seconds":3"#) && !patch.contains(GATE), "{patch}");
             server.end().await;
+        }
+
+        #[tokio::test]
+        async fn the_same_path_adds_the_toleration_if_the_operator_is_configured_to() {
+            let current = certificate(None);
+            for tolerate in [false, true] {
+                let server = Server::start_with(Some(&current), tolerate).await;
+                let (status, body) = server.send(&current, "POST /gate?timeout=10s", &in_namespace("team")).await;
+                let answer: Value = serde_json::from_str(&body).unwrap();
+                let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
+                let patch = String::from_utf8(patch).unwrap();
+                assert!(status == 200 && patch.contains(GATE), "{patch}");
+                assert_eq!(patch.contains("/spec/tolerations"), tolerate, "{patch}");
+                server.end().await;
+            }
         }
 
         #[tokio::test]

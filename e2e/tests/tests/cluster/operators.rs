@@ -4,7 +4,8 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, SYSTEM_NAMESPACE, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate_admission::{GATE_NAME, OTHER_GATE_NAME};
+use crate::chart::Setting;
+use crate::gate_admission::{GATE_NAME, GATING, OTHER_GATE_NAME, REGISTRATIONS};
 use crate::restarts::{component_pod, is_ready, leader_identity};
 use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares};
 
@@ -91,11 +92,14 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
     let container = cluster.get(&path)?["spec"]["containers"][0].clone();
     let mut other = container.clone();
     other["image"] = json!("localhost/other:dev");
+    let mut tolerations = cluster.get(&path)?["spec"]["tolerations"].as_array().cloned().unwrap_or_default();
+    tolerations.push(json!({"key": "example.com/reserved", "operator": "Exists"}));
     for (change, field) in [
         (json!({"spec": {"containers": [other]}}), "spec.containers"),
         (json!({"spec": {"activeDeadlineSeconds": 1}}), "spec.activeDeadlineSeconds"),
         (json!({"spec": {"nodeSelector": {"a": "b"}}}), "spec.nodeSelector"),
         (json!({"spec": {"schedulingGates": [{"name": GATE_NAME}]}}), "spec.schedulingGates"),
+        (json!({"spec": {"tolerations": tolerations}}), "spec.tolerations"),
         (json!({"metadata": {"labels": {"a": "b"}}}), "metadata.labels"),
         (json!({"metadata": {"annotations": {"a": "b"}}}), "metadata.annotations[a]"),
         (json!({"metadata": {"finalizers": ["example.com/hold"]}}), "metadata.finalizers"),
@@ -124,8 +128,6 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
             "metadata": {"annotations": {"cleave.dev/placement": "{}"}},
             "spec": {
                 "schedulingGates": [{"name": OTHER_GATE_NAME}],
-                "tolerations": cluster.get(&path)?["spec"]["tolerations"].as_array().into_iter().flatten().cloned()
-                    .chain([json!({"key": "nvidia.com/gpu", "operator": "Exists"})]).collect::<Vec<_>>(),
                 "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
                     {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [NODE]}]},
                 ]}}},
@@ -138,6 +140,82 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
     let refused = deleted.downcast::<Refused>()?;
     ensure!(refused.code == 403 && refused.message.contains("only pods of MPS hosts"), "{refused}");
     scope.delete_pod("waits", 0)
+}
+
+#[test]
+fn the_operators_token_changes_only_taints_of_cleave_on_a_node() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _taints = Setting::change("operator.taintUnhealthyNodes", true)?;
+    let operator = Cluster::by_token(&cluster.token(SYSTEM, "cleave-operator", None)?, None)?;
+    let path = format!("/api/v1/nodes/{NODE}?dryRun=All");
+    // The API server evaluates new rights and policies with a short delay.
+    let annotation = json!({"metadata": {"annotations": {"cleave.dev/test": "a"}}});
+    let only = "may change only the taints";
+    wait_until("the policy is in effect", || Ok(check_forbidden(operator.patch(&path, &annotation), only).is_ok()))?;
+    for (change, field) in [
+        (annotation, "metadata.annotations[cleave.dev/test]"),
+        (json!({"metadata": {"annotations": {"a": "b"}}}), "metadata.annotations[a]"),
+        (json!({"metadata": {"labels": {"a": "b"}}}), "metadata.labels"),
+        (json!({"spec": {"unschedulable": true}}), "spec.unschedulable"),
+        (json!({"spec": {"taints": [{"key": "cleave.dev/unhealthy", "effect": "NoExecute"}]}}), "spec.taints"),
+    ] {
+        check_forbidden(operator.patch(&path, &change), field)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn the_operators_token_changes_only_ca_bundles_of_the_webhook() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _gating = Setting::change(GATING, "webhook")?;
+    let operator = Cluster::by_token(&cluster.token(SYSTEM, "cleave-operator", None)?, None)?;
+    let webhook = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
+    let path = format!("{webhook}?dryRun=All");
+    let only = "may change only the CA bundles";
+    let label = json!({"metadata": {"labels": {"a": "b"}}});
+    // The API server evaluates new rights and policies with a short delay.
+    wait_until("the policy is in effect", || Ok(check_forbidden(operator.patch(&path, &label), only).is_ok()))?;
+    let before = cluster.get(&webhook)?["webhooks"].as_array().cloned().unwrap_or_default();
+    ensure!(before.len() == 2, "not the gate and the preStop hook: {before:?}");
+    let with = |change: &dyn Fn(&mut Vec<Value>)| {
+        let mut webhooks = before.clone();
+        change(&mut webhooks);
+        json!({"webhooks": webhooks})
+    };
+    for (change, field) in [
+        (label, "metadata.labels"),
+        (json!({"metadata": {"annotations": {"cleave.dev/a": "b"}}}), "metadata.annotations[cleave.dev/a]"),
+        (json!({"metadata": {"finalizers": ["example.com/hold"]}}), "metadata.finalizers"),
+        (
+            with(&|webhooks| webhooks[0]["clientConfig"] = json!({"url": "https://example.com/"})),
+            "webhooks[gate.cleave.dev]",
+        ),
+        (
+            with(&|webhooks| webhooks[1]["clientConfig"]["service"]["path"] = json!("/other")),
+            "webhooks[pre-stop.cleave.dev]",
+        ),
+        (with(&|webhooks| webhooks[0]["rules"][0]["resources"] = json!(["secrets"])), "webhooks[gate.cleave.dev]"),
+        (with(&|webhooks| webhooks[1]["failurePolicy"] = json!("Fail")), "webhooks[pre-stop.cleave.dev]"),
+        (with(&|webhooks| webhooks[0]["matchConditions"] = json!([])), "webhooks[gate.cleave.dev]"),
+        (with(&|webhooks| drop(webhooks.pop())), "webhooks"),
+        (with(&|webhooks| webhooks.reverse()), "webhooks"),
+        (
+            with(&|webhooks| {
+                let mut more = webhooks[0].clone();
+                more["name"] = json!("more.cleave.dev");
+                webhooks.push(more);
+            }),
+            "webhooks",
+        ),
+    ] {
+        check_forbidden(operator.patch(&path, &change), only)?;
+        check_forbidden(operator.patch(&path, &change), field)?;
+    }
+    // The operator itself adds and replaces CA bundles.
+    let without_ca = with(&|webhooks| {
+        webhooks[0]["clientConfig"].as_object_mut().map(|client| client.remove("caBundle"));
+    });
+    operator.patch(&path, &without_ca).map(drop)
 }
 
 #[test]
