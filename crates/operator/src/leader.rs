@@ -25,12 +25,15 @@ pub const LEASE: Duration = Duration::from_secs(15);
 /// Time for which a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts
 /// while the guard is valid completes or times out before the lease expires.
 pub const GUARD: Duration = Duration::from_secs(10);
-/// Interval between renewals by the holder. A guard remains valid if one renewal fails.
-const RENEW_INTERVAL: Duration = Duration::from_secs(4);
-/// Interval at which other processes read the lease, and delay before a failed request is retried.
+/// Interval between renewals by the holder. A guard remains valid if one renewal fails, even if both
+/// of its requests take as long as they may, and the next renewal succeeds.
+const RENEW_INTERVAL: Duration = Duration::from_secs(3);
+/// Interval at which other processes read the lease.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// Time limit of a request to the API server.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
+/// Delay before a failed request is retried.
+const RETRY_DELAY: Duration = Duration::from_millis(500);
+/// Time limit of a request to the API server. A renewal is two requests.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A lease as this process last read it.
 #[derive(Debug, Clone, PartialEq)]
@@ -116,8 +119,8 @@ pub struct LeaseGuard {
 struct Term {
     /// Whether the lease was read or written at least once.
     known: bool,
-    /// Number of times that this process acquired the lease. Another process may have led in
-    /// between.
+    /// Number of times that this process began to lead. A new term begins when it acquires the
+    /// lease, and when it renews the lease after the guard has expired.
     number: u64,
     /// When the guard expires. `None` while another process leads.
     until: Option<Instant>,
@@ -282,7 +285,7 @@ impl Elector {
                 Ok(delay) => delay,
                 Err(error) => {
                     tracing::warn!(error = &error as &dyn std::error::Error, "failed to renew the lease");
-                    POLL_INTERVAL
+                    RETRY_DELAY
                 }
             };
             // Both are cancel-safe: dropping a timer or a wait for a token loses nothing.
@@ -343,8 +346,12 @@ impl Elector {
         if before.current().is_some() != until.is_some() {
             tracing::info!(lease = self.name, identity = self.me, leader = until.is_some(), "leadership changed");
         }
-        let begins = until.is_some() && std::mem::take(&mut self.interrupted);
-        self.term.send_replace(Term { known: true, number: before.number + u64::from(begins), until });
+        let interrupted = until.is_some() && std::mem::take(&mut self.interrupted);
+        self.term.send_modify(|term| {
+            // Writers may have seen that the guard expired, and dropped their state.
+            let begins = interrupted || until.is_some() && term.current().is_none();
+            *term = Term { known: true, number: term.number + u64::from(begins), until };
+        });
     }
 
     /// Releases the lease, so that the next leader need not wait for the lease to expire.
@@ -442,7 +449,8 @@ mod tests {
     #[test]
     fn a_guard_expires_before_another_process_may_take_the_lease() {
         assert!(GUARD + REQUEST_TIMEOUT < LEASE);
-        assert!(RENEW_INTERVAL + POLL_INTERVAL + REQUEST_TIMEOUT <= GUARD, "a guard outlives one failed renewal");
+        let failed = REQUEST_TIMEOUT + REQUEST_TIMEOUT;
+        assert!(RENEW_INTERVAL + failed + RETRY_DELAY < GUARD, "a guard outlives one failed renewal");
     }
 
     /// Returns an API server that stores one lease, and sends the number of writes after each one.
@@ -502,6 +510,12 @@ mod tests {
         assert!(!guard.is_current());
         elector.poll().await.unwrap();
         assert_eq!((lease.term(), guard.is_current()), (Some(2), false), "another process may have led");
+        ready.send_replace(2);
+        assert!(guard.is_current());
+        tokio::time::sleep(GUARD).await;
+        assert_eq!((lease.term(), guard.is_current()), (None, false), "the guard has expired");
+        elector.poll().await.unwrap();
+        assert_eq!((lease.term(), guard.is_current()), (Some(3), false), "writers have dropped their state");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use cleave_e2e::{Cluster, Refused, SYSTEM_NAMESPACE, Scope, pod, text, wait_unti
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::gate_admission::{GATE_NAME, GATING, OTHER_GATE_NAME, REGISTRATIONS};
+use crate::gate_admission::{GATE_NAME, GATE_VALUE, OTHER_GATE_NAME, REGISTRATIONS_PATH};
 use crate::restarts::{component_pod, is_ready, leader_identity};
 use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares};
 
@@ -146,7 +146,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
 fn the_operators_token_changes_only_taints_of_cleave_on_a_node() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _taints = Setting::change("operator.taintUnhealthyNodes", true)?;
-    let operator = Cluster::by_token(&cluster.token(SYSTEM, "cleave-operator", None)?, None)?;
+    let operator = Cluster::by_token(&cluster.token(SYSTEM_NAMESPACE, "cleave-operator", None)?, None)?;
     let path = format!("/api/v1/nodes/{NODE}?dryRun=All");
     // The API server evaluates new rights and policies with a short delay.
     let annotation = json!({"metadata": {"annotations": {"cleave.dev/test": "a"}}});
@@ -167,9 +167,9 @@ fn the_operators_token_changes_only_taints_of_cleave_on_a_node() -> Result<()> {
 #[test]
 fn the_operators_token_changes_only_ca_bundles_of_the_webhook() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _gating = Setting::change(GATING, "webhook")?;
-    let operator = Cluster::by_token(&cluster.token(SYSTEM, "cleave-operator", None)?, None)?;
-    let webhook = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
+    let _gating = Setting::change(GATE_VALUE, "webhook")?;
+    let operator = Cluster::by_token(&cluster.token(SYSTEM_NAMESPACE, "cleave-operator", None)?, None)?;
+    let webhook = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
     let path = format!("{webhook}?dryRun=All");
     let only = "may change only the CA bundles";
     let label = json!({"metadata": {"labels": {"a": "b"}}});
