@@ -227,15 +227,15 @@ fn a_node_of_another_plugin_that_is_not_ready_delays_no_pod() {
         world.change(|world| &mut world.nodes, node, |node| node["spec"]["taints"] = taints);
     };
     // Cleave serves shares on n1, and another plugin serves whole GPUs on two nodes.
-    let world = TestCluster::default().node("n1", &[10]).pod_with("a", 1, requesting(GPU, 1));
-    let mut world = other_node(other_node(world, "dead", 1), "other", 1);
+    let world = TestCluster::default().node("n1", &[10]).pod_with("a", 1, requesting(GPU_RESOURCE, 1));
+    let mut world = with_other_node(with_other_node(world, "dead", 1), "other", 1);
     not_ready(&mut world, "dead");
-    for mut keeper in [keeper(), Gatekeeper::default()] {
+    for mut keeper in [gatekeeper_with_agent_labels(), Gatekeeper::default()] {
         assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "not_managed")]);
     }
     // Cleave's agent may have run on the node before the node failed: the node has all labels.
     let mut labelled = world.clone();
-    let os: Change = |world| {
+    let os: ClusterChange = |world| {
         world.change(
             |world| &mut world.nodes,
             "dead",
@@ -243,14 +243,18 @@ fn a_node_of_another_plugin_that_is_not_ready_delays_no_pod() {
         );
     };
     os(&mut labelled);
-    assert_eq!(released(&reconcile(&mut keeper(), &labelled, 0)), [("team/a", "not_managed")], "one label of two");
-    label(&mut labelled, "dead");
-    let mut labels = keeper();
+    assert_eq!(
+        released(&reconcile(&mut gatekeeper_with_agent_labels(), &labelled, 0)),
+        [("team/a", "not_managed")],
+        "one label of two"
+    );
+    label_node(&mut labelled, "dead");
+    let mut labels = gatekeeper_with_agent_labels();
     assert_eq!(released(&reconcile(&mut labels, &labelled, 0)), []);
-    assert!(!released(&reconcile(&mut labels, &labelled, LONG)).is_empty());
+    assert!(!released(&reconcile(&mut labels, &labelled, LONG_SECONDS)).is_empty());
     // No other node reports the resource, and the report of this node may be old.
     not_ready(&mut world, "other");
-    let mut keeper = keeper();
+    let mut keeper = gatekeeper_with_agent_labels();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
-    assert!(!released(&reconcile(&mut keeper, &world, LONG)).is_empty());
+    assert!(!released(&reconcile(&mut keeper, &world, LONG_SECONDS)).is_empty());
 }
