@@ -185,7 +185,7 @@ impl Gatekeeper {
     /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
     /// according to the plan for GPUs that Cleave partitions on demand.
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
-        let changed = self.nodes.update(cluster, &self.rollout);
+        let changed = self.nodes.update(cluster, &self.rollout, &self.agent_labels);
         changed.iter().for_each(|(node, _)| self.preemptors.touch(node));
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
@@ -286,7 +286,7 @@ impl Gatekeeper {
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
         let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
         let step = self.rollout.update(&views, up);
-        for (name, facts) in self.nodes.update(cluster, &self.rollout) {
+        for (name, facts) in self.nodes.update(cluster, &self.rollout, &self.agent_labels) {
             self.preemptors.touch(&name);
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);

@@ -49,8 +49,8 @@ pub(super) struct NodeState {
     pub(super) managed: bool,
     /// Whether the agent has written the status of the `GpuNode`.
     has_status: bool,
-    /// Whether an agent of Cleave runs on the node, with or without a `GpuNode`.
-    has_agent: bool,
+    /// Whether the node has all labels of nodes with an agent. False if no labels are known.
+    has_agent_labels: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
     /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
@@ -96,10 +96,14 @@ impl NodeState {
                 ..PlanNode::default()
             },
             managed: gpu_node.is_some(),
-            has_agent: versions.agent.is_some(),
             versions,
             ..Self::default()
         }
+    }
+
+    /// Whether an agent of Cleave runs on the node, with or without a `GpuNode`.
+    fn has_agent(&self) -> bool {
+        self.versions.agent.is_some()
     }
 
     /// Updates the state from the `GpuNode`. Returns the node's devices for the ledger.
@@ -162,7 +166,7 @@ impl NodeState {
     /// Whether Cleave serves GPUs on the node, did so before, or may do so soon.
     pub(super) fn is_of_cleave(&self) -> bool {
         let has_gpus = !self.offers.is_empty() || self.node.allocatable.keys().any(|resource| is_served(resource));
-        has_gpus && (self.managed || self.has_agent || !self.missing.is_empty())
+        has_gpus && (self.managed || self.has_agent() || !self.missing.is_empty())
     }
 
     /// Whether another device plugin serves GPUs on the node.
@@ -178,16 +182,22 @@ impl NodeState {
             Provider::Cleave
         } else if !is_served(resource) || !is_reported() {
             Provider::Nothing
-        } else if self.missing.contains(resource) || self.has_agent && !self.has_status {
+        } else if self.missing.contains(resource) || self.has_agent() && !self.has_status {
             Provider::Missing
-        } else if self.managed
-            || self.has_agent
-            || self.node.taints.iter().any(|taint| OUTDATED_TAINTS.contains(&taint.key.as_str()))
-        {
+        } else if self.managed || self.has_agent() {
+            Provider::Unclear
+        } else if !self.may_be_outdated() {
+            Provider::Another
+        } else if self.has_agent_labels {
             Provider::Unclear
         } else {
-            Provider::Another
+            Provider::Outdated
         }
+    }
+
+    /// Whether the kubelet may have stopped reporting.
+    fn may_be_outdated(&self) -> bool {
+        self.node.taints.iter().any(|taint| OUTDATED_TAINTS.contains(&taint.key.as_str()))
     }
 
     /// The resources that the node's kubelet still reports from before its `GpuNode` disappeared.
@@ -227,8 +237,14 @@ impl NodeState {
 
 impl Nodes {
     /// Updates the nodes that have changed. Returns the devices of each changed node, or `None` for
-    /// a node that was deleted or has no valid `GpuNode`.
-    pub(super) fn update(&mut self, cluster: &Cluster, rollout: &Rollout) -> Vec<(String, Option<NodeFacts>)> {
+    /// a node that was deleted or has no valid `GpuNode`. `agent_labels` are labels of all nodes
+    /// with an agent.
+    pub(super) fn update(
+        &mut self,
+        cluster: &Cluster,
+        rollout: &Rollout,
+        agent_labels: &BTreeMap<String, String>,
+    ) -> Vec<(String, Option<NodeFacts>)> {
         let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
         for pod in &cluster.agents {
             if let Some(node) = &pod.spec.node_name {
@@ -258,6 +274,8 @@ impl Nodes {
             let mut state = NodeState::new(object, gpu_node, versions.into_owned());
             let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.read(object));
             state.missing = state.still_reported(self.0.get(name));
+            let has_label = |(key, value): (&String, &String)| state.node.labels.get(key) == Some(value);
+            state.has_agent_labels = !agent_labels.is_empty() && agent_labels.iter().all(has_label);
             self.0.insert(name.to_owned(), state);
             changed.push((name.to_owned(), facts));
         }
@@ -381,7 +399,8 @@ impl Nodes {
     }
 
     /// What serves a resource, for a pod that may run on any node. If several providers serve it,
-    /// the result is the one with which the pod waits the longest.
+    /// the result is the one with which the pod waits the longest. Nodes that are not ready and
+    /// show no sign of Cleave count only if no other node reports the resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. Such a report alone does not prove that another plugin serves the
@@ -415,11 +434,14 @@ const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubern
 pub(super) enum Provider {
     /// No node offers the resource.
     Nothing,
+    /// Only kubelets of nodes that are not ready and without a sign of Cleave report the resource.
+    /// Their reports may be old.
+    Outdated,
     /// A device plugin on nodes where Cleave does not run.
     Another,
     /// Kubelets report the resource on nodes where Cleave runs, but Cleave does not serve it, or on
-    /// nodes that are not ready. Either another plugin serves the resource, or the kubelet's report
-    /// is old.
+    /// nodes that are not ready and have the labels of nodes with an agent. Either another plugin
+    /// serves the resource, or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.

@@ -43,7 +43,7 @@ pub(super) struct Candidate<'a> {
     /// Whether Cleave serves at least one of the requested resources.
     offered: bool,
     /// Whether kubelets report all requested resources on nodes where Cleave runs, although Cleave
-    /// does not serve the resources on these nodes.
+    /// does not serve the resources on these nodes, or on nodes that are not ready.
     unclear: bool,
     /// A requested resource that Cleave may serve on a node whose `GpuNode` is missing.
     missing: Option<String>,
@@ -63,7 +63,7 @@ impl<'a> Candidate<'a> {
         }
         providers.retain(|_, provider| *provider != Provider::Another);
         device_requests.retain(|request| providers.contains_key(&request.resource));
-        let unclear = providers.values().all(|provider| *provider == Provider::Unclear);
+        let unclear = providers.values().all(|provider| matches!(provider, Provider::Unclear | Provider::Outdated));
         let offered = providers.values().any(|provider| *provider == Provider::Cleave);
         let missing = providers.into_iter().find(|(_, provider)| *provider == Provider::Missing);
         let missing = missing.map(|(resource, _)| resource);

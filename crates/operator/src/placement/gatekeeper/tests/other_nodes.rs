@@ -218,3 +218,38 @@ fn other_nodes_do_not_hide_that_a_gpu_node_is_missing() {
     assert_eq!(released(&actions), [("team/a", "other_plugin")], "as many as the other node has GPUs");
     assert!(actions.waiting["team/b"].message.contains("its GpuNode"), "{actions:?}");
 }
+
+#[test]
+fn a_node_of_another_plugin_that_is_not_ready_delays_no_pod() {
+    let not_ready = |world: &mut TestCluster, node: &str| {
+        let taints = json!([{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}]);
+        world.change(|world| &mut world.nodes, node, |node| node["spec"]["taints"] = taints);
+    };
+    // Cleave serves shares on n1, and another plugin serves whole GPUs on two nodes.
+    let world = TestCluster::default().node("n1", &[10]).pod_with("a", 1, requesting(GPU, 1));
+    let mut world = other_node(other_node(world, "dead", 1), "other", 1);
+    not_ready(&mut world, "dead");
+    for mut keeper in [keeper(), Gatekeeper::default()] {
+        assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "not_managed")]);
+    }
+    // Cleave's agent may have run on the node before the node failed: the node has all labels.
+    let mut labelled = world.clone();
+    let os: Change = |world| {
+        world.change(
+            |world| &mut world.nodes,
+            "dead",
+            |node| node["metadata"]["labels"]["kubernetes.io/os"] = json!("linux"),
+        );
+    };
+    os(&mut labelled);
+    assert_eq!(released(&reconcile(&mut keeper(), &labelled, 0)), [("team/a", "not_managed")], "one label of two");
+    label(&mut labelled, "dead");
+    let mut labels = keeper();
+    assert_eq!(released(&reconcile(&mut labels, &labelled, 0)), []);
+    assert!(!released(&reconcile(&mut labels, &labelled, LONG)).is_empty());
+    // No other node reports the resource, and the report of this node may be old.
+    not_ready(&mut world, "other");
+    let mut keeper = keeper();
+    assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
+    assert!(!released(&reconcile(&mut keeper, &world, LONG)).is_empty());
+}
