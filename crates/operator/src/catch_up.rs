@@ -7,9 +7,9 @@
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order,
 //!   so once it delivers this one, the store contains all earlier changes of pods. One write costs
 //!   less than a list of all pods.
-//! - **Nodes and `GpuNode`s**, and pods if the process has no pod. It lists the objects' metadata
-//!   from etcd, and waits for the newest version. This does not show deletions, which endanger no
-//!   reservation.
+//! - **Nodes and `GpuNode`s**, and pods if the process cannot annotate its pod. It lists the
+//!   objects' metadata from etcd, and waits for the newest version. This does not show deletions,
+//!   which endanger no reservation.
 //!
 //! [`Versions::reach`] decides and is pure.
 use std::fmt::Debug;
@@ -22,12 +22,15 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{ListParams, Patch, PatchParams};
 use kube::runtime::watcher::Event;
 use kube::{Api, Client, Resource};
+use prometheus_client::metrics::counter::Counter;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::leader::LeaseGuard;
+use crate::watches::LIVING_PODS;
 
 /// Objects per request of a list.
 const PAGE: u32 = 500;
@@ -35,8 +38,11 @@ const PAGE: u32 = 500;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed request.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Time after which a log line reports that the stores still lag.
+/// Time after which a log line reports that the stores still lag, and the required versions are read
+/// again: the newest object of a list may have ended or been deleted.
 const WARN_AFTER: Duration = Duration::from_secs(10);
+/// Time in one term after which the process reports that it still writes nothing.
+const LATE_AFTER: Duration = Duration::from_secs(60);
 
 /// A resource version of each kind of object that reservations depend on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -53,6 +59,15 @@ impl Versions {
     /// Whether stores of these versions contain everything up to the `required` versions.
     pub(crate) const fn reach(self, required: Self) -> bool {
         self.pods >= required.pods && self.nodes >= required.nodes && self.gpu_nodes >= required.gpu_nodes
+    }
+
+    /// The older version of each kind. Each version that was read in a term suffices for its kind.
+    fn older(self, other: Self) -> Self {
+        Self {
+            pods: self.pods.min(other.pods),
+            nodes: self.nodes.min(other.nodes),
+            gpu_nodes: self.gpu_nodes.min(other.gpu_nodes),
+        }
     }
 }
 
@@ -82,31 +97,81 @@ fn version(object: &impl Resource) -> u64 {
     object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
+/// What the process knows about the stores in one term.
+struct CatchUp {
+    term: u64,
+    began: Instant,
+    /// The versions that suffice. `None` until they could be read.
+    required: Option<Versions>,
+    /// Whether it was reported that this takes too long.
+    reported: bool,
+}
+
+impl CatchUp {
+    fn new(term: u64) -> Self {
+        Self { term, began: Instant::now(), required: None, reported: false }
+    }
+
+    /// Reads the required versions and waits for them. Returns false if a retry is necessary.
+    async fn attempt(
+        &mut self,
+        client: &Client,
+        pod: &(String, String),
+        stored: &mut watch::Receiver<Versions>,
+    ) -> bool {
+        match required(client, pod).await {
+            Ok(read) => {
+                let required = self.required.map_or(read, |before| before.older(read));
+                self.required = Some(required);
+                wait_until_stored(stored, required).await
+            }
+            Err(error) => {
+                tracing::warn!(error = &error as &dyn std::error::Error, "failed to read the cluster's versions");
+                tokio::time::sleep(RETRY_DELAY).await;
+                false
+            }
+        }
+    }
+
+    /// Reports once if the process has led for [`LATE_AFTER`] and still writes nothing.
+    fn report_if_late(&mut self, late: &Counter) {
+        if !self.reported && self.began.elapsed() >= LATE_AFTER {
+            self.reported = true;
+            late.inc();
+            let (term, required) = (self.term, self.required);
+            tracing::error!(
+                term,
+                ?required,
+                "this process leads but writes nothing: its watches lag or the API server fails"
+            );
+        }
+    }
+}
+
 /// Sends the number of each term in which this process leads, once `stored` shows that the stores
 /// are as new as the lease. Runs until `stop` is cancelled. `pod` is the namespace and the name of
-/// this process's pod.
+/// this process's pod. `late` counts terms in which this takes longer than [`LATE_AFTER`].
 pub(crate) async fn run(
-    client: Client,
+    (client, late): (Client, Counter),
     pod: (String, String),
     mut lease: LeaseGuard,
     (mut stored, ready): (watch::Receiver<Versions>, watch::Sender<u64>),
     stop: CancellationToken,
 ) {
     let follow = async {
+        let mut last: Option<CatchUp> = None;
         loop {
-            let last = *ready.borrow();
-            let term = lease.term_after(last).await;
-            let required = match required(&client, &pod).await {
-                Ok(required) => required,
-                Err(error) => {
-                    tracing::warn!(error = &error as &dyn std::error::Error, "failed to read the cluster's versions");
-                    tokio::time::sleep(RETRY_DELAY).await;
-                    continue;
-                }
-            };
-            wait_until_stored(&mut stored, required).await;
-            tracing::info!(term, "the stores are as new as the lease");
-            ready.send_replace(term);
+            let ended = *ready.borrow();
+            let term = lease.term_after(ended).await;
+            // Versions that were read in an earlier term do not suffice.
+            let mut current = last.take().filter(|last| last.term == term).unwrap_or_else(|| CatchUp::new(term));
+            if current.attempt(&client, &pod, &mut stored).await {
+                tracing::info!(term, "the stores are as new as the lease");
+                ready.send_replace(term);
+            } else {
+                current.report_if_late(&late);
+                last = Some(current);
+            }
         }
     };
     // Dropping the requests is safe: after `stop` nothing waits for the answer.
@@ -116,19 +181,19 @@ pub(crate) async fn run(
     }
 }
 
-/// Waits until the stores contain the required versions. A watch that lags for long may have lost
-/// its connection. It then connects again within [`crate::watches::WATCH_TIMEOUT`].
-async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) {
-    loop {
-        let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.reach(required))).await;
-        match reached.map(|reached| reached.is_ok()) {
-            Ok(true) => return,
-            // The watches have stopped. `crate::run` handles that.
-            Ok(false) => std::future::pending().await,
-            Err(_) => {
-                let stored = *stored.borrow();
-                tracing::warn!(?stored, ?required, "watches lag; nothing is written until they are current");
-            }
+/// Waits until the stores contain the required versions. Returns false after [`WARN_AFTER`]. A watch
+/// that lags for long may have lost its connection. It then connects again within
+/// [`crate::watches::WATCH_TIMEOUT`].
+async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) -> bool {
+    let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.reach(required))).await;
+    match reached.map(|reached| reached.is_ok()) {
+        Ok(true) => true,
+        // The watches have stopped. `crate::run` handles that.
+        Ok(false) => std::future::pending().await,
+        Err(_) => {
+            let stored = *stored.borrow();
+            tracing::warn!(?stored, ?required, "watches lag; nothing is written until they are current");
+            false
         }
     }
 }
@@ -146,33 +211,38 @@ enum Error {
 
 /// The versions that the stores must contain: nothing that was written before this call is newer.
 async fn required(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
-    let pods = match mark(client, pod).await? {
+    let all = ListParams::default().limit(PAGE);
+    let pods = match mark(client, pod).await {
         Some(version) => version,
-        None => newest::<Pod>(client).await?,
+        // The watch does not deliver other pods either.
+        None => newest::<Pod>(client, all.clone().fields(LIVING_PODS)).await?,
     };
-    Ok(Versions { pods, nodes: newest::<Node>(client).await?, gpu_nodes: newest::<GpuNode>(client).await? })
+    let nodes = newest::<Node>(client, all.clone()).await?;
+    Ok(Versions { pods, nodes, gpu_nodes: newest::<GpuNode>(client, all).await? })
 }
 
 /// Writes an annotation to this process's pod. Returns the version of the write, or `None` if the
-/// process has no pod or may not change it.
-async fn mark(client: &Client, (namespace, name): &(String, String)) -> Result<Option<u64>, Error> {
+/// pod does not exist or could not be changed: a webhook or a policy may refuse the write.
+async fn mark(client: &Client, (namespace, name): &(String, String)) -> Option<u64> {
     let api = Api::<Pod>::namespaced(client.clone(), namespace);
     let annotation = json!({LEADING_SINCE_ANNOTATION: Timestamp::now().to_string()});
     let patch = Patch::Merge(json!({"metadata": {"annotations": annotation}}));
     match within(api.patch_metadata(name, &PatchParams::default(), &patch)).await {
-        Ok(pod) => Ok(Some(version(&pod)).filter(|version| *version > 0)),
-        Err(Error::Api(kube::Error::Api(status))) if matches!(status.code, 403 | 404) => Ok(None),
-        Err(error) => Err(error),
+        Ok(pod) => Some(version(&pod)).filter(|version| *version > 0),
+        Err(error) => {
+            let error = &error as &dyn std::error::Error;
+            tracing::warn!(namespace, name, error, "failed to annotate this process's pod; listing all pods instead");
+            None
+        }
     }
 }
 
-/// The version of the newest object of a kind, read from etcd.
-async fn newest<K>(client: &Client) -> Result<u64, Error>
+/// The version of the newest object that is listed, read from etcd.
+async fn newest<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
     let api = Api::<K>::all(client.clone());
-    let mut page = ListParams::default().limit(PAGE);
     let mut newest = 0;
     loop {
         let list = within(api.list_metadata(&page)).await?;
@@ -239,9 +309,14 @@ mod tests {
         assert_eq!(store.after(&Event::Apply(foreign)), Some(0));
     }
 
-    /// An API server with a lease, two pages of nodes, one `GpuNode`, and this process's pod if
-    /// `has_pod`. Records the requests other than those about the lease.
-    fn server(has_pod: bool) -> (Client, Arc<Mutex<Vec<String>>>) {
+    #[test]
+    fn a_version_that_was_read_again_suffices_if_it_is_older() {
+        assert_eq!(versions(5, 6, 7).older(versions(6, 5, 7)), versions(5, 5, 7), "the newest node was deleted");
+    }
+
+    /// An API server with a lease, two pages of nodes and one `GpuNode`. It answers the annotation
+    /// of this process's pod with `marked`. Records the requests other than those about the lease.
+    fn server(marked: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));
         let seen = Arc::clone(&requests);
@@ -262,10 +337,10 @@ mod tests {
                 } else {
                     seen.lock().unwrap().push(line.clone());
                     match line.as_str() {
-                        patch if patch.starts_with("PATCH") && has_pod => meta("50"),
+                        patch if patch.starts_with("PATCH") && marked == 200 => meta("50"),
                         patch if patch.starts_with("PATCH") => {
-                            status = 404;
-                            json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "none", "reason": "NotFound", "code": 404})
+                            status = marked;
+                            json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "none", "reason": "Some", "code": marked})
                         }
                         pods if pods.contains("/pods") => list(&["48"], ""),
                         second if second.contains("continue=more") => list(&["30"], ""),
@@ -282,7 +357,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_new_leader_may_write_only_when_lagging_watches_have_caught_up() {
-        let (client, requests) = server(true);
+        let (client, requests) = server(200);
         let (elector, lease) =
             Elector::new(Api::namespaced(client.clone(), "default"), "l".to_owned(), "me".to_owned());
         let (stop, released) = (CancellationToken::new(), CancellationToken::new());
@@ -290,12 +365,16 @@ mod tests {
         let (ready, caught_up) = watch::channel(0);
         let mut guard = lease.when_ready(caught_up);
         let own = ("ns".to_owned(), "me".to_owned());
+        let late = Counter::default();
         let test = async {
             while requests.lock().unwrap().len() < 4 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             tokio::time::sleep(Duration::from_secs(30)).await;
             assert!(!guard.is_current(), "the watch of pods lags by one version");
+            assert_eq!(late.get(), 0);
+            tokio::time::sleep(LATE_AFTER * 2).await;
+            assert_eq!(late.get(), 1, "it is reported once");
             progress.send_replace(versions(50, 40, 45));
             guard.changed().await;
             assert!(guard.is_current());
@@ -304,7 +383,7 @@ mod tests {
         };
         tokio::join!(
             test,
-            run(client, own, lease, (stored, ready), stop.clone()),
+            run((client, late.clone()), own, lease, (stored, ready), stop.clone()),
             elector.run(stop.clone(), released.clone())
         );
         let lines = requests.lock().unwrap().clone();
@@ -313,11 +392,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_process_without_a_pod_lists_the_pods() {
-        let (client, _) = server(false);
+    async fn a_process_that_cannot_annotate_its_pod_lists_the_pods() {
         let own = ("ns".to_owned(), "me".to_owned());
-        assert_eq!(required(&client, &own).await.unwrap(), versions(48, 40, 45));
-        let (client, _) = server(true);
+        for refused in [400, 403, 404, 409, 422, 429, 500] {
+            let (client, requests) = server(refused);
+            assert_eq!(required(&client, &own).await.unwrap(), versions(48, 40, 45), "{refused}");
+            let lines = requests.lock().unwrap().clone();
+            assert!(lines[1].contains("fieldSelector=status.phase"), "the watch has this selector: {lines:?}");
+        }
+        let (client, _) = server(200);
         assert_eq!(required(&client, &own).await.unwrap(), versions(50, 40, 45));
     }
 }

@@ -17,6 +17,8 @@ pub(crate) struct Metrics {
     pub(crate) writes: Family<Write, Counter>,
     /// Errors of watches, by kind. Each watch retries.
     pub(crate) watch_errors: Family<Kind, Counter>,
+    /// Terms in which the stores took too long to become as new as the lease.
+    pub(crate) catch_ups_late: Counter,
     /// Malformed objects, by kind.
     pub(crate) malformed: Family<Kind, Gauge>,
     /// Valid policies.
@@ -75,6 +77,7 @@ impl Default for Metrics {
             passes: Family::default(),
             writes: Family::default(),
             watch_errors: Family::default(),
+            catch_ups_late: Counter::default(),
             malformed: Family::default(),
             policies: Gauge::default(),
             nodes: Gauge::default(),
@@ -136,6 +139,11 @@ impl Metrics {
         registry.register("passes", "Passes over the whole cluster, by result", self.passes.clone());
         registry.register("writes", "Objects written, by kind and result", self.writes.clone());
         registry.register("watch_errors", "Watch errors, by kind; every watch is retried", self.watch_errors.clone());
+        registry.register(
+            "catch_ups_late",
+            "Terms of leadership in which nothing could be written for a minute, because watches lagged or requests failed",
+            self.catch_ups_late.clone(),
+        );
         registry.register("malformed_objects", "Objects that do not match their CRD, by kind", self.malformed.clone());
         registry.register("policies", "SharingPolicies that are valid", self.policies.clone());
         registry.register("nodes", "Nodes with a desired state", self.nodes.clone());

@@ -28,10 +28,15 @@ use crate::passes::{self, Passes};
 use crate::placement::{self, Gate};
 use crate::task::{self, Context};
 use crate::tenants::Tenants;
-use crate::watches::{Wakers, Watches};
+use crate::watches::{WATCH_TIMEOUT, Wakers, Watches};
 
 /// The operator's tasks. Each task returns its name and its result.
 type Tasks = JoinSet<(&'static str, Result<()>)>;
+
+/// Time for which a connection to the API server may deliver nothing after a request. Without it, a
+/// watch that is requested over a dead connection would hang until the kernel closes the connection,
+/// after 15 minutes. It is longer than a watch may be silent, see [`WATCH_TIMEOUT`].
+const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_TIMEOUT as u64 + 15);
 
 /// Finds the API server, for clients without their own retries. Each task retries within its own
 /// deadline. The default client would retry a 429 for minutes, but the API server returns 429 when
@@ -39,7 +44,15 @@ type Tasks = JoinSet<(&'static str, Result<()>)>;
 async fn find_api_server() -> Result<kube::Config> {
     let mut config = kube::Config::infer().await.context("failed to find the API server")?;
     config.default_retry = false;
-    Ok(config)
+    Ok(with_read_timeout(config))
+}
+
+/// Limits the time for which connections may deliver nothing after a request.
+fn with_read_timeout(mut config: kube::Config) -> kube::Config {
+    config.read_timeout = Some(READ_TIMEOUT);
+    // Otherwise the time counts in which a connection was idle before the request.
+    config.reset_reader_on_write = true;
+    config
 }
 
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends unexpectedly.
@@ -72,7 +85,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
 
     let names = (namespace.clone(), lease, identity.clone());
     let tokens = (stop.clone(), released.clone());
-    let (lease, claim) = spawn_lease(&mut tasks, config, &client, names, stored, tokens)?;
+    let (lease, claim) = spawn_lease(&mut tasks, config, (&client, &metrics), names, stored, tokens)?;
     let certified = match webhook.zip(namespaces) {
         None => None,
         Some(((name, listener), exempt)) => {
@@ -124,7 +137,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
 fn spawn_lease(
     tasks: &mut Tasks,
     config: kube::Config,
-    client: &Client,
+    (client, metrics): (&Client, &Metrics),
     names: (String, String, String),
     stored: watch::Receiver<Versions>,
     (stop, released): (CancellationToken, CancellationToken),
@@ -134,9 +147,9 @@ fn spawn_lease(
     let (lease, elector) = leader::start(connect, names, (stop.clone(), released))?;
     tasks.spawn(async move { ("lease", elector.await) });
     let (ready, caught_up) = watch::channel(0);
-    let (client, held) = (client.clone(), lease.clone());
+    let (client, held, late) = (client.clone(), lease.clone(), metrics.catch_ups_late.clone());
     tasks.spawn(async move {
-        catch_up::run(client, pod, held, (stored, ready), stop).await;
+        catch_up::run((client, late), pod, held, (stored, ready), stop).await;
         ("catch-up", Ok(()))
     });
     let claim = lease.when_ready(caught_up);
@@ -200,5 +213,27 @@ async fn finish(mut tasks: Tasks, stop: CancellationToken) -> Result<()> {
             },
         }
         stop.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::Pod;
+    use kube::Api;
+    use kube::api::WatchParams;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_watch_request_on_a_dead_connection_fails() {
+        let silent = listen(SocketAddr::from(([127, 0, 0, 1], 0))).await.unwrap();
+        let url = format!("http://{}", silent.local_addr().unwrap()).parse().unwrap();
+        let client = Client::try_from(with_read_timeout(kube::Config::new(url))).unwrap();
+        let pods = Api::<Pod>::all(client);
+        let began = tokio::time::Instant::now();
+        let params = WatchParams::default();
+        let watched = tokio::time::timeout(Duration::from_secs(900), pods.watch(&params, "0")).await;
+        assert!(watched.expect("the request ends").is_err());
+        assert!(began.elapsed() > Duration::from_secs(u64::from(WATCH_TIMEOUT) + 5), "no watch is cut short");
     }
 }

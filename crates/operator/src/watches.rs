@@ -30,6 +30,10 @@ use crate::rollout::{Revision, Watched};
 /// because its connection is lost without notice, ends 5 s later.
 pub(crate) const WATCH_TIMEOUT: u32 = 30;
 
+/// Field selector of pods that have not ended. Ended pods use no devices, so the API server need not
+/// send them.
+pub(crate) const LIVING_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
+
 /// The configuration of all watches.
 fn config() -> watcher::Config {
     watcher::Config::default().timeout(WATCH_TIMEOUT)
@@ -113,8 +117,7 @@ impl Watches<'_> {
     pub(crate) fn stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
         let everything = config();
         let agents = config().labels(agent_selector);
-        // Ended pods use no devices, so the API server need not send them.
-        let living = config().fields("status.phase!=Succeeded,status.phase!=Failed");
+        let living = config().fields(LIVING_PODS);
         let gate: fn(&Wakers) = |wakes| wakes.gate.notify_one();
         Stores {
             policies: self.store_objects(
@@ -162,7 +165,7 @@ impl Watches<'_> {
             // objects.
             volume_claims: self.store_objects(
                 "PersistentVolumeClaim",
-                watcher(Api::<VolumeClaimObject>::all(client.clone()), watcher::Config::default()),
+                watcher(Api::<VolumeClaimObject>::all(client.clone()), config()),
                 (trim_metadata, |_| true),
                 gate,
             ),
