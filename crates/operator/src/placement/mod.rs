@@ -57,6 +57,7 @@ mod replicas;
 mod run;
 mod search;
 mod stranded;
+mod unanswered;
 mod verdict;
 
 pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};
