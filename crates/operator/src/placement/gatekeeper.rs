@@ -148,8 +148,8 @@ impl Gatekeeper {
         self.unanswered.remove(pod);
     }
 
-    /// Records that it is unknown whether a pod was released. `release` has the patch that was sent.
-    /// The pod keeps its reservation until the watch shows that it was not released.
+    /// Records that it is unknown whether a pod was released. `release` has the patch that was
+    /// sent. The pod keeps its reservation until the watch shows that it was not released.
     pub fn record_unanswered_release(&mut self, release: Release) {
         if self.ledger.as_ref().is_some_and(|ledger| ledger.claim(&release.pod).is_some()) {
             self.unanswered.record(release);

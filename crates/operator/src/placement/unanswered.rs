@@ -1,8 +1,8 @@
 //! Releases for which it is unknown whether the API server applied them.
 //!
 //! A timeout or a lost connection does not show whether the pod was released. If it was, it may be
-//! bound before the watch reports its release. So the pod keeps its reservation, and the same patch is
-//! retried. The patch applies only to one version of the pod, so it cannot apply twice.
+//! bound before the watch reports its release. So the pod keeps its reservation, and the same patch
+//! is retried. The patch applies only to one version of the pod, so it cannot apply twice.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_plan::ledger::Ledger;
