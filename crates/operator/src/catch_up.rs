@@ -38,8 +38,8 @@ const PAGE: u32 = 500;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed request.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Time after which a log line reports that the stores still lag, and the required versions are read
-/// again: the newest object of a list may have ended or been deleted.
+/// Time after which a log line reports that the stores still lag, and the required versions are
+/// read again: the newest object of a list may have ended or been deleted.
 const WARN_AFTER: Duration = Duration::from_secs(10);
 /// Time in one term after which the process reports that it still writes nothing.
 const LATE_AFTER: Duration = Duration::from_secs(60);
@@ -183,8 +183,8 @@ pub(crate) async fn run(
     }
 }
 
-/// Waits until the stores contain the required versions. Returns false after [`WARN_AFTER`]. A watch
-/// that lags for long may have lost its connection. It then connects again within
+/// Waits until the stores contain the required versions. Returns false after [`WARN_AFTER`]. A
+/// watch that lags for long may have lost its connection. It then connects again within
 /// [`crate::watches::WATCH_TIMEOUT`].
 async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) -> bool {
     let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.reach(required))).await;

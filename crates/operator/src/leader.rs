@@ -25,8 +25,8 @@ pub const LEASE: Duration = Duration::from_secs(15);
 /// Time for which a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts
 /// while the guard is valid completes or times out before the lease expires.
 pub const GUARD: Duration = Duration::from_secs(10);
-/// Interval between renewals by the holder. A guard remains valid if one renewal fails, even if both
-/// of its requests take as long as they may, and the next renewal succeeds.
+/// Interval between renewals by the holder. A guard remains valid if one renewal fails, even if
+/// both of its requests take as long as they may, and the next renewal succeeds.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 /// Interval at which other processes read the lease.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);

@@ -31,8 +31,8 @@ use crate::watches::{WATCH_TIMEOUT, Wakers, Watches};
 type Tasks = JoinSet<(&'static str, Result<()>)>;
 
 /// Time for which a connection to the API server may deliver nothing after a request. Without it, a
-/// watch that is requested over a dead connection would hang until the kernel closes the connection,
-/// after 15 minutes. It is longer than a watch may be silent, see [`WATCH_TIMEOUT`].
+/// watch that is requested over a dead connection would hang until the kernel closes the
+/// connection, after 15 minutes. It is longer than a watch may be silent, see [`WATCH_TIMEOUT`].
 const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_TIMEOUT as u64 + 15);
 
 /// Finds the API server, for clients without their own retries. Each task retries within its own

@@ -30,8 +30,8 @@ use crate::rollout::{Revision, Watched};
 /// because its connection is lost without notice, ends 5 s later.
 pub(crate) const WATCH_TIMEOUT: u32 = 30;
 
-/// Field selector of pods that have not ended. Ended pods use no devices, so the API server need not
-/// send them.
+/// Field selector of pods that have not ended. Ended pods use no devices, so the API server need
+/// not send them.
 pub(crate) const LIVING_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
 /// The configuration of all watches.

@@ -9,7 +9,7 @@ use cleave_api::placement::{Placement, ReservedUnits};
 use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
 use kube::ResourceExt;
 
-use super::actions::{Actions, Destination, Eviction, ReleaseReason};
+use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_living, is_released};
 use super::evictions::{Evictability, EvictionRecords};
@@ -23,6 +23,7 @@ use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, Stranded};
+use super::unanswered::Unanswered;
 use super::{learning, mps_hosts};
 use crate::evict::Evicted;
 use crate::pods::{PodObject, full_name, is_interchangeable};
@@ -55,6 +56,7 @@ pub struct Gatekeeper {
     nodes: Nodes,
     tracker: PodTracker,
     claims: PodClaims,
+    unanswered: Unanswered,
     queue: Queue,
     /// Results of evictions for pods of higher priority.
     evictions: EvictionRecords,
@@ -89,6 +91,7 @@ impl Gatekeeper {
             nodes: Nodes::default(),
             tracker: PodTracker::default(),
             claims: PodClaims::default(),
+            unanswered: Unanswered::default(),
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
             preemptors: Preemptors::default(),
@@ -141,16 +144,34 @@ impl Gatekeeper {
         *self = Self { settle_time: self.settle_time, ..new };
     }
 
-    /// Records that a pod could not be released, and ends its reservation.
+    /// Records that a pod was released.
+    pub fn record_release(&mut self, pod: &str) {
+        self.unanswered.remove(pod);
+    }
+
+    /// Records that it is unknown whether a pod was released. `release` has the patch that was
+    /// sent. The pod keeps its reservation until the watch shows that it was not released.
+    pub fn record_unanswered_release(&mut self, release: Release) {
+        if self.ledger.as_ref().is_some_and(|ledger| ledger.claim(&release.pod).is_some()) {
+            self.unanswered.record(release);
+        }
+    }
+
+    /// Records that a pod could not be released, and ends its reservation. If an earlier patch had
+    /// no answer, that patch may have released the pod, so the reservation is kept.
     pub fn record_failed_release(&mut self, pod: &str) {
-        self.claims.release(self.ledger.as_mut(), pod);
+        if !self.unanswered.contains(pod) {
+            self.claims.release(self.ledger.as_mut(), pod);
+        }
     }
 
     /// Records that the API server refused to release a pod, with its message. After several
     /// refusals, the release is delayed.
     pub fn record_refused_release(&mut self, pod: &str, message: &str, up: Duration) {
-        self.record_failed_release(pod);
-        self.queue.record_refusal(pod, message, up);
+        if !self.unanswered.contains(pod) {
+            self.claims.release(self.ledger.as_mut(), pod);
+            self.queue.record_refusal(pod, message, up);
+        }
     }
 
     /// Records the result of an eviction for a pod of higher priority.
@@ -229,6 +250,8 @@ impl Gatekeeper {
         let settling = self.next_reservation.saturating_sub(now.up);
         if settling.is_zero() {
             self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+            let room = MAX_RELEASES.saturating_sub(actions.releases.len());
+            actions.releases.extend(self.unanswered.retries(&ledger, now).take(room));
             actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.smallest());
         } else {
             actions.requeue_in(settling);
@@ -253,6 +276,11 @@ impl Gatekeeper {
         for pod in unsettled {
             let name = full_name(&pod.metadata);
             self.claims.release_predecessor(ledger, &name, &pod.uid().unwrap_or_default());
+            if pod.node().is_some() || !pod.waits_at_gate() {
+                self.unanswered.remove(&name);
+            } else if self.unanswered.is_refuted_by(&name, pod) {
+                self.claims.release(Some(ledger), &name);
+            }
             if let Some(node) = pod.node() {
                 if self.claims.bind(ledger, &name, pod, node) {
                     self.tracker.mark_settled(pod);
@@ -261,6 +289,7 @@ impl Gatekeeper {
             } else if pod.waits_at_gate() {
                 // A pod with a claim is already released, but the watch has not reported that yet.
                 if ledger.claim(&name).is_none() {
+                    self.unanswered.remove(&name);
                     waiting.push((name.clone(), *pod));
                 }
             } else {
@@ -268,6 +297,7 @@ impl Gatekeeper {
             }
             present.insert(name);
         }
+        self.unanswered.retain(&present);
         self.claims.remove_gone(ledger, &present, maybe_deleted, now.up);
         let arrived = self.queue.update(&present, &waiting, now.up);
         ledger.synchronize(&mut self.chooser);

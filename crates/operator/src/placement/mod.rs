@@ -9,6 +9,7 @@
 //! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and what the ledger and the scheduler's rules need of them |
 //! | decide | `gatekeeper` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
+//! | | `unanswered` | releases to send again |
 //! | | `learning`, `replicas` | what the search ranks nodes by |
 //! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
@@ -57,6 +58,7 @@ mod replicas;
 mod run;
 mod search;
 mod stranded;
+mod unanswered;
 mod verdict;
 
 pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};

@@ -55,8 +55,10 @@ pub(crate) struct ControllerInputs {
 
 /// Why a pod was not released.
 enum Failure {
-    /// A retry may succeed.
+    /// The pod was not released. A retry may succeed.
     Retry,
+    /// The pod may have been released. Contains the release with the patch that was sent.
+    Unknown(Box<Release>),
     /// The API server refused the patch. Contains its message.
     Refused(String),
 }
@@ -185,7 +187,8 @@ impl Gate {
         for (pod, result) in results {
             all &= result.is_ok();
             match result {
-                Ok(()) => {}
+                Ok(()) => self.keeper.record_release(pod),
+                Err(Failure::Unknown(release)) => self.keeper.record_unanswered_release(*release),
                 Err(Failure::Retry) => self.keeper.record_failed_release(pod),
                 Err(Failure::Refused(message)) => {
                     self.keeper.record_refused_release(pod, &message, self.started.elapsed());
@@ -213,6 +216,7 @@ impl Gate {
         }
         let pod = &release.pod;
         let body = if release.reported { self.take_back(release).await? } else { release.patch.clone() };
+        let unknown = |patch| Failure::Unknown(Box::new(Release { reported: false, patch, ..release.clone() }));
         let Some((namespace, name)) = pod.split_once('/') else { return Err(Failure::Retry) };
         let request =
             http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}?fieldManager=cleave-operator"))
@@ -243,11 +247,12 @@ impl Gate {
             }
             Ok(Err(error)) => {
                 tracing::warn!(pod, error = &error as &dyn std::error::Error, "failed to release a pod");
-                Err(Failure::Retry)
+                let refused = matches!(&error, kube::Error::Api(status) if status.code < 500);
+                Err(if refused { Failure::Retry } else { unknown(body) })
             }
             Err(_) => {
                 tracing::warn!(pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
-                Err(Failure::Retry)
+                Err(unknown(body))
             }
         }
     }

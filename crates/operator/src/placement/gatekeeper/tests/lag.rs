@@ -17,6 +17,8 @@ enum Step {
     Create(u32),
     /// The gatekeeper reconciles. At most this many releases can be written.
     Reconcile(usize),
+    /// The same, but the API server's answers are lost, also those of the releases that it writes.
+    LoseAnswers(usize),
     /// The watch of pods reports all changes.
     ReportPods,
     /// The watch of `GpuNode`s reports all changes.
@@ -39,6 +41,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (1_u32..=10).prop_map(Step::Create),
         4 => (0_usize..8).prop_map(Step::Reconcile),
+        1 => (0_usize..8).prop_map(Step::LoseAnswers),
         3 => Just(Step::ReportPods),
         2 => Just(Step::ReportGpuNodes),
         2 => Just(Step::ReportAllocations),
@@ -64,6 +67,38 @@ fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_it() 
     let second = Gatekeeper::default().reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
     assert!(world.apply_release(&second[0]), "6 and 6 of 10 shares are reserved");
     assert!(!stored.reach(required), "so the new leader does not act on this watch");
+}
+
+#[test]
+fn a_pod_whose_release_had_no_answer_keeps_its_reservation_until_the_watch_shows_the_result() {
+    let mut world = TestCluster::default().node("n1", &[0]).pod("p1", 6);
+    let mut keeper = Gatekeeper::default();
+    let lagging = world.cluster();
+    let first = reconcile(&mut keeper, &world, 0).releases;
+    assert!(world.patch(&first[0]), "the patch is applied, and its answer is lost");
+    keeper.record_unanswered_release(first[0].clone());
+    let retried = keeper.reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
+    assert_eq!(retried, first, "the same patch is sent again");
+    assert!(!world.patch(&retried[0]));
+    keeper.record_refused_release("team/p1", "the test failed", at(1).up);
+    let mut world = world.pod("p2", 6);
+    let pods = world.cluster().pods.into_iter().skip(1).chain(lagging.pods.clone()).collect();
+    let unseen = Cluster { pods, ..world.cluster() };
+    let releases = keeper.reconcile(&unseen, &BTreeMap::new(), at(2)).releases;
+    assert_eq!(releases, first, "p2 does not fit, because p1 may have been released");
+    assert_eq!(reconcile(&mut keeper, &world, 3).releases, [], "the watch shows that p1 was released");
+    world.pods.remove("team/p1");
+    let second = reconcile(&mut keeper, &world, 10).releases;
+    assert_eq!(second.len(), 1);
+    keeper.record_unanswered_release(second[0].clone());
+    world.change(|world| &mut world.pods, "team/p2", |pod| pod["metadata"]["labels"] = json!({"a": "b"}));
+    let third = reconcile(&mut keeper, &world, 11).releases;
+    assert_eq!(third.len(), 1, "p2 changed, so it was not released, and waits again");
+    assert_ne!(third, second);
+    keeper.record_unanswered_release(third[0].clone());
+    assert_eq!(reconcile(&mut keeper, &world, 252).releases.len(), 0, "too late for a retry");
+    reconcile(&mut keeper, &world, 311);
+    assert_eq!(reconcile(&mut keeper, &world, 312).releases.len(), 1, "the reservation expired");
 }
 
 /// The seed that found this: a pod of 3 shares is allocated, and deleted without a grace period.
@@ -106,16 +141,20 @@ proptest! {
                     names += 1;
                     world = world.pod(&format!("p{names}"), units);
                 }
-                Step::Reconcile(_) if !stored.reach(required) => {}
-                Step::Reconcile(written) => {
+                Step::Reconcile(_) | Step::LoseAnswers(_) if !stored.reach(required) => {}
+                Step::Reconcile(written) | Step::LoseAnswers(written) => {
                     let actions = keeper.reconcile(&watched, &BTreeMap::new(), at(second as u64));
                     let copied = Cluster { pods: watched.pods.iter().map(|pod| Arc::new((**pod).clone())).collect(), ..watched.clone() };
                     prop_assert_eq!(&actions, &thorough.reconcile(&copied, &BTreeMap::new(), at(second as u64)));
                     prop_assert_eq!(keeper.ledger(), thorough.ledger());
                     for (index, release) in actions.releases.iter().enumerate() {
-                        if index >= written || !world.apply_release(release) {
-                            keeper.record_failed_release(&release.pod);
-                            thorough.record_failed_release(&release.pod);
+                        let done = index < written && world.apply_release(release);
+                        for keeper in [&mut keeper, &mut thorough] {
+                            match step {
+                                Step::LoseAnswers(_) => keeper.record_unanswered_release(release.clone()),
+                                _ if done => keeper.record_release(&release.pod),
+                                _ => keeper.record_failed_release(&release.pod),
+                            }
                         }
                     }
                 }
