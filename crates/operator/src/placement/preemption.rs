@@ -27,6 +27,10 @@ pub(super) struct PreemptionSearch<'a> {
     preemptors: &'a mut Preemptors,
     /// Pods with allocations. Computed only if a pod may preempt others.
     holders: OnceCell<Holders<'a>>,
+    /// The lowest priority of a bound pod that requests GPUs. `i32::MAX` without such pods.
+    lowest_bound: OnceCell<i32>,
+    /// The lowest priority in `holders`. `i32::MAX` if there are none.
+    lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
     turns: BTreeSet<String>,
     /// Number of searches so far for pods that were not searched for before.
@@ -79,6 +83,8 @@ impl<'a> PreemptionSearch<'a> {
             claims,
             preemptors,
             holders,
+            lowest_bound: OnceCell::new(),
+            lowest_holder: OnceCell::new(),
             turns,
             new: 0,
             searches: 0,
@@ -152,18 +158,12 @@ impl<'a> PreemptionSearch<'a> {
                 return Outcome::Hopeless;
             }
         }
-        let (nodes, living, evictability) = (self.nodes, self.living, &self.evictability);
-        let holders = self.holders.get_or_init(|| nodes.holders(living, evictability));
-        // Pods that cannot be evicted now count too, because that may change.
-        let is_lower = |pod: &&PodObject| {
-            pod.node().is_some() && pod.requests_gpus() && pod.spec.priority.unwrap_or(0) < plan_pod.priority
-        };
-        if !holders.pods.values().any(|holder| holder.priority < plan_pod.priority) && !living.iter().any(is_lower) {
+        if !self.may_preempt(plan_pod.priority) {
             return Outcome::Hopeless;
         }
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(candidate, |node| node == nomination.node);
-            let found = ledger.preempt(candidate.pending_pod(), targets, holders);
+            let found = ledger.preempt(candidate.pending_pod(), targets, self.holders());
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return Outcome::Preempt(found);
             }
@@ -188,7 +188,7 @@ impl<'a> PreemptionSearch<'a> {
         };
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
         let targets = search.preemption_nodes(candidate, is_searched);
-        match ledger.preempt(candidate.pending_pod(), targets, holders) {
+        match ledger.preempt(candidate.pending_pod(), targets, self.holders()) {
             Some(found) => Outcome::Preempt(found),
             None => {
                 self.preemptors.give_up(name, pod, key.has_rules(), self.up);
@@ -196,6 +196,23 @@ impl<'a> PreemptionSearch<'a> {
                 Outcome::Hopeless
             }
         }
+    }
+
+    fn holders(&self) -> &Holders<'a> {
+        self.holders.get_or_init(|| self.nodes.holders(self.living, &self.evictability))
+    }
+
+    /// Whether a pod with GPUs has a lower priority than this. Scans the pods once per reconcile.
+    fn may_preempt(&self, priority: i32) -> bool {
+        // Pods that cannot be evicted now count too, because that may change.
+        let bound = || self.living.iter().filter(|pod| pod.node().is_some() && pod.requests_gpus());
+        let lowest = || bound().map(|pod| pod.spec.priority.unwrap_or(0)).min().unwrap_or(i32::MAX);
+        if *self.lowest_bound.get_or_init(lowest) < priority {
+            return true;
+        }
+        // Ended pods whose node still reports their allocations have the priority 0.
+        let lowest = || self.holders().pods.values().map(|holder| holder.priority).min().unwrap_or(i32::MAX);
+        priority > 0 && *self.lowest_holder.get_or_init(lowest) < priority
     }
 
     /// Adds the evictions of these victims for the pod `preemptor`. Victims with a disruption
