@@ -398,7 +398,7 @@ impl Gatekeeper {
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
         let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
         let offers = LazyCell::new(|| Offers::of(input.cluster.policies.iter().map(AsRef::as_ref)));
-        let evictability = Evictability::new(&input.cluster.budgets, evictions);
+        let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
         let mut reserved: Vec<(String, &PodObject)> = Vec::new();
         for candidate in &candidates {

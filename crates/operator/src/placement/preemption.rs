@@ -7,7 +7,7 @@ use cleave_plan::ledger::{Holders, Ledger, Nomination, Preemption};
 
 use super::actions::{Actions, Eviction};
 use super::claims::PodClaims;
-use super::evictions::Evictability;
+use super::evictions::{Evictability, TERMINATION_TIME};
 use super::nodes::Nodes;
 use super::preemptors::{Preemptors, Scope};
 use super::search::{Candidate, PlacementSearch, SearchKey};
@@ -106,6 +106,8 @@ impl<'a> PreemptionSearch<'a> {
     ) -> Prospect {
         let prospect = match self.find(ledger, search, candidate, verdict) {
             Outcome::Preempt(Preemption { node, takes, victims }) => {
+                // A victim that does not terminate counts as running then.
+                actions.requeue_in(TERMINATION_TIME);
                 self.evict(victims, &candidate.name, actions);
                 self.preemptors.forget(&candidate.name);
                 search.nominate(candidate, &node);
