@@ -415,6 +415,7 @@ impl Gatekeeper {
             if let Some(delay) = stranded.delay(pod, up) {
                 actions.requeue_in(delay);
                 preemption.withdraw(ledger, &mut search, name);
+                growth.record_delayed(pod, up);
                 actions.waiting.insert(name.clone(), no_room(DELAYED_MESSAGE.to_owned()));
                 continue;
             }

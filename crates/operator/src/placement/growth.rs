@@ -28,6 +28,7 @@ use super::actions::{Actions, Report};
 use super::preemption::Prospect;
 use super::search::Candidate;
 use super::verdict::{Need, PermanentObstacle, Verdict};
+use crate::pods::PodObject;
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::policies::validate::{
     InstanceShare, MpsShare, ReplicaRules, ShareSize, SharingMode, shared_instance_resource, validate,
@@ -206,6 +207,11 @@ impl Growth {
             let smallest = self.smallest.entry(resource.to_owned()).or_insert(units);
             *smallest = units.min(*smallest);
         }
+    }
+
+    /// Records that the operator itself delays the pod. Another node would not help.
+    pub(super) fn record_delayed(&mut self, pod: &PodObject, up: Duration) {
+        self.record(&pod.uid().unwrap_or_default(), Need::Nothing, true, up);
     }
 
     /// Decides what a pod that is not placeable needs, and records it.

@@ -3,10 +3,11 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS, TestCluster, at, reconcile, refuse, released};
+use super::world::{MPS, TestCluster, at, reconcile, refuse, released, replica};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::growth::{FULL_AFTER, NO_NODE_AFTER};
+use crate::placement::stranded;
 use crate::policies::demand::{Reason, WaitingPod};
 
 /// The pods whose report changes, each with whether the pod is reported now.
@@ -100,6 +101,25 @@ fn a_pod_that_is_larger_than_any_known_gpu_lets_no_pool_grow() {
     let actions = reconcile(&mut keeper, &world, 101 + UNSCHEDULABLE_AFTER.as_secs());
     assert_eq!(released(&actions), [("team/eleven", "unschedulable")]);
     assert!(actions.releases[0].patch.to_string().contains("largest.cleave.dev/gpu-mps"), "{actions:?}");
+}
+
+#[test]
+fn a_pod_that_cleave_delays_is_not_reported() {
+    let mut world = replica(TestCluster::default().node("n1", &[10]), "a", json!({})).policy(10);
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(reports(&later(&mut keeper, &world, FULL)), [("team/a", true)]);
+    refuse(&mut world, "team/a");
+    // The third recreation begins a delay of 40 s.
+    let cluster = world.cluster();
+    for seconds in [11, 21, 41] {
+        let expired = stranded::Reason::Expired(vec!["n1".to_owned()]);
+        keeper.stranded.reconcile([(&*cluster.pods[0], expired)], UNSCHEDULABLE_AFTER, at(seconds).up);
+    }
+    let actions = reconcile(&mut keeper, &world, 42);
+    assert_eq!((reports(&actions), actions.reported), (vec![("team/a", false)], 0));
+    take_back(&mut world, "team/a");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 82)), [], "the delay has ended");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 82 + FULL)), [("team/a", true)]);
 }
 
 #[test]
