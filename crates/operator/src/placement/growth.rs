@@ -42,6 +42,9 @@ pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
 /// Time for which a pod that is too large for a GPU is not reported again. A node that was added
 /// for it did not help, and must not be added again.
 const FUTILE_TIME: Duration = Duration::from_secs(3600);
+/// Time for which a pod must be too large before that counts. A GPU may offer less for a moment,
+/// for example while its policy changes.
+pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
 /// Delay before a report is written again that the watch does not show.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
@@ -176,7 +179,9 @@ pub(super) struct Growth {
 struct Waiter {
     /// When the pod is reported, if it needs a node.
     due: Option<Duration>,
-    /// When it was last found to be too large.
+    /// Since when it is too large.
+    too_large_since: Option<Duration>,
+    /// When it was last too large for at least [`TOO_LARGE_AFTER`].
     too_large: Option<Duration>,
     /// Whether the last write reported it, and when.
     written: Option<(bool, Duration)>,
@@ -237,7 +242,11 @@ impl Growth {
         // A search for a preemption may show that the pod needs no node. A report that exists is
         // not taken back while the pod waits for another search.
         let is_decided = *preemption != Prospect::Unknown || reported;
-        self.record(&candidate.pod.uid().unwrap_or_default(), need, is_decided, up);
+        let uid = candidate.pod.uid().unwrap_or_default();
+        self.record(&uid, need, is_decided, up);
+        if verdict.impossible().is_none() {
+            self.forget_too_large(&uid);
+        }
         let (message, may_pass) = candidate.explain(verdict, *demand);
         // An autoscaler may add a node for the pod while the pod waits at the gate.
         let may_pass = may_pass || self.enabled && matches!(need, Need::Node(_));
@@ -248,11 +257,23 @@ impl Growth {
     /// planned before.
     fn record(&mut self, uid: &str, need: Need, is_decided: bool, up: Duration) {
         let waiter = self.pods.entry(uid.to_owned()).or_default();
+        // The pod was too large until now.
+        if waiter.too_large_since.is_some_and(|since| since.saturating_add(TOO_LARGE_AFTER) <= up) {
+            waiter.too_large = Some(up);
+        }
+        let since = waiter.too_large_since.take();
         match need {
             Need::Node(_) if !is_decided => {}
             Need::Node(patience) => waiter.due = waiter.due.or(Some(up.saturating_add(patience))),
-            Need::LargerGpu => (waiter.due, waiter.too_large) = (None, Some(up)),
+            Need::LargerGpu => (waiter.due, waiter.too_large_since) = (None, since.or(Some(up))),
             Need::Nothing => waiter.due = None,
+        }
+    }
+
+    /// Records that a GPU of the cluster is large enough for the pod.
+    fn forget_too_large(&mut self, uid: &str) {
+        if let Some(waiter) = self.pods.get_mut(uid) {
+            waiter.too_large = None;
         }
     }
 

@@ -10,6 +10,9 @@ use crate::placement::growth::{FULL_AFTER, NO_NODE_AFTER};
 use crate::placement::stranded;
 use crate::policies::demand::{Reason, WaitingPod};
 
+/// A change of the cluster.
+type Change = fn(&mut TestCluster);
+
 /// The pods whose report changes, each with whether the pod is reported now.
 fn reports(actions: &Actions) -> Vec<(&str, bool)> {
     actions.reports.iter().map(|report| (report.pod.as_str(), report.message.is_some())).collect()
@@ -101,6 +104,32 @@ fn a_pod_that_is_larger_than_any_known_gpu_lets_no_pool_grow() {
     let actions = reconcile(&mut keeper, &world, 101 + UNSCHEDULABLE_AFTER.as_secs());
     assert_eq!(released(&actions), [("team/eleven", "unschedulable")]);
     assert!(actions.releases[0].patch.to_string().contains("largest.cleave.dev/gpu-mps"), "{actions:?}");
+}
+
+#[test]
+fn a_pod_that_is_too_large_for_a_moment_or_until_a_gpu_is_larger_is_reported() {
+    let larger = |world: &mut TestCluster| {
+        world.change(
+            |world| &mut world.gpu_nodes,
+            "n1",
+            |node| {
+                let slice = &mut node["status"]["gpus"][0]["slices"][0];
+                (slice["total"], slice["inUse"]) = (json!(20), json!(20));
+            },
+        );
+    };
+    let gone = |world: &mut TestCluster| (world.nodes, world.gpu_nodes, world.agents) = Default::default();
+    let cases: [(Change, u64, u64); 3] = [(larger, 5, FULL), (larger, 40, FULL), (gone, 5, NO_NODE)];
+    for (change, changed, patience) in cases {
+        let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).policy(20);
+        let mut keeper = Gatekeeper::default();
+        reconcile(&mut keeper, &world, 0);
+        assert_eq!(reports(&reconcile(&mut keeper, &world, changed - 1)), []);
+        change(&mut world);
+        assert_eq!(reports(&reconcile(&mut keeper, &world, changed)), []);
+        let actions = reconcile(&mut keeper, &world, changed + patience);
+        assert_eq!(reports(&actions), [("team/eleven", true)], "changed after {changed} s");
+    }
 }
 
 #[test]
