@@ -435,12 +435,10 @@ impl Gatekeeper {
                 actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
                 continue;
             }
-            let circumstances = Circumstances {
-                offers: &offers,
-                demand: input.demand.get(name),
-                preemption: preemption.preempt(ledger, &mut search, candidate, &verdict, actions),
-                withheld: rollout.describe_withheld(device_requests, &search.eligible(candidate)),
-            };
+            let withheld = rollout.describe_withheld(device_requests, &search.eligible(candidate));
+            let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld);
+            let pause = growth.pause(candidate, &circumstances, up);
+            circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_for(name, may_pass, up) {
                 Some(unplaceable) if unplaceable >= unschedulable_after => {

@@ -45,6 +45,8 @@ const FUTILE_TIME: Duration = Duration::from_secs(3600);
 /// Time for which a pod must be too large before that counts. A GPU may offer less for a moment,
 /// for example while its policy changes.
 pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
+/// Maximum time for which no pods are evicted for a pod while room is made for it otherwise.
+pub(super) const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// Delay before a report is written again that the watch does not show.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
@@ -146,6 +148,21 @@ pub(super) struct Circumstances<'a> {
     pub(super) withheld: String,
 }
 
+impl<'a> Circumstances<'a> {
+    /// The circumstances before a preemption is searched for.
+    pub(super) const fn new(offers: &'a Offers, demand: Option<&'a WaitingPod>, withheld: String) -> Self {
+        Self { offers, demand, preemption: Prospect::Unknown, withheld }
+    }
+
+    /// Whether room is made for the pod without evictions.
+    fn makes_room(&self, candidate: &Candidate<'_>) -> bool {
+        let planned = |waiting: &WaitingPod| {
+            matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
+        };
+        !self.withheld.is_empty() || candidate.planned(self.demand).is_some_and(planned)
+    }
+}
+
 /// What a pod that is not placeable waits for.
 pub(super) struct Outlook {
     pub(super) need: Need,
@@ -183,6 +200,8 @@ struct Waiter {
     too_large_since: Option<Duration>,
     /// When it was last too large for at least [`TOO_LARGE_AFTER`].
     too_large: Option<Duration>,
+    /// Since when room is made for it without evictions.
+    room_since: Option<Duration>,
     /// Whether the last write reported it, and when.
     written: Option<(bool, Duration)>,
 }
@@ -214,6 +233,20 @@ impl Growth {
         }
     }
 
+    /// Time for which no pods are evicted for the pod, because room is made for it otherwise.
+    pub(super) fn pause(
+        &mut self,
+        candidate: &Candidate<'_>,
+        circumstances: &Circumstances<'_>,
+        up: Duration,
+    ) -> Option<Duration> {
+        let waiter = self.pods.entry(candidate.pod.uid().unwrap_or_default()).or_default();
+        let makes_room = circumstances.makes_room(candidate);
+        waiter.room_since = makes_room.then(|| waiter.room_since.unwrap_or(up));
+        let pause = waiter.room_since?.saturating_add(MAX_PAUSE).saturating_sub(up);
+        (!pause.is_zero()).then_some(pause)
+    }
+
     /// Records that the operator itself delays the pod. Another node would not help.
     pub(super) fn record_delayed(&mut self, pod: &PodObject, up: Duration) {
         self.record(&pod.uid().unwrap_or_default(), Need::Nothing, true, up);
@@ -228,11 +261,7 @@ impl Growth {
         up: Duration,
     ) -> Outlook {
         let Circumstances { offers, demand, preemption, withheld } = circumstances;
-        let planned = |waiting: &WaitingPod| {
-            matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
-        };
-        let is_planned = candidate.planned(*demand).is_some_and(planned);
-        let gets_room = *preemption == Prospect::Room || !withheld.is_empty() || is_planned;
+        let gets_room = *preemption == Prospect::Room || circumstances.makes_room(candidate);
         let need = if gets_room || candidate.awaits_agent() {
             Need::Nothing
         } else {

@@ -52,7 +52,8 @@ pub(super) enum Prospect {
     Room,
     /// No preemption helps, or the pod may not preempt others.
     NoRoom,
-    /// It is not this pod's turn. The result of the last search applies.
+    /// It is not this pod's turn, or room is being made for it without evictions. The result of the
+    /// last search applies.
     Unknown,
 }
 
@@ -62,7 +63,7 @@ enum Outcome {
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
     Hopeless,
-    /// It is not this pod's turn.
+    /// It is not this pod's turn, or room is being made for it without evictions.
     Later,
 }
 
@@ -96,15 +97,21 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Evicts pods for a pod at the gate if that makes room for it, and nominates the room. Keeps
     /// an earlier nomination while its victims terminate. Returns whether the pod gets room.
+    ///
+    /// `pause` is the time for which no other pod is evicted, because room is being made for this
+    /// pod without evictions.
     pub(super) fn preempt(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
+        (verdict, pause): (&Verdict, Option<Duration>),
         actions: &mut Actions,
     ) -> Prospect {
-        let prospect = match self.find(ledger, search, candidate, verdict) {
+        if let Some(pause) = pause {
+            actions.requeue_in(pause);
+        }
+        let prospect = match self.find(ledger, search, candidate, (verdict, pause.is_some())) {
             Outcome::Preempt(Preemption { node, takes, victims }) => {
                 // A victim that does not terminate counts as running then.
                 actions.requeue_in(TERMINATION_TIME);
@@ -141,7 +148,7 @@ impl<'a> PreemptionSearch<'a> {
         ledger: &Ledger,
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
+        (verdict, is_paused): (&Verdict, bool),
     ) -> Outcome {
         let Candidate { name, pod, plan_pod, .. } = candidate;
         if verdict.impossible().is_some() || pod.spec.preemption_policy.as_deref() == Some("Never") {
@@ -170,7 +177,7 @@ impl<'a> PreemptionSearch<'a> {
                 return Outcome::Preempt(found);
             }
         }
-        if self.is_paused {
+        if self.is_paused || is_paused {
             return Outcome::Later;
         }
         let is_turn = if self.preemptors.knows(name) {

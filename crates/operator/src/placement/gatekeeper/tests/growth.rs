@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::world::{MPS, TestCluster, at, reconcile, refuse, released, replica};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-use crate::placement::growth::{FULL_AFTER, NO_NODE_AFTER};
+use crate::placement::growth::{FULL_AFTER, MAX_PAUSE, NO_NODE_AFTER};
 use crate::placement::stranded;
 use crate::policies::demand::{Reason, WaitingPod};
 
@@ -149,6 +149,23 @@ fn a_pod_that_cleave_delays_is_not_reported() {
     take_back(&mut world, "team/a");
     assert_eq!(reports(&reconcile(&mut keeper, &world, 82)), [], "the delay has ended");
     assert_eq!(reports(&reconcile(&mut keeper, &world, 82 + FULL)), [("team/a", true)]);
+}
+
+#[test]
+fn no_pod_is_evicted_while_room_is_made_otherwise_but_not_for_ever() {
+    let world = with_low_pod(TestCluster::default().node("n1", &[6]), 6).pod_with("high", 6, json!({"priority": 1000}));
+    let waits = |reason| BTreeMap::from([("team/high".to_owned(), WaitingPod { reason, message: "planned".into() })]);
+    let mut keeper = Gatekeeper::default();
+    let mut evictions =
+        |reason, seconds| keeper.reconcile(&world.cluster(), &waits(reason), at(seconds)).evictions.len();
+    let pause = MAX_PAUSE.as_secs();
+    assert_eq!((evictions(Reason::Repartitioning, 0), evictions(Reason::NodeChanging, pause - 1)), (0, 0));
+    assert_eq!(evictions(Reason::Repartitioning, pause), 1);
+    let mut keeper = Gatekeeper::default();
+    let actions = keeper.reconcile(&world.cluster(), &waits(Reason::Repartitioning), at(0));
+    assert!(actions.requeue.is_some_and(|requeue| requeue <= MAX_PAUSE), "{:?}", actions.requeue);
+    let actions = keeper.reconcile(&world.cluster(), &waits(Reason::NoRoom), at(1));
+    assert_eq!(actions.evictions.len(), 1, "no room is made any more");
 }
 
 #[test]
