@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_plan::ledger::{Holder, Moment};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::budgets::{Budgets, Protection};
 use crate::evict::Evicted;
@@ -13,6 +14,9 @@ use crate::read::BudgetObject;
 
 /// Time for which an evicted pod counts as terminating before the watch reports its deletion.
 const ACCEPTED_TIME: Duration = Duration::from_secs(10);
+/// Time after its deletion timestamp, which includes the grace period, for which a pod counts as
+/// terminating. A pod that still runs then may never end, and other pods must not wait for it.
+pub(super) const TERMINATION_TIME: Duration = Duration::from_secs(60);
 /// First time for which a pod is not evicted after a refusal. Each further refusal doubles it.
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum time for which a pod is not evicted after a refusal.
@@ -110,11 +114,14 @@ impl EvictionRecords {
 pub(super) struct Evictability<'a> {
     budgets: Budgets<'a>,
     records: &'a EvictionRecords,
+    /// Seconds since the Unix epoch.
+    now: u64,
 }
 
 impl<'a> Evictability<'a> {
-    pub(super) fn new(budgets: &'a [Arc<BudgetObject>], records: &'a EvictionRecords) -> Self {
-        Self { budgets: Budgets::new(budgets), records }
+    /// `now` is the number of seconds since the Unix epoch.
+    pub(super) fn new(budgets: &'a [Arc<BudgetObject>], records: &'a EvictionRecords, now: u64) -> Self {
+        Self { budgets: Budgets::new(budgets), records, now }
     }
 
     /// Returns whether evictions are paused, because the API server limits requests.
@@ -128,15 +135,20 @@ impl<'a> Evictability<'a> {
     }
 
     /// Returns the properties of a bound pod that decide whether it is preempted. Returns `None` if
-    /// the pod cannot be evicted now.
+    /// the pod cannot be evicted now, or does not terminate after an eviction.
     pub(super) fn holder(&self, pod: &'a PodObject) -> Option<Holder<'a>> {
+        let seconds = |time: &Time| u64::try_from(time.0.as_second()).unwrap_or(0);
+        let deleted = pod.metadata.deletion_timestamp.as_ref().map(seconds);
+        if deleted.is_some_and(|at| at.saturating_add(TERMINATION_TIME.as_secs()) <= self.now) {
+            return None;
+        }
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-        let created = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
+        let created = pod.metadata.creation_timestamp.as_ref().map_or(0, seconds);
         let holder = Holder {
             priority: pod.spec.priority.unwrap_or(0),
-            started: Moment(u64::try_from(created).unwrap_or(0)),
+            started: Moment(created),
             budget: None,
-            ending: pod.metadata.deletion_timestamp.is_some() || self.records.accepted.contains_key(uid),
+            ending: deleted.is_some() || self.records.accepted.contains_key(uid),
             requests: Some(&pod.spec.requests),
         };
         if holder.ending {

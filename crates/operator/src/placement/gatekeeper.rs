@@ -429,7 +429,7 @@ impl Gatekeeper {
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
         let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
         let offers = LazyCell::new(|| Offers::of(input.cluster.policies.iter().map(AsRef::as_ref)));
-        let evictability = Evictability::new(&input.cluster.budgets, evictions);
+        let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
         let mut reserved: Vec<(String, &PodObject)> = Vec::new();
         for candidate in &candidates {
@@ -446,6 +446,7 @@ impl Gatekeeper {
             if let Some(delay) = stranded.delay(pod, up) {
                 actions.requeue_in(delay);
                 preemption.withdraw(ledger, &mut search, name);
+                growth.record_delayed(pod, up);
                 actions.waiting.insert(name.clone(), no_room(DELAYED_MESSAGE.to_owned()));
                 continue;
             }
@@ -465,12 +466,10 @@ impl Gatekeeper {
                 actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
                 continue;
             }
-            let circumstances = Circumstances {
-                offers: &offers,
-                demand: input.demand.get(name),
-                preemption: preemption.preempt(ledger, &mut search, candidate, &verdict, actions),
-                withheld: rollout.describe_withheld(device_requests, &search.eligible(candidate)),
-            };
+            let withheld = rollout.describe_withheld(device_requests, &search.eligible(candidate));
+            let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld);
+            let pause = growth.pause(candidate, &circumstances, up);
+            circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_for(name, may_pass, up) {
                 Some(unplaceable) if unplaceable >= unschedulable_after => {

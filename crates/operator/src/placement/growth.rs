@@ -28,6 +28,7 @@ use super::actions::{Actions, Report};
 use super::preemption::Prospect;
 use super::search::Candidate;
 use super::verdict::{Need, PermanentObstacle, Verdict};
+use crate::pods::PodObject;
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::policies::validate::{
     InstanceShare, MpsShare, ReplicaRules, ShareSize, SharingMode, shared_instance_resource, validate,
@@ -41,6 +42,11 @@ pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
 /// Time for which a pod that is too large for a GPU is not reported again. A node that was added
 /// for it did not help, and must not be added again.
 const FUTILE_TIME: Duration = Duration::from_secs(3600);
+/// Time for which a pod must be too large before that counts. A GPU may offer less for a moment,
+/// for example while its policy changes.
+pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
+/// Maximum time for which no pods are evicted for a pod while room is made for it otherwise.
+pub(super) const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// Delay before a report is written again that the watch does not show.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
@@ -143,6 +149,21 @@ pub(super) struct Circumstances<'a> {
     pub(super) withheld: String,
 }
 
+impl<'a> Circumstances<'a> {
+    /// The circumstances before a preemption is searched for.
+    pub(super) const fn new(offers: &'a Offers, demand: Option<&'a WaitingPod>, withheld: String) -> Self {
+        Self { offers, demand, preemption: Prospect::Unknown, withheld }
+    }
+
+    /// Whether room is made for the pod without evictions.
+    fn makes_room(&self, candidate: &Candidate<'_>) -> bool {
+        let planned = |waiting: &WaitingPod| {
+            matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
+        };
+        !self.withheld.is_empty() || candidate.planned(self.demand).is_some_and(planned)
+    }
+}
+
 /// What a pod that is not placeable waits for.
 pub(super) struct Outlook {
     pub(super) need: Need,
@@ -176,8 +197,12 @@ pub(super) struct Growth {
 struct Waiter {
     /// When the pod is reported, if it needs a node.
     due: Option<Duration>,
-    /// When it was last found to be too large.
+    /// Since when it is too large.
+    too_large_since: Option<Duration>,
+    /// When it was last too large for at least [`TOO_LARGE_AFTER`].
     too_large: Option<Duration>,
+    /// Since when room is made for it without evictions.
+    room_since: Option<Duration>,
     /// Whether the last write reported it, and when.
     written: Option<(bool, Duration)>,
 }
@@ -209,6 +234,25 @@ impl Growth {
         }
     }
 
+    /// Time for which no pods are evicted for the pod, because room is made for it otherwise.
+    pub(super) fn pause(
+        &mut self,
+        candidate: &Candidate<'_>,
+        circumstances: &Circumstances<'_>,
+        up: Duration,
+    ) -> Option<Duration> {
+        let waiter = self.pods.entry(candidate.pod.uid().unwrap_or_default()).or_default();
+        let makes_room = circumstances.makes_room(candidate);
+        waiter.room_since = makes_room.then(|| waiter.room_since.unwrap_or(up));
+        let pause = waiter.room_since?.saturating_add(MAX_PAUSE).saturating_sub(up);
+        (!pause.is_zero()).then_some(pause)
+    }
+
+    /// Records that the operator itself delays the pod. Another node would not help.
+    pub(super) fn record_delayed(&mut self, pod: &PodObject, up: Duration) {
+        self.record(&pod.uid().unwrap_or_default(), Need::Nothing, true, up);
+    }
+
     /// Decides what a pod that is not placeable needs, and records it.
     pub(super) fn examine(
         &mut self,
@@ -218,11 +262,7 @@ impl Growth {
         up: Duration,
     ) -> Outlook {
         let Circumstances { offers, demand, preemption, withheld } = circumstances;
-        let planned = |waiting: &WaitingPod| {
-            matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
-        };
-        let is_planned = candidate.planned(*demand).is_some_and(planned);
-        let gets_room = *preemption == Prospect::Room || !withheld.is_empty() || is_planned;
+        let gets_room = *preemption == Prospect::Room || circumstances.makes_room(candidate);
         let need = if gets_room || candidate.awaits_agent() {
             Need::Nothing
         } else {
@@ -232,7 +272,11 @@ impl Growth {
         // A search for a preemption may show that the pod needs no node. A report that exists is
         // not taken back while the pod waits for another search.
         let is_decided = *preemption != Prospect::Unknown || reported;
-        self.record(&candidate.pod.uid().unwrap_or_default(), need, is_decided, up);
+        let uid = candidate.pod.uid().unwrap_or_default();
+        self.record(&uid, need, is_decided, up);
+        if verdict.impossible().is_none() {
+            self.forget_too_large(&uid);
+        }
         let (message, may_pass) = candidate.explain(verdict, *demand);
         // An autoscaler may add a node for the pod while the pod waits at the gate.
         let may_pass = may_pass || self.enabled && matches!(need, Need::Node(_));
@@ -243,11 +287,23 @@ impl Growth {
     /// planned before.
     fn record(&mut self, uid: &str, need: Need, is_decided: bool, up: Duration) {
         let waiter = self.pods.entry(uid.to_owned()).or_default();
+        // The pod was too large until now.
+        if waiter.too_large_since.is_some_and(|since| since.saturating_add(TOO_LARGE_AFTER) <= up) {
+            waiter.too_large = Some(up);
+        }
+        let since = waiter.too_large_since.take();
         match need {
             Need::Node(_) if !is_decided => {}
             Need::Node(patience) => waiter.due = waiter.due.or(Some(up.saturating_add(patience))),
-            Need::LargerGpu => (waiter.due, waiter.too_large) = (None, Some(up)),
+            Need::LargerGpu => (waiter.due, waiter.too_large_since) = (None, since.or(Some(up))),
             Need::Nothing => waiter.due = None,
+        }
+    }
+
+    /// Records that a GPU of the cluster is large enough for the pod.
+    fn forget_too_large(&mut self, uid: &str) {
+        if let Some(waiter) = self.pods.get_mut(uid) {
+            waiter.too_large = None;
         }
     }
 

@@ -23,9 +23,9 @@ use crate::pods::PodObject;
 use crate::read::NodeObject;
 use crate::rollout::{Mps, Rollout};
 
-/// Nodes by name.
+/// Nodes by name, and the number of GPUs of the node with the most GPUs.
 #[derive(Debug, Default)]
-pub(super) struct Nodes(pub(super) BTreeMap<String, NodeState>);
+pub(super) struct Nodes(pub(super) BTreeMap<String, NodeState>, usize);
 
 /// The state of one node.
 #[derive(Debug, Default)]
@@ -284,6 +284,9 @@ impl Nodes {
             self.0.remove(&name);
             changed.push((name, None));
         }
+        if !changed.is_empty() {
+            self.1 = self.0.values().map(|state| state.gpus).max().unwrap_or(0);
+        }
         changed
     }
 
@@ -413,8 +416,8 @@ impl Nodes {
     }
 
     /// Returns the number of GPUs of the node with the most GPUs.
-    pub(super) fn max_gpus(&self) -> usize {
-        self.0.values().map(|state| state.gpus).max().unwrap_or(0)
+    pub(super) const fn max_gpus(&self) -> usize {
+        self.1
     }
 }
 

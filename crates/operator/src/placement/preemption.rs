@@ -7,7 +7,7 @@ use cleave_plan::ledger::{Holders, Ledger, Nomination, Preemption};
 
 use super::actions::{Actions, Eviction};
 use super::claims::PodClaims;
-use super::evictions::Evictability;
+use super::evictions::{Evictability, TERMINATION_TIME};
 use super::nodes::Nodes;
 use super::preemptors::{Preemptors, Scope};
 use super::search::{Candidate, PlacementSearch, SearchKey};
@@ -27,6 +27,10 @@ pub(super) struct PreemptionSearch<'a> {
     preemptors: &'a mut Preemptors,
     /// Pods with allocations. Computed only if a pod may preempt others.
     holders: OnceCell<Holders<'a>>,
+    /// The lowest priority of a bound pod that requests GPUs. `i32::MAX` without such pods.
+    lowest_bound: OnceCell<i32>,
+    /// The lowest priority in `holders`. `i32::MAX` if there are none.
+    lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
     turns: BTreeSet<String>,
     /// Number of searches so far for pods that were not searched for before.
@@ -48,7 +52,8 @@ pub(super) enum Prospect {
     Room,
     /// No preemption helps, or the pod may not preempt others.
     NoRoom,
-    /// It is not this pod's turn. The result of the last search applies.
+    /// It is not this pod's turn, or room is being made for it without evictions. The result of the
+    /// last search applies.
     Unknown,
 }
 
@@ -58,7 +63,7 @@ enum Outcome {
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
     Hopeless,
-    /// It is not this pod's turn.
+    /// It is not this pod's turn, or room is being made for it without evictions.
     Later,
 }
 
@@ -79,6 +84,8 @@ impl<'a> PreemptionSearch<'a> {
             claims,
             preemptors,
             holders,
+            lowest_bound: OnceCell::new(),
+            lowest_holder: OnceCell::new(),
             turns,
             new: 0,
             searches: 0,
@@ -90,16 +97,24 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Evicts pods for a pod at the gate if that makes room for it, and nominates the room. Keeps
     /// an earlier nomination while its victims terminate. Returns whether the pod gets room.
+    ///
+    /// `pause` is the time for which no other pod is evicted, because room is being made for this
+    /// pod without evictions.
     pub(super) fn preempt(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
+        (verdict, pause): (&Verdict, Option<Duration>),
         actions: &mut Actions,
     ) -> Prospect {
-        let prospect = match self.find(ledger, search, candidate, verdict) {
+        if let Some(pause) = pause {
+            actions.requeue_in(pause);
+        }
+        let prospect = match self.find(ledger, search, candidate, (verdict, pause.is_some())) {
             Outcome::Preempt(Preemption { node, takes, victims }) => {
+                // A victim that does not terminate counts as running then.
+                actions.requeue_in(TERMINATION_TIME);
                 self.evict(victims, &candidate.name, actions);
                 self.preemptors.forget(&candidate.name);
                 search.nominate(candidate, &node);
@@ -133,7 +148,7 @@ impl<'a> PreemptionSearch<'a> {
         ledger: &Ledger,
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
+        (verdict, is_paused): (&Verdict, bool),
     ) -> Outcome {
         let Candidate { name, pod, plan_pod, .. } = candidate;
         if verdict.impossible().is_some() || pod.spec.preemption_policy.as_deref() == Some("Never") {
@@ -152,23 +167,17 @@ impl<'a> PreemptionSearch<'a> {
                 return Outcome::Hopeless;
             }
         }
-        let (nodes, living, evictability) = (self.nodes, self.living, &self.evictability);
-        let holders = self.holders.get_or_init(|| nodes.holders(living, evictability));
-        // Pods that cannot be evicted now count too, because that may change.
-        let is_lower = |pod: &&PodObject| {
-            pod.node().is_some() && pod.requests_gpus() && pod.spec.priority.unwrap_or(0) < plan_pod.priority
-        };
-        if !holders.pods.values().any(|holder| holder.priority < plan_pod.priority) && !living.iter().any(is_lower) {
+        if !self.may_preempt(plan_pod.priority) {
             return Outcome::Hopeless;
         }
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(candidate, |node| node == nomination.node);
-            let found = ledger.preempt(candidate.pending_pod(), targets, holders);
+            let found = ledger.preempt(candidate.pending_pod(), targets, self.holders());
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return Outcome::Preempt(found);
             }
         }
-        if self.is_paused {
+        if self.is_paused || is_paused {
             return Outcome::Later;
         }
         let is_turn = if self.preemptors.knows(name) {
@@ -188,7 +197,7 @@ impl<'a> PreemptionSearch<'a> {
         };
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
         let targets = search.preemption_nodes(candidate, is_searched);
-        match ledger.preempt(candidate.pending_pod(), targets, holders) {
+        match ledger.preempt(candidate.pending_pod(), targets, self.holders()) {
             Some(found) => Outcome::Preempt(found),
             None => {
                 self.preemptors.give_up(name, pod, key.has_rules(), self.up);
@@ -196,6 +205,23 @@ impl<'a> PreemptionSearch<'a> {
                 Outcome::Hopeless
             }
         }
+    }
+
+    fn holders(&self) -> &Holders<'a> {
+        self.holders.get_or_init(|| self.nodes.holders(self.living, &self.evictability))
+    }
+
+    /// Whether a pod with GPUs has a lower priority than this. Scans the pods once per reconcile.
+    fn may_preempt(&self, priority: i32) -> bool {
+        // Pods that cannot be evicted now count too, because that may change.
+        let bound = || self.living.iter().filter(|pod| pod.node().is_some() && pod.requests_gpus());
+        let lowest = || bound().map(|pod| pod.spec.priority.unwrap_or(0)).min().unwrap_or(i32::MAX);
+        if *self.lowest_bound.get_or_init(lowest) < priority {
+            return true;
+        }
+        // Ended pods whose node still reports their allocations have the priority 0.
+        let lowest = || self.holders().pods.values().map(|holder| holder.priority).min().unwrap_or(i32::MAX);
+        priority > 0 && *self.lowest_holder.get_or_init(lowest) < priority
     }
 
     /// Adds the evictions of these victims for the pod `preemptor`. Victims with a disruption

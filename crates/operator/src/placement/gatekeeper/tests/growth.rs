@@ -3,11 +3,15 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, refuse, released};
+use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, refuse, released, replica};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-use crate::placement::growth::{FULL_AFTER, NO_NODE_AFTER};
+use crate::placement::growth::{FULL_AFTER, MAX_PAUSE, NO_NODE_AFTER};
+use crate::placement::stranded;
 use crate::policies::demand::{Reason, WaitingPod};
+
+/// A change of the cluster.
+type Change = fn(&mut TestCluster);
 
 /// Returns the pods whose report changes, each with whether the pod is reported now.
 fn reports(actions: &Actions) -> Vec<(&str, bool)> {
@@ -100,6 +104,68 @@ fn a_pod_that_is_larger_than_any_known_gpu_lets_no_pool_grow() {
     let actions = reconcile(&mut keeper, &world, 101 + UNSCHEDULABLE_AFTER.as_secs());
     assert_eq!(released(&actions), [("team/eleven", "unschedulable")]);
     assert!(actions.releases[0].patch.to_string().contains("largest.cleave.dev/gpu-mps"), "{actions:?}");
+}
+
+#[test]
+fn a_pod_that_is_too_large_for_a_moment_or_until_a_gpu_is_larger_is_reported() {
+    let larger = |world: &mut TestCluster| {
+        world.change(
+            |world| &mut world.gpu_nodes,
+            "n1",
+            |node| {
+                let slice = &mut node["status"]["gpus"][0]["slices"][0];
+                (slice["total"], slice["inUse"]) = (json!(20), json!(20));
+            },
+        );
+    };
+    let gone = |world: &mut TestCluster| (world.nodes, world.gpu_nodes, world.agents) = Default::default();
+    let cases: [(Change, u64, u64); 3] = [(larger, 5, FULL), (larger, 40, FULL), (gone, 5, NO_NODE)];
+    for (change, changed, patience) in cases {
+        let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).policy(20);
+        let mut keeper = Gatekeeper::default();
+        reconcile(&mut keeper, &world, 0);
+        assert_eq!(reports(&reconcile(&mut keeper, &world, changed - 1)), []);
+        change(&mut world);
+        assert_eq!(reports(&reconcile(&mut keeper, &world, changed)), []);
+        let actions = reconcile(&mut keeper, &world, changed + patience);
+        assert_eq!(reports(&actions), [("team/eleven", true)], "changed after {changed} s");
+    }
+}
+
+#[test]
+fn a_pod_that_cleave_delays_is_not_reported() {
+    let mut world = replica(TestCluster::default().node("n1", &[10]), "a", json!({})).policy(10);
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(reports(&later(&mut keeper, &world, FULL)), [("team/a", true)]);
+    refuse(&mut world, "team/a");
+    // The third recreation begins a delay of 40 s.
+    let cluster = world.cluster();
+    for seconds in [11, 21, 41] {
+        let expired = stranded::Reason::Expired(vec!["n1".to_owned()]);
+        keeper.stranded.reconcile([(&*cluster.pods[0], expired)], UNSCHEDULABLE_AFTER, at(seconds).up);
+    }
+    let actions = reconcile(&mut keeper, &world, 42);
+    assert_eq!((reports(&actions), actions.reported), (vec![("team/a", false)], 0));
+    take_back(&mut world, "team/a");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 82)), [], "the delay has ended");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 82 + FULL)), [("team/a", true)]);
+}
+
+#[test]
+fn no_pod_is_evicted_while_room_is_made_otherwise_but_not_for_ever() {
+    let world = with_low_pod(TestCluster::default().node("n1", &[6]), 6).pod_with("high", 6, json!({"priority": 1000}));
+    let waits = |reason| BTreeMap::from([("team/high".to_owned(), WaitingPod { reason, message: "planned".into() })]);
+    let mut keeper = Gatekeeper::default();
+    let mut evictions =
+        |reason, seconds| keeper.reconcile(&world.cluster(), &waits(reason), at(seconds)).evictions.len();
+    let pause = MAX_PAUSE.as_secs();
+    assert_eq!((evictions(Reason::Repartitioning, 0), evictions(Reason::NodeChanging, pause - 1)), (0, 0));
+    assert_eq!(evictions(Reason::Repartitioning, pause), 1);
+    let mut keeper = Gatekeeper::default();
+    let actions = keeper.reconcile(&world.cluster(), &waits(Reason::Repartitioning), at(0));
+    assert!(actions.requeue.is_some_and(|requeue| requeue <= MAX_PAUSE), "{:?}", actions.requeue);
+    let actions = keeper.reconcile(&world.cluster(), &waits(Reason::NoRoom), at(1));
+    assert_eq!(actions.evictions.len(), 1, "no room is made any more");
 }
 
 #[test]

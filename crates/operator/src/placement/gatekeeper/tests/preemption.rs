@@ -338,6 +338,20 @@ fn a_search_without_result_is_repeated_only_after_a_change() {
 }
 
 #[test]
+fn a_victim_that_does_not_terminate_holds_up_no_preemptor() {
+    let (mut world, _) = high_behind_two();
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
+    // The second 1 000 000, at which the test starts.
+    let deleted = json!("1970-01-12T13:46:40Z");
+    world.change(|world| &mut world.pods, &first, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
+    let actions = reconcile(&mut keeper, &world, 59);
+    assert_eq!((victims(&actions), actions.requeue.is_some()), (vec![], true));
+    let actions = reconcile(&mut keeper, &world, 60);
+    assert!(actions.evictions.len() == 1 && actions.evictions[0].pod != first, "{actions:?}");
+}
+
+#[test]
 fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
     let (mut world, mut reality) = high_behind_two();
     let mut keeper = Gatekeeper::default();
