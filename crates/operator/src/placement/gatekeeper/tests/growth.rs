@@ -119,7 +119,8 @@ fn a_pod_that_is_too_large_for_a_moment_or_until_a_gpu_is_larger_is_reported() {
         );
     };
     let gone = |world: &mut TestCluster| (world.nodes, world.gpu_nodes, world.agents) = Default::default();
-    let cases: [(Change, u64, u64); 3] = [(larger, 5, FULL), (larger, 40, FULL), (gone, 5, NO_NODE)];
+    let cases: [(Change, u64, u64); 3] =
+        [(larger, 5, FULL_SECONDS), (larger, 40, FULL_SECONDS), (gone, 5, NO_NODE_SECONDS)];
     for (change, changed, patience) in cases {
         let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).policy(20);
         let mut keeper = Gatekeeper::default();
@@ -136,7 +137,7 @@ fn a_pod_that_is_too_large_for_a_moment_or_until_a_gpu_is_larger_is_reported() {
 fn a_pod_that_cleave_delays_is_not_reported() {
     let mut world = replica(TestCluster::default().node("n1", &[10]), "a", json!({})).policy(10);
     let mut keeper = Gatekeeper::default();
-    assert_eq!(reports(&later(&mut keeper, &world, FULL)), [("team/a", true)]);
+    assert_eq!(reports(&reconcile_later(&mut keeper, &world, FULL_SECONDS)), [("team/a", true)]);
     refuse(&mut world, "team/a");
     // The third recreation begins a delay of 40 s.
     let cluster = world.cluster();
@@ -146,9 +147,9 @@ fn a_pod_that_cleave_delays_is_not_reported() {
     }
     let actions = reconcile(&mut keeper, &world, 42);
     assert_eq!((reports(&actions), actions.reported), (vec![("team/a", false)], 0));
-    take_back(&mut world, "team/a");
+    restore_gate(&mut world, "team/a");
     assert_eq!(reports(&reconcile(&mut keeper, &world, 82)), [], "the delay has ended");
-    assert_eq!(reports(&reconcile(&mut keeper, &world, 82 + FULL)), [("team/a", true)]);
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 82 + FULL_SECONDS)), [("team/a", true)]);
 }
 
 #[test]

@@ -75,11 +75,11 @@ fn a_pod_whose_release_had_no_answer_keeps_its_reservation_until_the_watch_shows
     let mut keeper = Gatekeeper::default();
     let lagging = world.cluster();
     let first = reconcile(&mut keeper, &world, 0).releases;
-    assert!(world.patch(&first[0]), "the patch is applied, and its answer is lost");
+    assert!(world.apply_release(&first[0]), "the patch is applied, and its answer is lost");
     keeper.record_unanswered_release(first[0].clone());
     let retried = keeper.reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
     assert_eq!(retried, first, "the same patch is sent again");
-    assert!(!world.patch(&retried[0]));
+    assert!(!world.apply_release(&retried[0]));
     keeper.record_refused_release("team/p1", "the test failed", at(1).up);
     let mut world = world.pod("p2", 6);
     let pods = world.cluster().pods.into_iter().skip(1).chain(lagging.pods.clone()).collect();
