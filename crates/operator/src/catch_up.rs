@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::leader::LeaseGuard;
-use crate::watches::LIVING_PODS;
+use crate::read::LIVING_PODS;
 
 /// Objects per request of a list.
 const PAGE: u32 = 500;

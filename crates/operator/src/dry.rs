@@ -14,12 +14,12 @@ use crate::policies::apply::{self, Change};
 use crate::policies::demand::{self, Outcome};
 use crate::policies::plan::{self, Plan};
 use crate::policies::snapshot::History;
-use crate::read::{AgentPod, BudgetObject, NamespaceObject, NodeObject, Observed, VolumeClaimObject, VolumeObject};
+use crate::read::{
+    AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Observed, VolumeClaimObject, VolumeObject,
+};
 
 /// Objects per request of a list.
 const PAGE: u32 = 500;
-/// Selects pods that have not ended.
-const RUNNING: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
 /// The result of one pass that writes nothing.
 #[derive(Debug, Clone)]
@@ -87,7 +87,7 @@ impl Objects {
         let agents = agents.with_context(|| format!("failed to list the agents' Pods in namespace {namespace}"))?;
         let gpu_nodes = list(&Api::all(client.clone()), all.clone()).await.context("failed to list GpuNodes")?;
         let policies = list(&Api::all(client.clone()), all.clone()).await.context("failed to list SharingPolicies")?;
-        let pods = list(&Api::<PodObject>::all(client.clone()), all.fields(RUNNING)).await;
+        let pods = list(&Api::<PodObject>::all(client.clone()), all.fields(LIVING_PODS)).await;
         let mut pods = pods.context("failed to list Pods")?;
         pods.iter_mut().for_each(PodObject::trim);
         Ok(Self { nodes, agents, gpu_nodes, policies, pods, ..Self::default() })

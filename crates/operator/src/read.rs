@@ -31,6 +31,10 @@ use serde::Deserialize;
 
 use crate::pods::{self, Claimant, NodeSelector, PodObject};
 
+/// Field selector of pods that have not ended. Ended pods use no devices, so the API server need
+/// not send them.
+pub(crate) const LIVING_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
+
 /// Stored `SharingPolicy`s, by name.
 pub type PolicyStore = Store<DeserializeGuard<SharingPolicy>>;
 /// Stored `GpuNode`s, by name.

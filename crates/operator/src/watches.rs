@@ -22,17 +22,13 @@ use crate::catch_up::{OfKind, StoreVersion, Versions};
 use crate::metrics::{Kind, Metrics};
 use crate::pods::PodObject;
 use crate::read::{
-    AgentPod, BudgetObject, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
+    AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
 };
 use crate::rollout::{Revision, Watched};
 
 /// Seconds after which a watch is restarted where it ended. A watch on which nothing arrives,
 /// because its connection is lost without notice, ends 5 s later.
 pub(crate) const WATCH_TIMEOUT: u32 = 30;
-
-/// Field selector of pods that have not ended. Ended pods use no devices, so the API server need
-/// not send them.
-pub(crate) const LIVING_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
 /// The configuration of all watches.
 fn config() -> watcher::Config {

@@ -237,8 +237,8 @@ impl NodeState {
 
 impl Nodes {
     /// Updates the nodes that have changed. Returns the devices of each changed node, or `None` for
-    /// a node that was deleted or has no valid `GpuNode`. `agent_labels` are labels of all nodes with
-    /// an agent.
+    /// a node that was deleted or has no valid `GpuNode`. `agent_labels` are labels of all nodes
+    /// with an agent.
     pub(super) fn update(
         &mut self,
         cluster: &Cluster,
@@ -402,8 +402,8 @@ impl Nodes {
     }
 
     /// Returns what serves a resource, for a pod that may run on any node. If several providers
-    /// serve it, the result is the one with which the pod waits the longest. Nodes that are not ready and show
-    /// no sign of Cleave count only if no other node reports the resource.
+    /// serve it, the result is the one with which the pod waits the longest. Nodes that are not
+    /// ready and show no sign of Cleave count only if no other node reports the resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. Such a report alone does not prove that another plugin serves the

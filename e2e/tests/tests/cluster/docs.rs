@@ -25,12 +25,13 @@ const DEMO_NAMESPACE: &str = "demo";
 /// The namespace in which the pages' placeholder commands run: `e2e-` and the scope's name.
 const SCOPE_NAME: &str = "docs";
 /// The guides, in the order in which they run. The last one deletes all policies.
-const GUIDES: [&str; 15] = [
+const GUIDES: [&str; 16] = [
     "install",
     "enable-nodes",
     "divide",
     "mig",
     "priorities",
+    "autoscaling",
     "quotas",
     "exceptions",
     "monitor",

@@ -253,8 +253,8 @@ fn check_limits(scope: &Scope, name: &str, shares: u64) -> Result<()> {
     Ok(())
 }
 
-/// Creates the pods of [`BARE_POD_SHARES`] on [`NODE`]. The kubelet may restart the containers of these
-/// pods.
+/// Creates the pods of [`BARE_POD_SHARES`] on [`NODE`]. The kubelet may restart the containers of
+/// these pods.
 fn create_bare_pods(scope: &Scope) -> Result<()> {
     for (name, shares) in BARE_POD_SHARES {
         let mut object = pod(name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT);

@@ -158,7 +158,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
     wait_until("the DaemonSet has an Event of the replacement", || {
         let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/events"))?;
         let names =
-            |event: &Value| text(&event["note"]).starts_with(&format!("replacing {SYSTEM_NAMESPACE}/{name} by"));
+            |event: &Value| text(&event["note"]).starts_with(&format!("replacing {SYSTEM_NAMESPACE}/{name} with"));
         Ok(events.iter().any(|event| event["reason"] == "MpsHostReplaced" && names(event)))
     })?;
     // The restored template can roll out only after this pod is deleted.
