@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     /// SMs → MiB of the memory limit that could not be allocated, measured on an H100 and an H200.
-    const MEASURED_CONTEXTS: [(u32, u64); 10] = [
+    const MEASURED_CONTEXT_MIB_BY_SMS: [(u32, u64); 10] = [
         (12, 72),
         (26, 123),
         (38, 167),
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn contexts_match_measurements_and_others_are_unknown() {
-        for (sms, measured) in MEASURED_CONTEXTS {
+        for (sms, measured) in MEASURED_CONTEXT_MIB_BY_SMS {
             let computed = context((9, 0), "580.159.04", Sms(sms)).unwrap();
             assert!(computed.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {computed:?} computed");
         }

@@ -7,7 +7,7 @@ use clap::{Arg, Args as _, Command, Subcommand as _};
 use crate::blocks::{fill, table};
 use crate::text::wrap;
 
-/// All programs with their commands. The log options, which all servers have, are not generated:
+/// Returns all programs with their commands. The log options of servers are not generated:
 /// the page describes them.
 fn programs() -> Vec<Command> {
     // The arguments of a server may set their own name and purpose.

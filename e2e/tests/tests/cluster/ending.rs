@@ -32,35 +32,35 @@ fn pod_requesting(limits: &Value) -> Value {
 
 /// Returns the sleep of each `preStop` hook in seconds, first of the containers, then of the init
 /// containers.
-fn sleep_seconds(pod: &Value) -> Vec<Option<i64>> {
+fn prestop_sleep_seconds(pod: &Value) -> Vec<Option<i64>> {
     let all = ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
     all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
 }
 
 /// Waits until a pod is admitted with these sleeps. The API server applies changes of policies,
 /// webhooks and labels with a short delay.
-fn wait_for_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
+fn wait_for_prestop_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
     wait_until(&format!("{expected:?} on {pod}"), || {
-        let found = sleep_seconds(&admit_in_dry_run(scope, pod)?);
+        let found = prestop_sleep_seconds(&admit_in_dry_run(scope, pod)?);
         ensure!(found == expected, "the sleeps are {found:?}");
         Ok(true)
     })
 }
 
 /// Checks that a pod is admitted with these sleeps.
-fn check_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
-    let found = sleep_seconds(&admit_in_dry_run(scope, pod)?);
+fn check_prestop_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
+    let found = prestop_sleep_seconds(&admit_in_dry_run(scope, pod)?);
     ensure!(found == expected, "the sleeps of {pod} are {found:?}, not {expected:?}");
     Ok(())
 }
 
 /// Checks which containers get a hook. The rules are the same for the policy and the webhook.
-fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
-    wait_for_sleeps(scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[Some(1)])?;
+fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
+    wait_for_prestop_sleeps(scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[Some(1)])?;
     for limits in
         [json!({SHARES_RESOURCE: "1"}), json!({"nvidia.com/gpu-10gb": 1}), json!({"nvidia.com/mig-1g.10gb.shared": 1})]
     {
-        check_sleeps(scope, &pod_requesting(&limits), &[Some(1)])?;
+        check_prestop_sleeps(scope, &pod_requesting(&limits), &[Some(1)])?;
     }
     for limits in [
         json!({}),
@@ -70,7 +70,7 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
         json!({"nvidia.com/gpu-timeslice": 1}),
         json!({"nvidia.com/mig-1g.10gb": 1}),
     ] {
-        check_sleeps(scope, &pod_requesting(&limits), &[None])?;
+        check_prestop_sleeps(scope, &pod_requesting(&limits), &[None])?;
     }
     // Several containers with and without hooks, and init containers.
     let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
@@ -97,31 +97,31 @@ fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
         json!([container("first", json!({})), container("sidecar", json!({"restartPolicy": "Always"}))]);
     let made = admit_in_dry_run(scope, &pod)?;
     ensure!(
-        sleep_seconds(&made) == [Some(1), None, None, Some(7), Some(1), Some(1), None, Some(1)],
+        prestop_sleep_seconds(&made) == [Some(1), None, None, Some(7), Some(1), Some(1), None, Some(1)],
         "{:?} of {}",
-        sleep_seconds(&made),
+        prestop_sleep_seconds(&made),
         made["spec"]
     );
     let containers = &made["spec"]["containers"];
     ensure!(containers[2]["lifecycle"]["preStop"]["exec"].is_object(), "{}", containers[2]);
     ensure!(containers[4]["lifecycle"]["postStart"]["exec"].is_object(), "{}", containers[4]);
     ensure!(containers[5]["env"].as_array().is_some_and(|env| env.len() == 2), "{}", containers[5]);
-    check_exceptions_from_sleeps(scope)
+    check_which_pods_get_no_sleeps(scope)
 }
 
 /// Checks which pods with shares get no hook, and which invalid pods are refused.
-fn check_exceptions_from_sleeps(scope: &Scope) -> Result<()> {
+fn check_which_pods_get_no_sleeps(scope: &Scope) -> Result<()> {
     // No hook is injected if its sleep would use up the grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
         let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
         pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
-        check_sleeps(scope, &pod, &[expected])?;
+        check_prestop_sleeps(scope, &pod, &[expected])?;
     }
     let mut opted_out = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     opted_out["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "none"});
-    check_sleeps(scope, &opted_out, &[None])?;
+    check_prestop_sleeps(scope, &opted_out, &[None])?;
     opted_out["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "please"});
-    check_sleeps(scope, &opted_out, &[Some(1)])?;
+    check_prestop_sleeps(scope, &opted_out, &[Some(1)])?;
     let mut forged = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     forged["metadata"]["annotations"] = json!({"cleave.dev/pre-stopped": "none"});
     let refused =
@@ -139,7 +139,7 @@ fn check_exceptions_from_sleeps(scope: &Scope) -> Result<()> {
         [("pre-stop", None), ("size.pre-stop", None), ("placement", Some(1)), ("all", None), ("", Some(1))]
     {
         set_exceptions(scope, allow)?;
-        wait_for_sleeps(scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[expected])?;
+        wait_for_prestop_sleeps(scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[expected])?;
     }
     Ok(())
 }
@@ -151,17 +151,17 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
     let gating = Setting::change(GATE_VALUE, "policy")?;
     let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Ignore", "{}", policy["spec"]);
-    check_which_containers_sleep(&scope)?;
+    check_which_containers_get_sleeps(&scope)?;
     drop(gating);
     // The hook does not depend on the gate.
     let gating = Setting::change(GATE_VALUE, "none")?;
-    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(1)])?;
+    wait_for_prestop_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(1)])?;
     drop(gating);
     let seconds = Setting::change(PRE_STOP_VALUE, 3)?;
-    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(3)])?;
+    wait_for_prestop_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(3)])?;
     drop(seconds);
     let off = Setting::change(PRE_STOP_VALUE, 0)?;
-    wait_for_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[None])?;
+    wait_for_prestop_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[None])?;
     drop(off);
     Ok(())
 }
@@ -173,7 +173,7 @@ fn the_webhook_injects_the_same_sleeps() -> Result<()> {
     let _gating = Setting::change(GATE_VALUE, "webhook")?;
     let path = format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop");
     ensure!(cluster.find(&path)?.is_none(), "the admission policy is installed too");
-    check_which_containers_sleep(&scope)
+    check_which_containers_get_sleeps(&scope)
 }
 
 /// A kind of deletion: grace in seconds, the pod's program, and whether the pod opts out of the
