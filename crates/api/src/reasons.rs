@@ -185,13 +185,21 @@ pub const NODE_CONDITIONS: &[Reason] = &[
 
 /// Reasons of a pod's conditions.
 pub const POD_CONDITIONS: &[Reason] = &[
-    reason("MemoryExceeded", "`cleave.dev/WithinShare` is False.", "Use less memory, or request more shares."),
+    reason(
+        "MemoryExceeded",
+        "`cleave.dev/WithinShare` is False: a container uses more memory than its shares allow.",
+        "Use less memory, or request more shares.",
+    ),
     reason(
         "OutsideMps",
-        "`cleave.dev/WithinShare` is False.",
+        "`cleave.dev/WithinShare` is False: a process computes on a shared GPU and is not an MPS client.",
         "Do not set or unset `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
     ),
-    reason("NoShare", "`cleave.dev/WithinShare` is False.", "Request shares."),
+    reason(
+        "NoShare",
+        "`cleave.dev/WithinShare` is False: an MPS client belongs to a pod without shares of the GPU.",
+        "Request shares.",
+    ),
     reason("WithinShare", "`cleave.dev/WithinShare` is True: the violation has ended.", ""),
     reason(
         "Stranded",

@@ -140,7 +140,7 @@ impl<'a> TestBed<'a> {
             }
             match result {
                 Ok(said) => {
-                    writeln!(out, "  {}: {}: {}", attempt.name, attempt.expected.outcome_words(), start(&said))?
+                    writeln!(out, "  {}: {}: {}", attempt.name, attempt.expected.outcome_words(), start(&said))?;
                 }
                 Err(error) => {
                     writeln!(out, "  {}: FAILED: {error:#}", attempt.name)?;
