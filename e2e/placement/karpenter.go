@@ -229,7 +229,7 @@ func (p *pool) play(ctx context.Context) error {
 		}
 		names = append(names, name)
 	}
-	if err := until(ctx, p.limit, "all pods to run", func(ctx context.Context) (bool, error) {
+	if err := waitUntil(ctx, p.limit, "all pods to run", func(ctx context.Context) (bool, error) {
 		running, err := p.running(ctx, names)
 		return running == len(names), err
 	}); err != nil {
@@ -254,7 +254,7 @@ func (p *pool) play(ctx context.Context) error {
 	if err := p.delete(ctx, names...); err != nil {
 		return err
 	}
-	if err := until(ctx, p.limit, "the pool to be empty", func(ctx context.Context) (bool, error) {
+	if err := waitUntil(ctx, p.limit, "the pool to be empty", func(ctx context.Context) (bool, error) {
 		nodes, err := p.count(ctx)
 		return nodes == 0, err
 	}); err != nil {
@@ -278,7 +278,7 @@ func (p *pool) tooLarge(ctx context.Context, when string) error {
 	if err := p.create(ctx, name, sharesPerGPU+1); err != nil {
 		return err
 	}
-	if err := until(ctx, p.limit, "Karpenter to refuse a node for "+name, func(ctx context.Context) (bool, error) {
+	if err := waitUntil(ctx, p.limit, "Karpenter to refuse a node for "+name, func(ctx context.Context) (bool, error) {
 		events, err := p.trial.plane.client.CoreV1().Events(namespace).List(ctx, metav1.ListOptions{FieldSelector: "involvedObject.name=" + name})
 		if err != nil {
 			return false, err
