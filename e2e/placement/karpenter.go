@@ -41,12 +41,7 @@ func karpenter(ctx context.Context, arguments []string) error {
 	p := &pool{}
 	o := &p.trial.options
 	flags := flag.NewFlagSet("placement karpenter", flag.ContinueOnError)
-	flags.StringVar(&o.programs.kube, "kube", "", "folder with kube-apiserver, etcd and other programs")
-	flags.StringVar(&o.programs.helm, "helm", "", "helm")
-	flags.StringVar(&o.programs.kwok, "kwok", "", "kwok")
-	flags.StringVar(&o.programs.operator, "operator", "", "path of the program cleave")
-	flags.StringVar(&o.chart, "chart", "charts/cleave", "the chart")
-	flags.StringVar(&o.logs, "logs", "", "folder for the components' logs")
+	o.addFlags(flags)
 	flags.StringVar(&p.karpenter, "karpenter", "", "path of Karpenter's program with its kwok provider")
 	flags.StringVar(&p.crds, "crds", "", "folders with Karpenter's custom resource definitions, separated by commas")
 	flags.IntVar(&p.gpus, "gpus", 2, "GPUs of each node")

@@ -44,16 +44,21 @@ type options struct {
 	limit    time.Duration
 }
 
-func parse(arguments []string) (options, error) {
-	var o options
-	var nodes, pods, names string
-	flags := flag.NewFlagSet("placement", flag.ContinueOnError)
+// addFlags adds the flags that every command has.
+func (o *options) addFlags(flags *flag.FlagSet) {
 	flags.StringVar(&o.programs.kube, "kube", "", "directory with kube-apiserver, etcd and other programs")
 	flags.StringVar(&o.programs.helm, "helm", "", "helm")
 	flags.StringVar(&o.programs.kwok, "kwok", "", "kwok")
 	flags.StringVar(&o.programs.operator, "operator", "", "path of the program cleave")
 	flags.StringVar(&o.chart, "chart", "charts/cleave", "the chart")
 	flags.StringVar(&o.logs, "logs", "", "directory for the components' logs")
+}
+
+func parse(arguments []string) (options, error) {
+	var o options
+	var nodes, pods, names string
+	flags := flag.NewFlagSet("placement", flag.ContinueOnError)
+	o.addFlags(flags)
 	flags.StringVar(&o.out, "out", "", "file for the results, one line of JSON each; empty for none")
 	flags.StringVar(&nodes, "nodes", "200,1000", "numbers of nodes, separated by commas")
 	flags.StringVar(&pods, "pods", "2000,4000", "numbers of pods of the burst, one for each number of nodes")
