@@ -57,7 +57,7 @@ pub enum Decision {
     /// The lease does not exist: create it.
     Create,
     /// The lease is free or has expired: acquire it.
-    PlannedSlices,
+    Acquire,
     /// This process holds the lease: renew it.
     Renew,
     /// Another process holds the lease for at least this long.
@@ -68,7 +68,7 @@ pub enum Decision {
 pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decision {
     let Some(ObservedLease { spec, since }) = last else { return Decision::Create };
     match spec.holder_identity.as_deref() {
-        None | Some("") => Decision::PlannedSlices,
+        None | Some("") => Decision::Acquire,
         // After a container restart, the identity is unchanged, and the previous process has
         // exited.
         Some(holder) if holder == me => Decision::Renew,
@@ -76,7 +76,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
             let length = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok());
             let length = length.map_or(LEASE, Duration::from_secs);
             match length.checked_sub(now.saturating_sub(*since)) {
-                None | Some(Duration::ZERO) => Decision::PlannedSlices,
+                None | Some(Duration::ZERO) => Decision::Acquire,
                 Some(left) => Decision::Wait(left),
             }
         }
@@ -322,7 +322,7 @@ impl Elector {
                 };
                 within(self.api.create(&PostParams::default(), &lease)).await
             }
-            Decision::PlannedSlices | Decision::Renew => {
+            Decision::Acquire | Decision::Renew => {
                 let mut lease = lease.unwrap_or_default();
                 lease.spec = Some(lease_of(lease.spec.as_ref(), &self.me, Timestamp::now()));
                 // The request includes the `resourceVersion` that was read. If two processes try to
@@ -403,7 +403,7 @@ mod tests {
     #[test]
     fn an_absent_lease_is_created_and_a_free_one_is_taken() {
         assert_eq!(evaluate(None, "a", at(0)), Decision::Create);
-        assert_eq!(evaluate(Some(&observed("", 0)), "a", at(0)), Decision::PlannedSlices);
+        assert_eq!(evaluate(Some(&observed("", 0)), "a", at(0)), Decision::Acquire);
         let empty = ObservedLease { spec: lease("", None), since: at(0) };
         assert_eq!(
             evaluate(
@@ -414,7 +414,7 @@ mod tests {
                 "a",
                 at(0)
             ),
-            Decision::PlannedSlices
+            Decision::Acquire
         );
     }
 
@@ -428,7 +428,7 @@ mod tests {
     fn a_lease_of_another_process_is_taken_only_after_it_expires() {
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(100)), Decision::Wait(15 * SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(114)), Decision::Wait(SECOND));
-        assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(115)), Decision::PlannedSlices);
+        assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(115)), Decision::Acquire);
         // A missing or negative duration counts as the default.
         for seconds in [None, Some(-1)] {
             let malformed = ObservedLease { spec: lease("b", seconds), since: at(0) };

@@ -236,7 +236,6 @@ fn placement_of(pod: &PodObject, now: Now) -> Option<Place> {
     // The operator that wrote the annotation may have had a different clock, or may have renewed
     // the reservation. So the reservation lasts no longer than a new one. A reservation that has
     // already expired ends in this reconcile.
-    // already expired is due at once.
     let expires = Moment(placement.until.clamp(now.epoch, expiry(now).0));
     Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })
 }

@@ -6,11 +6,8 @@ use cleave_plan::Quantity;
 use cleave_plan::ledger::{Claim, Ledger, Place};
 
 use super::nodes::Nodes;
-use super::pod_tracker::PodTracker;
+use super::pod_tracker::{PODS, PodTracker};
 use crate::pods::PodObject;
-
-/// The resource with which the scheduler counts pods.
-const PODS: &str = "pods";
 
 /// Free resources by node, in thousandths. Pods that are released to a node count as if they were
 /// bound to it. A node's free resources are computed when they are first needed.

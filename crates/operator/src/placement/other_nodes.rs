@@ -13,7 +13,7 @@ use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Operator, Pod as
 
 use super::cluster::{is_released, plan_pod};
 use super::nodes::Nodes;
-use super::pod_tracker::PodTracker;
+use super::pod_tracker::{PODS, PodTracker};
 use crate::pods::PodObject;
 
 /// Labels that every node with an agent has.
@@ -92,9 +92,6 @@ impl OtherNode<'_> {
         }
     }
 }
-
-/// The resource with which the scheduler counts pods.
-const PODS: &str = "pods";
 
 /// Returns the affinity terms of a pod that was released to other nodes, without the requirement
 /// that its release appended.

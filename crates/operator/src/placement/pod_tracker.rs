@@ -34,7 +34,7 @@ struct Row {
 }
 
 /// The resource with which the scheduler counts pods.
-const PODS: &str = "pods";
+pub(super) const PODS: &str = "pods";
 
 impl PodTracker {
     /// Replaces the tracked pods with the pods of the watch.

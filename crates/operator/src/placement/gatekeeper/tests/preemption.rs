@@ -257,7 +257,7 @@ fn reconcile_until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec
     panic!("it does not end");
 }
 
-/// Returns waiting pods of high priority that no eviction helps, because no node has so many CPUs
+/// Returns waiting pods of high priority that no eviction helps, because no node has enough CPUs
 /// free. The pods differ, so that each needs its own search.
 fn with_hopeless_pods(mut world: TestCluster, count: u32) -> TestCluster {
     for index in 0..count {
