@@ -309,7 +309,7 @@ func (t *statusWriter) plan(index int, gather time.Duration) {
 	})
 }
 
-// idle reports whether all changes are written.
+// idle reports whether all changes are written, and returns the first error of a write.
 func (t *statusWriter) idle() (bool, error) {
 	if err := t.failed.Load(); err != nil {
 		return false, *err

@@ -18,14 +18,13 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// userKarpenter is the user of Karpenter, an administrator as its chart's roles are not installed.
+// userKarpenter is the user of Karpenter. The user is an administrator, because the roles of Karpenter's chart are not installed.
 const userKarpenter = "karpenter"
 
 // pool contains the options of a run with Karpenter.
 type pool struct {
 	trial trial
-	// karpenter is Karpenter's program with its kwok provider, crds the folders with its custom
-	// resource definitions.
+	// karpenter is the path of Karpenter's program with its kwok provider. crds lists the directories of its custom resource definitions.
 	karpenter string
 	crds      string
 	gpus      int
@@ -35,8 +34,7 @@ type pool struct {
 	fleet     *fleet
 }
 
-// karpenter checks that a pool of GPU nodes grows from zero by what the pods at the gate need, that
-// it does not grow for a pod that no node can hold, and that it shrinks to zero again.
+// karpenter checks the size of a pool of GPU nodes. The pool must grow from zero for pods at the gate. It must not grow for a pod that fits on no node. It must shrink to zero after the pods are deleted.
 func karpenter(ctx context.Context, arguments []string) error {
 	p := &pool{}
 	o := &p.trial.options
@@ -102,8 +100,7 @@ func (p *pool) run(ctx context.Context, dir string) (err error) {
 	return p.play(ctx)
 }
 
-// instanceTypes is the list of node types for Karpenter's kwok provider. Like a cloud provider, it
-// knows GPUs and no shares.
+// instanceTypes is the list of node types for Karpenter's kwok provider. Like a cloud provider's list, it contains GPUs and no shares.
 func (p *pool) instanceTypes() []object {
 	in := func(key, value string) object { return object{"key": key, "operator": "In", "values": []string{value}} }
 	return []object{{
@@ -115,9 +112,7 @@ func (p *pool) instanceTypes() []object {
 	}}
 }
 
-// kubelets are admission objects that remove shares from new nodes. Karpenter's kwok provider
-// creates nodes that offer all that it planned, but the kubelet of a new node offers shares only
-// after Cleave's agent has registered.
+// kubelets are admission objects that remove shares from new nodes. The kwok provider creates nodes that offer shares at once. The kubelet of a real node offers shares only after Cleave's agent has registered.
 func kubelets() []object {
 	remove := func(field string) string {
 		return fmt.Sprintf(`(has(object.status.%[1]s) && %[2]q in object.status.%[1]s ? [JSONPatch{op: "remove", path: "/status/%[1]s/" + jsonpatch.escapeKey(%[2]q)}] : [])`, field, cleaveResource)
@@ -134,8 +129,7 @@ func kubelets() []object {
 	}
 }
 
-// objects are the pool, its class, and the overlay that tells Karpenter how many shares a node has.
-// They are those of docs/how-to/autoscaling.md.
+// objects returns the pool, its class, and the overlay with the number of shares of a node. docs/how-to/autoscaling.md lists the same objects.
 func (p *pool) objects() []object {
 	return []object{
 		{"apiVersion": "karpenter.kwok.sh/v1alpha1", "kind": "KWOKNodeClass", "metadata": object{"name": "default"}, "spec": object{}},
@@ -204,14 +198,14 @@ func (p *pool) startKarpenter(ctx context.Context) error {
 	return err
 }
 
-// play is the scenario. It reports each step on the standard output.
+// play creates and deletes pods, checks the size of the pool after each step, and prints the steps.
 func (p *pool) play(ctx context.Context) error {
 	shares := sizes(p.trial.options.seed, p.pods)
 	gpus := fewest(shares, sharesPerGPU)
 	exact := (gpus + p.gpus - 1) / p.gpus
 	fmt.Printf("%d pods request %v shares: at least %d GPUs, %d nodes of %d\n", p.pods, shares, gpus, exact, p.gpus)
 
-	// From zero, with a pod that no node can hold.
+	// First without nodes: the pod fits on no node of the pool.
 	if err := p.tooLarge(ctx, "before"); err != nil {
 		return err
 	}
@@ -262,7 +256,7 @@ func (p *pool) play(ctx context.Context) error {
 	return nil
 }
 
-// tooLarge creates a pod that no GPU can hold, waits until Karpenter has refused to add a node for
+// tooLarge creates a pod that fits on no GPU, waits until Karpenter has refused to add a node for
 // it, and deletes it.
 func (p *pool) tooLarge(ctx context.Context, when string) error {
 	before, err := p.count(ctx)
@@ -333,7 +327,7 @@ func (p *pool) running(ctx context.Context, names []string) (int, error) {
 	return running, nil
 }
 
-// count is the number of nodes, and of nodes that Karpenter is about to add.
+// count returns the number of nodes plus the number of nodes that Karpenter is about to add.
 func (p *pool) count(ctx context.Context) (int, error) {
 	nodes, err := p.trial.plane.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -350,10 +344,10 @@ func (p *pool) count(ctx context.Context) (int, error) {
 	return max(len(nodes.Items), len(claims.Items)), nil
 }
 
-// joined is the number of nodes that were added so far.
+// joined returns the number of nodes that Karpenter has added since the start.
 func (p *pool) joined() int { return int(p.fleet.joined.Load()) }
 
-// explain lists pods and nodes, as an error. The context of the run may have ended.
+// explain returns an error that lists pods and nodes. The context of the run may have ended.
 func (p *pool) explain() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()

@@ -46,7 +46,7 @@ pub(crate) fn page(page: &str) -> Result<String> {
     })
 }
 
-/// Commands without subcommands, by their full names.
+/// Adds the commands without subcommands to `commands`, each with its full name.
 fn collect(command: &Command, name: &str, commands: &mut Vec<(String, Command)>) {
     let below: Vec<&Command> =
         command.get_subcommands().filter(|below| below.get_name() != "help" && !is_internal(below)).collect();
@@ -58,7 +58,7 @@ fn collect(command: &Command, name: &str, commands: &mut Vec<(String, Command)>)
     }
 }
 
-/// Whether a command is only for the program itself, not for users.
+/// Returns whether a command is only for the program itself, not for users.
 fn is_internal(command: &Command) -> bool {
     command.is_hide_set()
 }
@@ -95,7 +95,7 @@ fn describe(name: &str, command: &Command) -> String {
     out
 }
 
-/// The name of an argument's value.
+/// Returns the name of an argument's value.
 fn value(arg: &Arg) -> String {
     let names = arg.get_value_names().unwrap_or_default();
     let name = names.first().map_or_else(|| arg.get_id().as_str().to_uppercase(), ToString::to_string);

@@ -32,7 +32,7 @@ pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
         .collect()
 }
 
-/// Whether a path has parts that readers replace, such as `TARGET`.
+/// Returns whether a path has parts that readers replace, such as `TARGET`.
 fn is_pattern(path: &str) -> bool {
     let placeholder = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_uppercase());
     path.contains(['<', '*', '{', ' ']) || path.split('/').any(placeholder)
@@ -43,7 +43,7 @@ fn spans(line: &str) -> impl Iterator<Item = &str> {
     line.split('`').skip(1).step_by(2)
 }
 
-/// Whether a Rust file declares an item.
+/// Returns whether a Rust file declares an item.
 fn declares(text: &str, item: &str) -> bool {
     let words =
         |line: &str| line.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect::<Vec<_>>();

@@ -45,7 +45,7 @@ pub(crate) fn page(root: &Path, page: &str) -> Result<String> {
     })
 }
 
-/// The metrics that a file registers, each with its prefix.
+/// Returns the metrics that a file registers, each with its prefix.
 fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
     let structs: BTreeMap<String, Vec<(String, &Type)>> = file
         .items
@@ -174,7 +174,7 @@ fn field(expr: &Expr) -> Option<String> {
     if let syn::Member::Named(name) = &field.member { Some(name.to_string()) } else { None }
 }
 
-/// The kind of a metric by its type, and the type of its labels.
+/// Returns the kind of a metric by its type, and the type of its labels.
 fn kind_of(ty: &Type) -> Option<(&'static str, Option<String>)> {
     let Type::Path(path) = ty else { return None };
     let last = path.path.segments.last()?;

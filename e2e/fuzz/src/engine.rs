@@ -94,8 +94,7 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
         };
         let seen = guard::run(target, &input);
         progress.count(seen);
-        // Some valid inputs become samples, so that mutations accumulate. Long inputs are slow and
-        // do not.
+        // Some valid inputs become samples, so that mutations accumulate. Long inputs do not, because they are slow.
         if seen == ReadResult::Read && rng.u8(..8) == 0 && input.len() < 8192 {
             if samples.len() < first + MAX_KEPT_SAMPLES {
                 samples.push(input);

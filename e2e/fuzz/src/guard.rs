@@ -1,5 +1,4 @@
-//! Watches targets while they run. If one panics, takes too long or uses too much memory, the input
-//! is printed and kept in a file.
+//! Watches targets while they run. If one panics, takes too long or uses too much memory, the guard prints the input and writes it to a file.
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::{ReadResult, Target};
 
-/// Time limit of one input. Generous: the build may be unoptimized and the machine busy.
+/// Time limit of one input. The limit is high, because the build may be unoptimized and the machine busy.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
 /// Memory limit of the whole program, in bytes.
 const MEMORY_LIMIT_BYTES: u64 = 2 << 30;

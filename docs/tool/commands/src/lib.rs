@@ -57,7 +57,7 @@ pub struct ShownOutput {
 }
 
 impl Block {
-    /// The commands to run, with the words of [`Test::Run`] replaced.
+    /// Returns the commands to run, with the words of [`Test::Run`] replaced.
     pub fn script(&self) -> String {
         let Test::Run { values, .. } = &self.test else { return String::new() };
         values.iter().fold(self.text.clone(), |text, (word, value)| replace_word(&text, word, value))
@@ -65,7 +65,7 @@ impl Block {
 }
 
 impl ShownOutput {
-    /// Lines that the page shows and the program did not print.
+    /// Returns the lines that the page shows and that are not among the lines of `printed`.
     pub fn missing_from(&self, printed: &str) -> Vec<String> {
         let form = |line: &str| if self.exact { collapse(line) } else { without_variable_parts(line) };
         let printed: Vec<String> = printed.lines().map(form).collect();
@@ -116,7 +116,7 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
     (blocks, problems)
 }
 
-/// Whether a comment marks output, and whether it marks exact output.
+/// Parses a comment above output: `Some(true)` for exact output, `None` for another comment.
 fn is_output(comment: &str) -> Option<bool> {
     match comment {
         "output" => Some(false),
@@ -132,7 +132,7 @@ fn test(comment: &str) -> Result<Test, String> {
         "not run" if rest.split_whitespace().count() >= MIN_REASON_WORDS => {
             Ok(Test::NotRun { reason: rest.trim().to_owned() })
         }
-        "not run" => Err("the comment above this block does not say why it is not run".to_owned()),
+        "not run" => Err("the comment above this block does not give the reason why no test runs the block".to_owned()),
         word @ ("run" | "retry") => {
             let pairs = rest.split_whitespace().map(|pair| match pair.split_once('=') {
                 Some((name, value)) if !name.is_empty() && !value.is_empty() => Ok((name.to_owned(), value.to_owned())),
@@ -144,7 +144,7 @@ fn test(comment: &str) -> Result<Test, String> {
     }
 }
 
-/// Placeholders that remain in a block that a test runs.
+/// Returns the placeholders that remain in a block that a test runs.
 fn unreplaced(block: &Block) -> impl Iterator<Item = &'static str> {
     let script = block.script();
     PLACEHOLDERS.into_iter().filter(move |word| replace_word(&script, word, "") != script)
@@ -154,7 +154,7 @@ fn is_part_of_word(character: char) -> bool {
     character.is_ascii_alphanumeric() || matches!(character, '_' | '-')
 }
 
-/// Replaces a word wherever it stands alone.
+/// Replaces each occurrence of a word that is not a part of a longer word.
 fn replace_word(text: &str, word: &str, value: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -165,7 +165,7 @@ fn replace_word(text: &str, word: &str, value: &str) -> String {
         out.push_str(before);
         out.push_str(if alone { value } else { word });
         rest = after;
-        // A word directly behind a replaced word is part of the same word.
+        // Skip the next character too: an occurrence that starts there is part of the same longer word.
         if !alone && let Some(next) = rest.chars().next().filter(|next| is_part_of_word(*next)) {
             out.push(next);
             rest = rest.get(next.len_utf8()..).unwrap_or_default();
@@ -179,7 +179,7 @@ fn collapse(line: &str) -> String {
     line.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// A line without numbers, ages, UUIDs of GPUs and the random ends of generated names.
+/// Returns a line without numbers, ages, UUIDs of GPUs and the random ends of generated names.
 fn without_variable_parts(line: &str) -> String {
     line.split_whitespace().map(without_variable_part).collect::<Vec<_>>().join(" ")
 }

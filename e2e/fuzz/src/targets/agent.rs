@@ -53,7 +53,7 @@ pub(super) fn sample_turn() -> Actions {
 
 /// Runs an agent's model on all of its inputs, and returns its last actions.
 ///
-/// Checks after each step that others can read what the agent writes. The checks are weaker if the
+/// Checks after each step that the MPS host, the API server and the next agent accept what the agent writes. The checks are weaker if the
 /// checkpoint has GPUs that NVML does not list. Such GPUs count as lost and keep their layout, so
 /// an instance may appear twice. The next agent refuses a checkpoint with such an instance.
 fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
@@ -96,8 +96,7 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
     }
 }
 
-/// Checks that others can read what the agent writes. `sound` adds the checks that a contradictory
-/// checkpoint breaks.
+/// Checks that the MPS host and the API server accept what the agent writes. If `sound` is true, also checks the checkpoint and the lists of devices, which a contradictory checkpoint can break.
 fn check_actions(turn: &Actions, sound: bool) {
     let read = Desired::parse(&fixtures::to_json(&turn.desired));
     assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host failed to read the desired state");

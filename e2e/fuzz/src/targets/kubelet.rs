@@ -184,8 +184,7 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
             ReadResult::Refused
         }
         Ok(devices) => {
-            // `serde_json` limits the depth of a parsed tree, but not of fields that the reader
-            // skips.
+            // `serde_json` limits the depth of a parsed tree, but not the depth of fields that the reader skips.
             let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) else { return ReadResult::Read };
             let entries = file["Data"]["PodDeviceEntries"].as_array().cloned().unwrap_or_default();
             let of = |entry: &serde_json::Value| {

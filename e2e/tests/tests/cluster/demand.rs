@@ -27,7 +27,7 @@ fn dynamic_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &V
     Ok(scope)
 }
 
-/// Returns [`dynamic`] with mode `Auto`.
+/// Returns a [`dynamic_scope`] with mode `Auto`.
 fn auto_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<Scope<'a>> {
     dynamic_scope(cluster, name, indices, &json!({"mode": "Auto"}))
 }

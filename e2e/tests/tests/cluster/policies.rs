@@ -9,7 +9,7 @@ use crate::{
     gpus_without_ten_shares, ten_shares, wait_until_offered,
 };
 
-/// Status, reason and message of a condition of a policy.
+/// Reads the status, reason and message of a policy's condition; `None` if it is absent.
 fn read_condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
     let policy = cluster.get(&format!("{POLICIES_PATH}/{policy}"))?;
     let conditions = policy["status"]["conditions"].as_array().cloned().unwrap_or_default();

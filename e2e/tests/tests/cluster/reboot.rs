@@ -39,7 +39,7 @@ fn node_file(path: &str) -> Result<PathBuf> {
     Ok(state.join("nodes").join(NODE).join("host").join(path.trim_start_matches('/')))
 }
 
-/// A node without power. Dropping the value starts the node if it is still down.
+/// Keeps [`NODE`] without power. Dropping the value starts the node if it is still down.
 struct PowerCut;
 
 impl PowerCut {

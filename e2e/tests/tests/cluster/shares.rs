@@ -13,7 +13,7 @@ use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, SMS_PER_GPU, allocations,
 /// context as free.
 const MAX_CONTEXT_MIB: u64 = 600;
 
-/// Limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
+/// Returns the limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
 pub(crate) fn limits_of_shares(shares: u32, total: u64) -> (Sms, Mebibytes) {
     let threads = mps::threads(shares, 10, Threads::Strict);
     (mps::sms(threads, Sms(SMS_PER_GPU)), mps::memory(shares, 10, Mebibytes(total)))
