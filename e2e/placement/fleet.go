@@ -110,7 +110,8 @@ func (f *fleet) join(nodes []corev1.Node) {
 	}
 }
 
-// leave removes the state of nodes that no longer exist, and deletes their pods and objects, as a cluster's garbage collection does.
+// leave removes the state of nodes that no longer exist, and deletes their pods and objects, as a
+// cluster's garbage collection does.
 func (f *fleet) leave(ctx context.Context, nodes []corev1.Node, objects map[string]gpuNode) error {
 	present := make(map[string]bool, len(nodes))
 	for _, node := range nodes {
@@ -142,7 +143,8 @@ func (f *fleet) leave(ctx context.Context, nodes []corev1.Node, objects map[stri
 
 func agentName(index int) string { return fmt.Sprintf("cleave-agent-%d", index) }
 
-// place allocates to bound pods shares of the GPU that is reserved for them, and frees the shares of deleted pods.
+// place allocates to bound pods shares of the GPU that is reserved for them, and frees the shares
+// of deleted pods.
 func (f *fleet) place(pods []corev1.Pod) {
 	present := make(map[string]bool, len(pods))
 	for _, pod := range pods {
@@ -173,7 +175,8 @@ func (f *fleet) place(pods []corev1.Pod) {
 	}
 }
 
-// serve simulates the agent and the kubelet of a node. The agent starts and reports its GPUs. The kubelet offers shares once the agent has applied the policy.
+// serve simulates the agent and the kubelet of a node. The agent starts and reports its GPUs. The
+// kubelet offers shares once the agent has applied the policy.
 func (f *fleet) serve(ctx context.Context, node *corev1.Node, desired gpuNode, found bool) error {
 	own := f.nodes[node.Name]
 	if !own.agent {

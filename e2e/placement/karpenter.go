@@ -18,13 +18,15 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// userKarpenter is the user of Karpenter. The user is an administrator, because the roles of Karpenter's chart are not installed.
+// userKarpenter is the user of Karpenter. The user is an administrator, because the roles of
+// Karpenter's chart are not installed.
 const userKarpenter = "karpenter"
 
 // pool contains the options of a run with Karpenter.
 type pool struct {
 	trial trial
-	// karpenter is the path of Karpenter's program with its kwok provider. crds lists the directories of its custom resource definitions.
+	// karpenter is the path of Karpenter's program with its kwok provider. crds lists the directories
+	// of its custom resource definitions.
 	karpenter string
 	crds      string
 	gpus      int
@@ -34,7 +36,9 @@ type pool struct {
 	fleet     *fleet
 }
 
-// karpenter checks the size of a pool of GPU nodes. The pool must grow from zero for pods at the gate. It must not grow for a pod that fits on no node. It must shrink to zero after the pods are deleted.
+// karpenter checks the size of a pool of GPU nodes. The pool must grow from zero for pods at the
+// gate. It must not grow for a pod that fits on no node. It must shrink to zero after the pods are
+// deleted.
 func karpenter(ctx context.Context, arguments []string) error {
 	p := &pool{}
 	o := &p.trial.options
@@ -100,7 +104,8 @@ func (p *pool) run(ctx context.Context, dir string) (err error) {
 	return p.play(ctx)
 }
 
-// instanceTypes is the list of node types for Karpenter's kwok provider. Like a cloud provider's list, it contains GPUs and no shares.
+// instanceTypes is the list of node types for Karpenter's kwok provider. Like a cloud provider's
+// list, it contains GPUs and no shares.
 func (p *pool) instanceTypes() []object {
 	in := func(key, value string) object { return object{"key": key, "operator": "In", "values": []string{value}} }
 	return []object{{
@@ -112,7 +117,9 @@ func (p *pool) instanceTypes() []object {
 	}}
 }
 
-// kubelets are admission objects that remove shares from new nodes. The kwok provider creates nodes that offer shares at once. The kubelet of a real node offers shares only after Cleave's agent has registered.
+// kubelets are admission objects that remove shares from new nodes. The kwok provider creates nodes
+// that offer shares at once. The kubelet of a real node offers shares only after Cleave's agent has
+// registered.
 func kubelets() []object {
 	remove := func(field string) string {
 		return fmt.Sprintf(`(has(object.status.%[1]s) && %[2]q in object.status.%[1]s ? [JSONPatch{op: "remove", path: "/status/%[1]s/" + jsonpatch.escapeKey(%[2]q)}] : [])`, field, cleaveResource)
@@ -129,7 +136,8 @@ func kubelets() []object {
 	}
 }
 
-// objects returns the pool, its class, and the overlay with the number of shares of a node. docs/how-to/autoscaling.md lists the same objects.
+// objects returns the pool, its class, and the overlay with the number of shares of a node.
+// docs/how-to/autoscaling.md lists the same objects.
 func (p *pool) objects() []object {
 	return []object{
 		{"apiVersion": "karpenter.kwok.sh/v1alpha1", "kind": "KWOKNodeClass", "metadata": object{"name": "default"}, "spec": object{}},

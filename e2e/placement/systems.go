@@ -377,7 +377,8 @@ func makeAgents(ctx context.Context, t *trial) error {
 	})
 }
 
-// share simulates agents that start: they report whole GPUs, and report shares once the operator has planned.
+// share simulates agents that start: they report whole GPUs, and report shares once the operator
+// has planned.
 func share(ctx context.Context, t *trial) error {
 	t.agents.statuses = newStatusWriter(ctx, t.plane.custom, t.agents)
 	statuses := t.agents.statuses

@@ -131,7 +131,8 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 // programsVariable names a directory with prebuilt programs.
 const programsVariable = "CLEAVE_CLUSTER_PROGRAMS"
 
-// programsIn returns the directories of all units' programs below dir, and fails if one of them lacks a program.
+// programsIn returns the directories of all units' programs below dir, and fails if one of them
+// lacks a program.
 func programsIn(dir string) (binaries, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {

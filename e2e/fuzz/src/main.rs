@@ -9,7 +9,10 @@ use cleave_fuzz::{Target, all_targets, guard, target_named};
 
 /// Run fuzz targets, which read input from outside Cleave.
 ///
-/// Targets run one after the other. The first input that fails ends the run with status 101. An input fails if its target panics, takes more than 20 s, or uses too much memory. The run prints a failing input and writes it to target/fuzz-failures. Commit the input to e2e/fuzz/corpus/TARGET with the fix.
+/// Targets run one after the other. The first input that fails ends the run with status 101. An
+/// input fails if its target panics, takes more than 20 s, or uses too much memory. The run prints
+/// a failing input and writes it to target/fuzz-failures. Commit the input to
+/// e2e/fuzz/corpus/TARGET with the fix.
 ///
 /// With `--profile fuzz`, as in `make fuzz`, arithmetic overflow fails too.
 #[derive(Debug, Parser)]

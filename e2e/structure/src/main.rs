@@ -39,7 +39,8 @@ fn run(options: &Options) -> Result<()> {
     }
     if options.write {
         let path = options.root.join(files::KNOWN_FINDINGS);
-        fs::write(&path, known::list(&findings)).with_context(|| format!("failed to write {}", path.display()))?;
+        fs::write(&path, known::format_list(&findings))
+            .with_context(|| format!("failed to write {}", path.display()))?;
     }
     Ok(())
 }

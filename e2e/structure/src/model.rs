@@ -7,7 +7,7 @@ pub struct Sources {
     /// All Rust files of members by path in the repository, with `/` between names.
     pub files: BTreeMap<String, String>,
     /// Other files with comments to check, by path in the repository.
-    pub others: BTreeMap<String, String>,
+    pub other_files: BTreeMap<String, String>,
     /// The crates to check, in the order in which findings are reported.
     pub crates: Vec<Crate>,
 }

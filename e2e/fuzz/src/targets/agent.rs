@@ -31,32 +31,33 @@ const GRACE_PERIOD: Duration = Duration::from_secs(10);
 
 /// Returns the spec that the operator writes for the first node of the sample cluster.
 pub(super) fn sample_spec() -> GpuNodeSpec {
-    let changes = objects::read(&fixtures::cluster()).map(|observed| objects::planned(&observed).changes);
+    let changes = objects::read_cluster(&fixtures::cluster()).map(|observed| objects::plan_cluster(&observed).changes);
     changes.unwrap_or_default().into_iter().next().map(|change| change.spec).unwrap_or_default()
 }
 
 /// Returns the agent's actions for [`sample_spec`], with two allocations.
-pub(super) fn sample_turn() -> Actions {
+pub(super) fn sample_actions() -> Actions {
     let allocation = |resource: &str, gpu: u32| Allocation {
         resource: resource.to_owned(),
         ids: vec![format!("{}::0", fixtures::uuid(gpu)), format!("{}::1", fixtures::uuid(gpu))],
         devices: vec![fixtures::uuid(gpu)],
         mps: None,
     };
-    let first = turns(None, Object::Present(3, sample_spec()), HostView::default());
+    let first = run_agent(None, Object::Present(3, sample_spec()), HostView::default());
     let mut checkpoint = first.checkpoint;
     checkpoint.allocations.push(allocation("nvidia.com/gpu.shared", 2));
     let mps = Some(MpsLimits { threads: Some(20), memory_mib: Some(16_000), max_clients: Some(4) });
     checkpoint.allocations.push(Allocation { mps, ..allocation("nvidia.com/gpu-mps", 0) });
-    turns(Some(checkpoint), Object::Present(3, sample_spec()), HostView::default())
+    run_agent(Some(checkpoint), Object::Present(3, sample_spec()), HostView::default())
 }
 
 /// Runs an agent's model on all of its inputs, and returns its last actions.
 ///
-/// Checks after each step that the MPS host, the API server and the next agent accept what the agent writes. The checks are weaker if the
-/// checkpoint has GPUs that NVML does not list. Such GPUs count as lost and keep their layout, so
-/// an instance may appear twice. The next agent refuses a checkpoint with such an instance.
-fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
+/// Checks after each step that the MPS host, the API server and the next agent accept what the
+/// agent writes. The checks are weaker if the checkpoint has GPUs that NVML does not list. Such
+/// GPUs count as lost and keep their layout, so an instance may appear twice. The next agent
+/// refuses a checkpoint with such an instance.
+fn run_agent(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::uuid).collect();
     let contradicts = |known: &Checkpoint| {
         let served = known.layouts.keys().chain(known.gpus.iter().map(|gpu| &gpu.uuid));
@@ -96,12 +97,13 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
     }
 }
 
-/// Checks that the MPS host and the API server accept what the agent writes. If `sound` is true, also checks the checkpoint and the lists of devices, which a contradictory checkpoint can break.
+/// Checks that the MPS host and the API server accept what the agent writes. If `sound` is true,
+/// also checks the checkpoint and the lists of devices, which a contradictory checkpoint can break.
 fn check_actions(turn: &Actions, sound: bool) {
     let read = Desired::parse(&fixtures::to_json(&turn.desired));
     assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host failed to read the desired state");
     if sound {
-        encoded(&turn.checkpoint);
+        encode_checkpoint(&turn.checkpoint);
     }
     for (resource, devices) in turn.lists.iter().filter(|_| sound) {
         let mut ids: Vec<&str> = devices.iter().map(|device| device.id.as_str()).collect();
@@ -119,7 +121,7 @@ fn check_actions(turn: &Actions, sound: bool) {
 }
 
 /// Encodes a checkpoint, and checks that the next agent can read it.
-fn encoded(checkpoint: &Checkpoint) -> Vec<u8> {
+fn encode_checkpoint(checkpoint: &Checkpoint) -> Vec<u8> {
     let again = Checkpoint::decode(&checkpoint.encode()).map_err(|error| error.to_string());
     assert_eq!(again.as_ref(), Ok(checkpoint), "the next agent failed to read the checkpoint");
     checkpoint.encode()
@@ -145,7 +147,7 @@ pub(super) const CHECKPOINT: Target = Target {
         "MIG-x",
         "nvidia.com/gpu",
     ],
-    samples: || [sample_turn().checkpoint, Checkpoint::default()].map(|one| encoded(&one)).to_vec(),
+    samples: || [sample_actions().checkpoint, Checkpoint::default()].map(|one| encode_checkpoint(&one)).to_vec(),
     inputs: 1_000,
     run: |bytes| match Checkpoint::decode(bytes) {
         Err(error) => {
@@ -153,8 +155,8 @@ pub(super) const CHECKPOINT: Target = Target {
             ReadResult::Refused
         }
         Ok(checkpoint) => {
-            encoded(&checkpoint);
-            turns(Some(checkpoint), Object::Unknown, HostView::default());
+            encode_checkpoint(&checkpoint);
+            run_agent(Some(checkpoint), Object::Unknown, HostView::default());
             ReadResult::Read
         }
     },
@@ -184,11 +186,11 @@ pub(super) const NODE_SPEC: Target = Target {
     inputs: 700,
     run: |bytes| match serde_json::from_slice::<GpuNodeSpec>(bytes) {
         Err(error) => {
-            turns(None, Object::Malformed(error.to_string()), HostView::default());
+            run_agent(None, Object::Malformed(error.to_string()), HostView::default());
             ReadResult::Refused
         }
         Ok(spec) => {
-            turns(None, Object::Present(1, spec), HostView::default());
+            run_agent(None, Object::Present(1, spec), HostView::default());
             ReadResult::Read
         }
     },
@@ -202,7 +204,7 @@ pub(super) const MPS_STATUS: Target = Target {
         "version", "daemons", "state", "Active", "Fault", "BackOff", "Stopping", "Hard", "Advisory", "clients",
         "culprit", "fault",
     ],
-    samples: || vec![fixtures::sample(&fixtures::status(&sample_turn().desired))],
+    samples: || vec![fixtures::sample(&fixtures::status(&sample_actions().desired))],
     inputs: 700,
     run: |bytes| match parse_status(bytes) {
         Err(error) => {
@@ -212,7 +214,7 @@ pub(super) const MPS_STATUS: Target = Target {
         Ok(status) => {
             let again = parse_status(&fixtures::to_json(&status));
             assert_eq!(again.as_ref(), Ok(&status));
-            turns(None, Object::Present(1, sample_spec()), HostView { alive: true, status, error: None });
+            run_agent(None, Object::Present(1, sample_spec()), HostView { alive: true, status, error: None });
             ReadResult::Read
         }
     },

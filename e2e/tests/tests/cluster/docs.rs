@@ -188,7 +188,7 @@ fn run_block(block: &Block) -> Result<()> {
     let mut report = String::new();
     let _ = write!(report, "{script}printed:\n{printed}{}", String::from_utf8_lossy(&output.stderr));
     ensure!(output.status.success(), "{}: {report}", output.status);
-    let missing = block.output.as_ref().map(|shown| shown.missing_from(&printed)).unwrap_or_default();
+    let missing = block.output.as_ref().map(|shown| shown.missing_lines(&printed)).unwrap_or_default();
     ensure!(missing.is_empty(), "the output lacks {missing:?}: {report}");
     Ok(())
 }

@@ -358,7 +358,8 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
         *killed.entry(what).or_default() += 1;
         match what {
             "agent" => kill_agent(&scope),
-            // Kill only the leader, so that the other replica takes over. If no operator leads, there is no pod to kill.
+            // Kill only the leader, so that the other replica takes over. If no operator leads,
+            // there is no pod to kill.
             "operator" => component_pod(&cluster, "operator").map_or(Ok(()), |pod| {
                 cluster.delete(
                     &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&pod["metadata"]["name"])),
