@@ -402,7 +402,7 @@ fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -
 
 /// Prints the measured times. Fails only if a request was served without a repartition.
 #[test]
-fn time_from_creation_to_running_with_a_repartition() -> Result<()> {
+fn a_pod_that_needs_a_repartition_runs_and_its_start_times_are_printed() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto_scope(&cluster, "times", &[0])?;
     let mut all = Vec::new();

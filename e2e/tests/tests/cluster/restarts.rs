@@ -332,7 +332,7 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
 }
 
 #[test]
-fn kubectl_prints_useful_columns() -> Result<()> {
+fn kubectl_get_prints_modes_and_gpu_models() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _scope = ten_shares(&cluster, "columns")?;
     let printed = kubectl(&["get", "sharingpolicies,gpunodes"])?;

@@ -92,7 +92,7 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
 }
 
 #[test]
-fn users_other_than_root_share_too() -> Result<()> {
+fn a_user_other_than_root_can_use_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "users")?;
     let mut plain = pod("plain", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT);

@@ -155,7 +155,7 @@ fn deployment_on_different_nodes(name: &str, replicas: u32) -> Value {
 }
 
 #[test]
-fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Result<()> {
+fn replicas_with_required_anti_affinity_run_on_different_nodes() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "apart")?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;

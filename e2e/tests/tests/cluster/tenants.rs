@@ -108,7 +108,7 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
 }
 
 #[test]
-fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_says_so() -> Result<()> {
+fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_sets_evict() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = scope_with_enforcement(&cluster, "tenants-evict", "Evict")?;
     scope.create_pod("neighbour", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;

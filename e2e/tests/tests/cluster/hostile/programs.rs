@@ -601,17 +601,17 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
 
 /// Runs clients that exit while they have the server's socket.
 fn exit_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
-    on_the_same_server(bed, (0..4).map(|words| format!("vanish={words}")))
+    check_same_server_after(bed, (0..4).map(|words| format!("vanish={words}")))
 }
 
 /// Runs clients that shut down the socket to the server.
 fn shut_down_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
-    on_the_same_server(bed, (0..6).map(|step| format!("shutdown={step}")))
+    check_same_server_after(bed, (0..6).map(|step| format!("shutdown={step}")))
 }
 
 /// Runs protocol violations, and checks after each that the neighbour can start another program and
 /// that the server was not replaced.
-fn on_the_same_server(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
+fn check_same_server_after(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
     let server = read_processes(bed)?.server;
     for lie in lies {
         run_script(bed, LIAR_POD, &format!("cleave-client --lie {lie}"))?;
