@@ -249,7 +249,7 @@ func prepareCleave(ctx context.Context, t *trial) error {
 	if err := startOperator(ctx, t); err != nil {
 		return err
 	}
-	return share(ctx, t)
+	return simulateAgentStart(ctx, t)
 }
 
 // kubectl runs kubectl as an administrator.
@@ -377,9 +377,9 @@ func makeAgents(ctx context.Context, t *trial) error {
 	})
 }
 
-// share simulates agents that start: they report whole GPUs, and report shares once the operator
-// has planned.
-func share(ctx context.Context, t *trial) error {
+// simulateAgentStart simulates agents that start: they report whole GPUs, and report shares once
+// the operator has planned.
+func simulateAgentStart(ctx context.Context, t *trial) error {
 	t.agents.statuses = newStatusWriter(ctx, t.plane.custom, t.agents)
 	statuses := t.agents.statuses
 	nodes := func(ctx context.Context) ([]gpuNode, error) {

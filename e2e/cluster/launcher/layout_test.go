@@ -60,12 +60,12 @@ func TestNodesHaveDistinctAddresses(t *testing.T) {
 			}
 			seen[value] = true
 		}
-		if !ours(n.address()) || !ours(n.podRange()) || len(n.device()) > 15 {
+		if !isClusterAddress(n.address()) || !isClusterAddress(n.podRange()) || len(n.device()) > 15 {
 			t.Fatalf("node %d: %s %s %s", index, n.address(), n.podRange(), n.device())
 		}
 	}
-	if ours(hostAddress) != true || ours("10.206.0.1") || ours("0.0.0.0/0") || ours("10.0.0.0/8") || ours("-A") {
-		t.Error("ours misjudges an address")
+	if isClusterAddress(hostAddress) != true || isClusterAddress("10.206.0.1") || isClusterAddress("0.0.0.0/0") || isClusterAddress("10.0.0.0/8") || isClusterAddress("-A") {
+		t.Error("isClusterAddress returned a wrong result")
 	}
 }
 

@@ -111,7 +111,7 @@ func TestSelectors(t *testing.T) {
 }
 
 func TestRestoreRemovesChains(t *testing.T) {
-	got := restore(map[string][]string{"A": {"-j RETURN"}}, map[string][]string{"A": nil, "B": {"-j REJECT"}})
+	got := restoreInput(map[string][]string{"A": {"-j RETURN"}}, map[string][]string{"A": nil, "B": {"-j REJECT"}})
 	if want := "*filter\n:A - [0:0]\n:B - [0:0]\n-A A -j RETURN\n-X B\nCOMMIT\n"; got != want {
 		t.Errorf("%q", got)
 	}

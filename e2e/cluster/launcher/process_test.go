@@ -58,17 +58,17 @@ func TestReusedProcessIDIsAnotherProcess(t *testing.T) {
 		"before this boot":   {PID: p.PID, Start: p.Start, Boot: "another"},
 		"of no process here": {PID: 1 << 30, Start: p.Start, Boot: p.Boot},
 	} {
-		if other.alive() {
+		if other.isRunning() {
 			t.Errorf("%s: the process counts as alive", what)
 		}
 		if err := other.signal(unix.SIGKILL); err != nil {
 			t.Errorf("%s: %v", what, err)
 		}
-		if err := other.waitGone(context.Background()); err != nil {
+		if err := other.waitUntilExited(context.Background()); err != nil {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	if !p.alive() {
+	if !p.isRunning() {
 		t.Fatal("a signal for another process killed this one")
 	}
 }
@@ -77,17 +77,17 @@ func TestWaitGone(t *testing.T) {
 	p, command := child(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
 	defer cancel()
-	if err := p.waitGone(ctx); err == nil {
+	if err := p.waitUntilExited(ctx); err == nil {
 		t.Error("a running process counts as gone")
 	}
 	if err := p.signal(unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	// A zombie counts as exited.
-	if err := p.waitGone(context.Background()); err != nil {
+	if err := p.waitUntilExited(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	if p.alive() {
+	if p.isRunning() {
 		t.Error("a zombie is alive")
 	}
 	_ = command.Wait()
@@ -95,7 +95,7 @@ func TestWaitGone(t *testing.T) {
 
 func TestIdentifyThisProcess(t *testing.T) {
 	p, err := identify(os.Getpid())
-	if err != nil || !p.alive() || p.Start == 0 || p.Boot == "" {
+	if err != nil || !p.isRunning() || p.Start == 0 || p.Boot == "" {
 		t.Errorf("%+v, %v", p, err)
 	}
 }
