@@ -45,7 +45,7 @@ func karpenter(ctx context.Context, arguments []string) error {
 	flags := flag.NewFlagSet("placement karpenter", flag.ContinueOnError)
 	o.addFlags(flags)
 	flags.StringVar(&p.karpenter, "karpenter", "", "path of Karpenter's program with its kwok provider")
-	flags.StringVar(&p.crds, "crds", "", "folders with Karpenter's custom resource definitions, separated by commas")
+	flags.StringVar(&p.crds, "crds", "", "directories with Karpenter's custom resource definitions, separated by commas")
 	flags.IntVar(&p.gpus, "gpus", 2, "GPUs of each node")
 	flags.IntVar(&p.pods, "pods", 37, "number of pods")
 	flags.IntVar(&p.slack, "slack", 1, "nodes that the pool may have beyond the smallest possible number")
@@ -246,7 +246,7 @@ func (p *pool) runScenario(ctx context.Context) error {
 		return err
 	}
 	if p.addedNodes() != added {
-		return fmt.Errorf("the pool grew by %d nodes for a pod that no node can hold", p.addedNodes()-added)
+		return fmt.Errorf("the pool grew by %d nodes for a pod that fits on no node", p.addedNodes()-added)
 	}
 	began = time.Now()
 	if err := p.delete(ctx, names...); err != nil {
@@ -294,7 +294,7 @@ func (p *pool) checkTooLargePod(ctx context.Context, when string) error {
 	}
 	fmt.Printf("a request of %d shares: %d nodes before, %d afterwards\n", sharesPerGPU+1, before, after)
 	if after > before {
-		return fmt.Errorf("the pool grew from %d to %d nodes for a pod that no node can hold", before, after)
+		return fmt.Errorf("the pool grew from %d to %d nodes for a pod that fits on no node", before, after)
 	}
 	return p.delete(ctx, name)
 }

@@ -244,7 +244,7 @@ func (t *trial) remove(ctx context.Context, pods []string) error {
 	if err != nil {
 		return fmt.Errorf("delete the pods: %w", err)
 	}
-	return waitUntil(ctx, time.Minute, "deleted pods to be gone", func(context.Context) (bool, error) {
+	return waitUntil(ctx, time.Minute, "the API server to remove the deleted pods", func(context.Context) (bool, error) {
 		return t.tracker.countPods(pods, func(r *record) bool { return r.gone }) == len(pods), nil
 	})
 }

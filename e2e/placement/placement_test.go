@@ -112,7 +112,7 @@ func TestAReservedPodGetsItsGPU(t *testing.T) {
 	a.recordDeletion("n/p", "node-0001")
 	a.recordDeletion("n/p", "node-0001")
 	if free := a.nodes[1].freeShares(5); free != 10 {
-		t.Errorf("%d free after it is gone", free)
+		t.Errorf("%d free after the deletion", free)
 	}
 	a.recordBinding("n/r", "node-0001", "{", 1)
 	a.recordBinding("n/s", "elsewhere", "", 1)

@@ -102,7 +102,7 @@ impl Diagram {
             }
             "box" => {
                 let name = fields.first().copied().unwrap_or_default().to_owned();
-                ensure!(self.boxes.iter().all(|known| known.name != name), "{name} is there twice");
+                ensure!(self.boxes.iter().all(|known| known.name != name), "{name} is defined twice");
                 self.boxes.push(Node {
                     name,
                     at: (number(1)?, number(2)?),
@@ -121,7 +121,7 @@ impl Diagram {
                     found.map(|found| found.at).with_context(|| format!("there is no box {name}"))
                 };
                 let (from, to) = (at(0)?, at(2)?);
-                ensure!(from.0 == to.0 || from.1 == to.1, "an arrow stays in its row or column");
+                ensure!(from.0 == to.0 || from.1 == to.1, "an arrow must connect boxes of one row or one column");
                 self.arrows.push(Arrow { from, to, both, text: split_lines(&text(3), MAX_ARROW_TEXT)? });
             }
             _ => bail!("there is no statement {word}"),

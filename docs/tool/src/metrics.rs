@@ -75,7 +75,7 @@ fn registered_metrics(file: &File) -> Result<Vec<(String, Metric)>> {
         for Call { prefix, name, help, field } in calls.found {
             let (_, ty) =
                 fields.iter().find(|(known, _)| *known == field).with_context(|| format!("no field {field}"))?;
-            let (kind, label) = metric_kind(ty).with_context(|| format!("{field} is no metric"))?;
+            let (kind, label) = metric_kind(ty).with_context(|| format!("{field} is not a metric"))?;
             let labels = label.and_then(|label| structs.get(&label));
             let labels = labels.into_iter().flatten().map(|(label, _)| label.clone()).collect();
             let name = if kind == "counter" { format!("{name}_total") } else { name };

@@ -71,7 +71,7 @@ fn keys(values: &str, schema: &Value) -> Result<Vec<Key>> {
             comment.push(text.strip_prefix(' ').unwrap_or(text).to_owned());
             continue;
         }
-        let Some((name, value)) = content.split_once(':') else { bail!("line {}: {line:?} is no key", number + 1) };
+        let Some((name, value)) = content.split_once(':') else { bail!("line {}: {line:?} is not a key", number + 1) };
         path.retain(|(outer, _)| *outer < indent);
         path.push((indent, name.to_owned()));
         let path: Vec<String> = path.iter().map(|(_, name)| name.clone()).collect();

@@ -234,7 +234,7 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 // compile runs go build and prints progress every ten seconds.
 func (u unit) compile(ctx context.Context, module, output string, progress *progress) error {
 	start := time.Now()
-	progress.printf("building %s (kept in %s afterwards)", u.name, filepath.Dir(output))
+	progress.printf("building %s (the result will be in %s)", u.name, filepath.Dir(output))
 	arguments := append([]string{"build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", u.ldflags, "-o", output + "/"}, u.packages...)
 	command := exec.CommandContext(ctx, "go", arguments...)
 	command.Dir = module

@@ -78,7 +78,7 @@ func TestWaitGone(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
 	defer cancel()
 	if err := p.waitUntilExited(ctx); err == nil {
-		t.Error("a running process counts as gone")
+		t.Error("a running process counts as exited")
 	}
 	if err := p.signal(unix.SIGKILL); err != nil {
 		t.Fatal(err)

@@ -78,7 +78,7 @@ fn failure_message(target: &str, input: &[u8], why: &str) -> String {
     let more = if input.len() > MAX_PRINTED_BYTES { "…" } else { "" };
     let repeat = match save_input(&failures_directory(), target, input) {
         Ok(path) => format!("repeat with: cargo run -p cleave-fuzz -- {target} --input {}", path.display()),
-        Err(error) => format!("failed to keep the input: {error}"),
+        Err(error) => format!("failed to write the input to a file: {error}"),
     };
     format!("\n{target}: {why}\ninput of {} bytes: {hex}{more}\n{repeat}", input.len())
 }

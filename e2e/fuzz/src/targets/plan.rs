@@ -89,7 +89,7 @@ pub(super) const SNAPSHOT: Target = Target {
         let planned = plan(&snapshot, &policy);
         let wrong: Vec<String> = check(&snapshot, &planned.plan).iter().map(ToString::to_string).collect();
         assert!(wrong.is_empty(), "{policy:?}: {wrong:?}");
-        assert_eq!(plan(&snapshot, &policy).plan, planned.plan, "a second run gives another plan");
+        assert_eq!(plan(&snapshot, &policy).plan, planned.plan, "a second run returned a different plan");
         for pod in &planned.report.pods {
             assert!(!pod.reason.is_empty(), "{}", pod.pod);
         }

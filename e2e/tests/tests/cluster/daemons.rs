@@ -35,7 +35,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     let report: serde_json::Value = serde_json::from_str(scope.exec_in_pod("two", &["cat", "/report"])?.trim())?;
     ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
     wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
-    wait_until("an Event reports it", || {
+    wait_until("an Event reports that the daemon does not serve", || {
         let events = cluster.list("/api/v1/events")?;
         Ok(events
             .iter()

@@ -146,7 +146,7 @@ fn delete_demo(cluster: &Cluster) -> Result<()> {
         kubectl(&["-n", DEMO_NAMESPACE, "delete", "pods", "--all", "--force", "--grace-period=0", "--wait=false"])?;
         Ok(cluster.find(&namespace)?.is_none())
     };
-    wait_until("the namespace of the demo is gone", gone)
+    wait_until("the namespace of the demo no longer exists", gone)
 }
 
 /// Runs the blocks of a page in order, each in a separate shell.

@@ -212,7 +212,7 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
         ensure!(refused.code == 403, "{refused}");
         for part in ["only the Cleave operator may remove the scheduling gate", GATE_NAME, "cleave.dev/allow=placement"]
         {
-            ensure!(refused.message.contains(part), "{refused} does not say {part:?}");
+            ensure!(refused.message.contains(part), "{refused} does not contain {part:?}");
         }
     }
     // Other fields of the pod can still be changed.

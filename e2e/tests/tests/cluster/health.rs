@@ -263,7 +263,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     let drained = run_program(&cleave_path(), &["drain", NODE, &device, "--force", "--grace", "1", "--timeout", "80"])?;
     ensure!(drained.contains("is free"), "{drained}");
     ensure!(gpu_status(&cluster, index)?["allocations"] == json!([]), "the drained GPU has allocations");
-    wait_until("the evicted pod is gone", || {
+    wait_until("the evicted pod no longer exists", || {
         let pod = cluster.find(&scope.pod_path("holder"))?;
         Ok(pod.is_none_or(|pod| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded")))
     })?;

@@ -66,7 +66,7 @@ impl Attempt {
     fn check(&self, bed: &TestBed<'_>) -> Result<String> {
         match (self.expected, (self.run)(bed)?) {
             (Expected::Refused(words), Outcome::Refused(answers)) => {
-                ensure!(!answers.is_empty(), "the attempt was not made");
+                ensure!(!answers.is_empty(), "the attempt caused no refusal");
                 for answer in &answers {
                     let says = words.iter().all(|word| answer.contains(word));
                     ensure!(says, "the attempt is refused with {answer:?}, which does not contain {words:?}");

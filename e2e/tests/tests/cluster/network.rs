@@ -15,7 +15,7 @@ const LISTEN_ON_8081_SCRIPT: &str = "exec busybox nc -ll -p 8081 -e true";
 
 fn pod_address(pod: &Value) -> Result<String> {
     let address = text(&pod["status"]["podIP"]);
-    ensure!(!address.is_empty(), "it has no address: {}", pod["status"]);
+    ensure!(!address.is_empty(), "the pod has no address: {}", pod["status"]);
     Ok(address)
 }
 

@@ -77,7 +77,7 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
 /// Checks that a request is forbidden by a policy, with this text.
 fn check_forbidden(result: Result<Value>, says: &str) -> Result<()> {
     let refused = result.err().with_context(|| format!("not refused: {says}"))?.downcast::<Refused>()?;
-    ensure!(refused.code == 403 && refused.message.contains(says), "{refused} does not say {says:?}");
+    ensure!(refused.code == 403 && refused.message.contains(says), "{refused} does not contain {says:?}");
     Ok(())
 }
 

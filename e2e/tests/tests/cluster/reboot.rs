@@ -204,7 +204,7 @@ fn wait_until_consistent(scope: &Scope) -> Result<()> {
         let mut expected = BTreeMap::new();
         for pod in &running {
             let uid = text(&pod["metadata"]["uid"]);
-            let ids = by_uid.get(&uid).with_context(|| format!("the kubelet has nothing for {uid}"))?;
+            let ids = by_uid.get(&uid).with_context(|| format!("the kubelet's checkpoint has no entry for {uid}"))?;
             expected.insert(format!("{}/{}", scope.namespace, text(&pod["metadata"]["name"])), ids.clone());
         }
         ensure!(reported == expected, "the node reports {reported:?}, and the kubelet has {expected:?}");

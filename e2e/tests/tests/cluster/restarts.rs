@@ -194,7 +194,7 @@ impl Drop for SecondAgent<'_> {
     fn drop(&mut self) {
         let gone = self.cluster.delete(&self.path, None);
         let is_gone = || Ok(self.cluster.find(&self.path)?.is_none());
-        if let Err(error) = gone.and_then(|()| wait_until("the second agent is gone", is_gone)) {
+        if let Err(error) = gone.and_then(|()| wait_until("the second agent no longer exists", is_gone)) {
             let _ = writeln!(std::io::stderr(), "failed to delete the second agent: {error:#}");
         }
     }

@@ -52,7 +52,7 @@ fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
         );
         ensure!(
             text(&report["uuid"]) == text(&allocated[0]["device"]),
-            "{name} reports another GPU than it has shares of"
+            "the GPU that {name} reports is not the GPU of its shares"
         );
     }
     Ok(())
@@ -146,7 +146,7 @@ fn the_node_refuses_a_pod_that_bypassed_the_gate_and_fits_no_gpu() -> Result<()>
         }
         Ok(!gated)
     })?;
-    wait_until("the pod's status says why it cannot run", || {
+    wait_until("the pod's status contains the reason for the rejection", || {
         let status = cluster.get(&scope.pod_path("eleven"))?["status"].clone();
         Ok(text(&status["reason"]) == "UnexpectedAdmissionError" && text(&status["message"]).contains("no single GPU"))
     })

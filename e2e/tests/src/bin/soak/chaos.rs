@@ -153,7 +153,7 @@ fn kill_mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> R
     let Some(pid) = pick(random, &pids) else { return Ok(()) };
     // Ignore errors: the process may have exited since its PID was read.
     let _ = on_node(node, &["kill", "-9", pid]);
-    wait_until("the killed process is gone", || {
+    wait_until("the killed process has exited", || {
         Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())
     })?;
     wait_until("all MPS daemons of the node serve", || {

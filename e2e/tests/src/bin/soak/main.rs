@@ -93,7 +93,7 @@ fn main() -> Result<()> {
     for pod in scope.pods()? {
         cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;
     }
-    wait_until("all pods are gone", || Ok(scope.pods()?.is_empty()))?;
+    wait_until("no pod exists", || Ok(scope.pods()?.is_empty()))?;
     wait_until_settled(&scope).context("slices were lost")?;
     // The kubelet needs a minute or two to clean up after a killed container runtime.
     let mut left = Vec::new();
@@ -106,14 +106,14 @@ fn main() -> Result<()> {
     println!("resident KiB at the start, in the middle, at the end: {}", resources::format_memory_over_time(&memory));
     let grown = resources::grown_programs(&memory);
     println!(
-        "soak: {minutes} minutes, seed {seed}: {} promises broken, {} things left behind, {} programs grown",
+        "soak: {minutes} minutes, seed {seed}: {} broken promises, {} kinds of leftovers, {} programs with growing memory",
         tracker.violations.len(),
         left.len(),
         grown.len()
     );
     ensure!(tracker.violations.is_empty(), "{:#?}", tracker.violations);
-    ensure!(left.is_empty(), "left behind on the nodes: {left:#?}");
-    ensure!(grown.is_empty(), "programs that have grown: {grown:#?}");
+    ensure!(left.is_empty(), "leftovers on the nodes: {left:#?}");
+    ensure!(grown.is_empty(), "programs with growing memory: {grown:#?}");
     Ok(())
 }
 

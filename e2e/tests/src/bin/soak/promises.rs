@@ -157,7 +157,7 @@ impl Tracker {
                 let rejected = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
                 let why = format!("{} {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 if tracked.client && tracked.mps_killed {
-                    *self.outcomes.entry("failed as their MPS was killed").or_default() += 1;
+                    *self.outcomes.entry("failed because their MPS was killed").or_default() += 1;
                 } else if is_recent && rejected {
                     *self.outcomes.entry("rejected after a disruption").or_default() += 1;
                 } else if !tracked.gated && rejected {
