@@ -38,7 +38,7 @@ impl Progress {
     }
 
     /// Returns the percentage of inputs that the target could read.
-    pub fn percent(&self) -> u64 {
+    pub fn read_percent(&self) -> u64 {
         self.read * 100 / self.inputs.max(1)
     }
 }

@@ -67,12 +67,12 @@ fn main() -> Result<()> {
                     "{:<20} {seconds:>5} s {:>12} inputs, {:>3} % read",
                     target.name,
                     progress.inputs,
-                    progress.percent()
+                    progress.read_percent()
                 );
             }
         });
         let progress = progress.with_context(|| format!("failed to read the corpus of {}", target.name))?;
-        println!("{:<20} done    {:>12} inputs, {:>3} % read", target.name, progress.inputs, progress.percent());
+        println!("{:<20} done    {:>12} inputs, {:>3} % read", target.name, progress.inputs, progress.read_percent());
     }
     Ok(())
 }

@@ -23,13 +23,13 @@ pub fn findings(sources: &Sources) -> Vec<Finding> {
 
 fn find_wide_comments(path: &str, text: &str) -> Option<Finding> {
     let marker = comment_marker(path, text)?;
-    let places: Vec<String> = text
+    let locations: Vec<String> = text
         .lines()
         .enumerate()
         .filter(|(_, line)| line.chars().count() > MAX_WIDTH && is_prose(line, marker))
         .map(|(at, line)| format!("{path}:{}: {} characters, at most {MAX_WIDTH}", at + 1, line.chars().count()))
         .collect();
-    (!places.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", places.len()), places })
+    (!locations.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", locations.len()), locations })
 }
 
 /// Returns the start of a comment in the file. Returns `None` if the file has no comments or is

@@ -20,7 +20,7 @@ pub fn long_files(sources: &Sources) -> Vec<Finding> {
         let mut top = text.lines().map(str::trim).take_while(|line| line.is_empty() || is_comment_or_attribute(line));
         (lines > MAX_FILE_LINES && !top.any(is_reason)).then(|| Finding {
             what: format!("long-file {path}"),
-            places: vec![format!("{path}: {lines} lines, at most {MAX_FILE_LINES}")],
+            locations: vec![format!("{path}: {lines} lines, at most {MAX_FILE_LINES}")],
         })
     };
     sources.files.iter().filter_map(long).collect()
@@ -56,7 +56,7 @@ impl Functions<'_> {
         let (path, name) = (self.path, &signature.ident);
         self.found.push(Finding {
             what: format!("long-function {path} {owner}{name}"),
-            places: vec![format!("{path}:{first}: {lines} lines, at most {MAX_FUNCTION_LINES}")],
+            locations: vec![format!("{path}:{first}: {lines} lines, at most {MAX_FUNCTION_LINES}")],
         });
     }
 

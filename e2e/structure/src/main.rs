@@ -33,7 +33,7 @@ fn run(options: &Options) -> Result<()> {
     let findings = check(&files::read(&options.root)?)?;
     for finding in &findings {
         println!("{}", finding.what);
-        for place in &finding.places {
+        for place in &finding.locations {
             println!("  {place}");
         }
     }

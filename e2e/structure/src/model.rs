@@ -27,5 +27,5 @@ pub struct Finding {
     /// The finding without line numbers, as in a line of the list of known findings.
     pub what: String,
     /// Locations of the finding. Each is one line that starts with the file and the line number.
-    pub places: Vec<String>,
+    pub locations: Vec<String>,
 }

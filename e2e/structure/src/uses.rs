@@ -17,7 +17,7 @@ enum Target {
 }
 
 /// Returns every use of one file by another.
-pub fn between_files(tree: &Tree) -> Uses {
+pub fn uses_between_files(tree: &Tree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
     let mut add = |from: usize, target: Target, in_code: bool, line: usize| {

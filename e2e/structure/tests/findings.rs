@@ -44,7 +44,7 @@ fn a_cycle_is_found_with_the_lines_of_its_uses() {
         found,
         [Finding {
             what: "cycle it a -> b -> c -> a".to_owned(),
-            places: vec![
+            locations: vec![
                 "src/a.rs:2 uses b".to_owned(),
                 "src/b.rs:1 uses c".to_owned(),
                 "src/c.rs:4 uses a".to_owned()
@@ -245,7 +245,7 @@ fn a_function_over_80_lines_needs_a_reason_above_it() {
     let over = function_with_lines(81);
     let long = ["long-function src/lib.rs long"];
     assert!(finding_texts(&[("src/lib.rs", &function_with_lines(80))]).is_empty());
-    assert_eq!(check_files(&[("src/lib.rs", &over)])[0].places, ["src/lib.rs:1: 81 lines, at most 80"]);
+    assert_eq!(check_files(&[("src/lib.rs", &over)])[0].locations, ["src/lib.rs:1: 81 lines, at most 80"]);
     for (above, expected) in [
         ("", long.as_slice()),
         ("// long: a table\n", &[]),
@@ -285,7 +285,7 @@ fn a_comment_over_100_characters_is_found() {
     let text = format!("/{}\nfn f() {{\n    {}\n}}\n", comment(100), comment(97));
     let expected = Finding {
         what: "wide-comment src/lib.rs 2".to_owned(),
-        places: vec![
+        locations: vec![
             "src/lib.rs:1: 101 characters, at most 100".to_owned(),
             "src/lib.rs:3: 101 characters, at most 100".to_owned(),
         ],
@@ -326,7 +326,7 @@ fn a_line_that_is_an_address_may_be_wide() {
 
 #[test]
 fn each_line_of_the_list_allows_one_finding() {
-    let finding = |what: &str| Finding { what: what.to_owned(), places: Vec::new() };
+    let finding = |what: &str| Finding { what: what.to_owned(), locations: Vec::new() };
     let findings = [finding("long-file a"), finding("long-file b"), finding("long-file b")];
     let none = Difference { new: Vec::new(), obsolete: Vec::new() };
     assert_eq!(known::difference(&findings, &known::format_list(&findings)), none);

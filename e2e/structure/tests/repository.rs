@@ -19,8 +19,11 @@ fn the_repository_has_only_known_findings() {
     let findings = check(&sources).unwrap();
     let known = fs::read_to_string(root.join(files::KNOWN_FINDINGS)).unwrap();
     let difference = known::difference(&findings, &known);
-    let new: String =
-        difference.new.iter().map(|finding| format!("{}\n  {}\n", finding.what, finding.places.join("\n  "))).collect();
+    let new: String = difference
+        .new
+        .iter()
+        .map(|finding| format!("{}\n  {}\n", finding.what, finding.locations.join("\n  ")))
+        .collect();
     assert!(new.is_empty(), "new findings, to be resolved:\n{new}");
     assert!(
         difference.obsolete.is_empty(),

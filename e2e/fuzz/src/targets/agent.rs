@@ -39,8 +39,8 @@ pub(super) fn sample_spec() -> GpuNodeSpec {
 pub(super) fn sample_actions() -> Actions {
     let allocation = |resource: &str, gpu: u32| Allocation {
         resource: resource.to_owned(),
-        ids: vec![format!("{}::0", fixtures::uuid(gpu)), format!("{}::1", fixtures::uuid(gpu))],
-        devices: vec![fixtures::uuid(gpu)],
+        ids: vec![format!("{}::0", fixtures::gpu_uuid(gpu)), format!("{}::1", fixtures::gpu_uuid(gpu))],
+        devices: vec![fixtures::gpu_uuid(gpu)],
         mps: None,
     };
     let first = run_agent(None, Object::Present(3, sample_spec()), HostView::default());
@@ -58,12 +58,12 @@ pub(super) fn sample_actions() -> Actions {
 /// GPUs count as lost and keep their layout, so an instance may appear twice. The next agent
 /// refuses a checkpoint with such an instance.
 fn run_agent(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
-    let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::uuid).collect();
+    let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::gpu_uuid).collect();
     let contradicts = |known: &Checkpoint| {
         let served = known.layouts.keys().chain(known.gpus.iter().map(|gpu| &gpu.uuid));
         served.into_iter().any(|uuid| !listed.contains(uuid))
     };
-    let sound = !checkpoint.as_ref().is_some_and(contradicts);
+    let is_consistent = !checkpoint.as_ref().is_some_and(contradicts);
     let start = Instant::now();
     let (mut node, allocations) = Node::start("boot".to_owned(), GRACE_PERIOD, checkpoint, None, start);
     let held: Vec<ContainerDevices> = allocations.iter().map(|(_, allocation)| container_devices(allocation)).collect();
@@ -78,12 +78,12 @@ fn run_agent(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> 
         node.record_gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
     }
     node.record_pod_resources(Ok(held.clone()), start, &mut table.allocations);
-    check_actions(&node.reconcile(&mut table, start), sound);
+    check_actions(&node.reconcile(&mut table, start), is_consistent);
     let later = start + Duration::from_secs(60);
     node.record_pod_resources(Ok(held), later, &mut table.allocations);
-    let turn = node.reconcile(&mut table, later);
-    check_actions(&turn, sound);
-    turn
+    let actions = node.reconcile(&mut table, later);
+    check_actions(&actions, is_consistent);
+    actions
 }
 
 /// Returns the allocation as the kubelet lists it.
@@ -97,21 +97,22 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
     }
 }
 
-/// Checks that the MPS host and the API server accept what the agent writes. If `sound` is true,
-/// also checks the checkpoint and the lists of devices, which a contradictory checkpoint can break.
-fn check_actions(turn: &Actions, sound: bool) {
-    let read = Desired::parse(&fixtures::to_json(&turn.desired));
-    assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host failed to read the desired state");
-    if sound {
-        encode_checkpoint(&turn.checkpoint);
+/// Checks that the MPS host and the API server accept what the agent writes. If `is_consistent` is
+/// true, also checks the checkpoint and the lists of devices, which a contradictory checkpoint can
+/// break.
+fn check_actions(actions: &Actions, is_consistent: bool) {
+    let read = Desired::parse(&fixtures::to_json(&actions.desired));
+    assert_eq!(read.as_ref(), Ok(&actions.desired), "the MPS host failed to read the desired state");
+    if is_consistent {
+        encode_checkpoint(&actions.checkpoint);
     }
-    for (resource, devices) in turn.lists.iter().filter(|_| sound) {
+    for (resource, devices) in actions.lists.iter().filter(|_| is_consistent) {
         let mut ids: Vec<&str> = devices.iter().map(|device| device.id.as_str()).collect();
         ids.sort_unstable();
         ids.dedup();
         assert_eq!(ids.len(), devices.len(), "{resource} has a duplicate id");
     }
-    for condition in &turn.status.conditions {
+    for condition in &actions.status.conditions {
         assert!(
             condition.message.len() <= 32 << 10,
             "the API server refuses a message of {} bytes",
@@ -182,7 +183,7 @@ pub(super) const NODE_SPEC: Target = Target {
         "3g.40gb",
         "nvidia.com/gpu",
     ],
-    samples: || vec![fixtures::sample(&sample_spec())],
+    samples: || vec![fixtures::encode_sample(&sample_spec())],
     inputs: 700,
     run: |bytes| match serde_json::from_slice::<GpuNodeSpec>(bytes) {
         Err(error) => {
@@ -204,7 +205,7 @@ pub(super) const MPS_STATUS: Target = Target {
         "version", "daemons", "state", "Active", "Fault", "BackOff", "Stopping", "Hard", "Advisory", "clients",
         "culprit", "fault",
     ],
-    samples: || vec![fixtures::sample(&fixtures::status(&sample_actions().desired))],
+    samples: || vec![fixtures::encode_sample(&fixtures::host_status(&sample_actions().desired))],
     inputs: 700,
     run: |bytes| match parse_status(bytes) {
         Err(error) => {

@@ -31,7 +31,7 @@ fn sample_pools() -> Vec<Pool> {
         max_clients: None,
     };
     let pool = |gpu: u32, first, kind| Pool {
-        device: fixtures::uuid(gpu),
+        device: fixtures::gpu_uuid(gpu),
         resource: MPS_RESOURCE.to_owned(),
         first,
         count: 10,
@@ -41,7 +41,7 @@ fn sample_pools() -> Vec<Pool> {
 }
 
 fn slice_ids(gpu: u32, numbers: std::ops::Range<u32>) -> Vec<String> {
-    numbers.map(|number| format!("{}::{number}", fixtures::uuid(gpu))).collect()
+    numbers.map(|number| format!("{}::{number}", fixtures::gpu_uuid(gpu))).collect()
 }
 
 pub(super) const DEVICE_PLUGIN: Target = Target {
@@ -78,7 +78,7 @@ pub(super) const DEVICE_PLUGIN: Target = Target {
 
 fn run_device_plugin(bytes: &[u8]) -> ReadResult {
     let pools = sample_pools();
-    let device = fixtures::uuid(1);
+    let device = fixtures::gpu_uuid(1);
     let reserved = [Reserved { device: &device, units: 2, sizes: vec![2] }];
     let view = ResourceView { resource: MPS_RESOURCE, pools: &pools, reserved: &reserved };
     let mut seen = ReadResult::Refused;

@@ -190,7 +190,7 @@ pub(super) const DESIRED: Target = Target {
         "../x",
         "00ff",
     ],
-    samples: || vec![fixtures::sample(&agent::sample_actions().desired)],
+    samples: || vec![fixtures::encode_sample(&agent::sample_actions().desired)],
     inputs: 12_000,
     run: read_desired,
 };
@@ -236,10 +236,10 @@ pub(super) const HOST_MESSAGE: Target = Target {
         "message",
     ],
     samples: || {
-        let status = fixtures::status(&agent::sample_actions().desired);
+        let status = fixtures::host_status(&agent::sample_actions().desired);
         let requests = [
             Request::Await { allocation: "00ff".into(), timeout_ms: 25_000 },
-            Request::Terminate { device: fixtures::uuid(0), pid: 579 },
+            Request::Terminate { device: fixtures::gpu_uuid(0), pid: 579 },
             Request::Status,
         ];
         let replies = [
@@ -248,7 +248,7 @@ pub(super) const HOST_MESSAGE: Target = Target {
             HostReply::Error { message: "why".into() },
             HostReply::Status(status),
         ];
-        requests.iter().map(fixtures::sample).chain(replies.iter().map(fixtures::sample)).collect()
+        requests.iter().map(fixtures::encode_sample).chain(replies.iter().map(fixtures::encode_sample)).collect()
     },
     inputs: 6_000,
     run: |bytes| match (check_round_trip::<Request>(bytes), check_round_trip::<HostReply>(bytes)) {

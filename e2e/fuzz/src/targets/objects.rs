@@ -271,9 +271,9 @@ mod tests {
         let partitions: Vec<_> = sample_spec().gpus.into_iter().map(|gpu| gpu.partition).collect();
         assert!(partitions.iter().any(|one| one.mps.is_some()) && partitions.iter().any(|one| one.mig.is_some()));
         assert!(partitions.iter().any(|one| one.time_slicing.is_some()));
-        let turn = sample_actions();
-        assert!(turn.desired.daemons.len() >= 2 && turn.desired.allocations.len() == 1, "{:?}", turn.desired);
-        let modes: BTreeSet<&str> = turn.checkpoint.layouts.values().map(|layout| layout.mode.as_str()).collect();
+        let actions = sample_actions();
+        assert!(actions.desired.daemons.len() >= 2 && actions.desired.allocations.len() == 1, "{:?}", actions.desired);
+        let modes: BTreeSet<&str> = actions.checkpoint.layouts.values().map(|layout| layout.mode.as_str()).collect();
         assert!(modes.len() >= 3, "{modes:?}");
     }
 }

@@ -44,7 +44,7 @@ pub(super) const SNAPSHOT: Target = Target {
     ],
     samples: || {
         let gpu = |index: u32, more: serde_json::Value| {
-            let mut gpu = json!({"uuid": fixtures::uuid(index), "index": index, "model": fixtures::GPU_MODEL, "memory": "81079Mi", "mode": "Auto"});
+            let mut gpu = json!({"uuid": fixtures::gpu_uuid(index), "index": index, "model": fixtures::GPU_MODEL, "memory": "81079Mi", "mode": "Auto"});
             if let (Some(fields), Some(more)) = (gpu.as_object_mut(), more.as_object()) {
                 fields.extend(more.clone());
             }

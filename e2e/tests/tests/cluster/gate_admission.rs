@@ -252,7 +252,7 @@ fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
 }
 
 #[test]
-fn the_policy_on_gates_was_type_checked() -> Result<()> {
+fn the_policy_that_protects_gates_has_no_type_errors() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _gating = Setting::change(GATE_VALUE, "policy")?;
     let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicies/cleave-gate");
