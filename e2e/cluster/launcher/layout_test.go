@@ -69,7 +69,7 @@ func TestNodesHaveDistinctAddresses(t *testing.T) {
 	}
 }
 
-func TestFreeIndex(t *testing.T) {
+func TestFreeIndexIsTheLowestUnusedIndex(t *testing.T) {
 	if got, err := freeIndex([]node{{Index: 1}, {Index: 3}}); got != 2 || err != nil {
 		t.Errorf("got %d, %v", got, err)
 	}
@@ -167,7 +167,7 @@ func TestWriteFileReplacesAtomically(t *testing.T) {
 	}
 }
 
-func TestOurRules(t *testing.T) {
+func TestOurRulesReturnsOnlyRulesOfTheCluster(t *testing.T) {
 	saved := `*nat
 -A POSTROUTING -s 10.204.1.2/32 -j MASQUERADE
 -A POSTROUTING -s 192.168.0.0/16 -j MASQUERADE

@@ -33,8 +33,8 @@ func TestParseStat(t *testing.T) {
 	}
 }
 
-// child starts an idle process and kills it at the end of the test.
-func child(t *testing.T) (process, *exec.Cmd) {
+// startIdleProcess starts an idle process and kills it at the end of the test.
+func startIdleProcess(t *testing.T) (process, *exec.Cmd) {
 	t.Helper()
 	command := exec.Command("sleep", "1000")
 	if err := command.Start(); err != nil {
@@ -52,7 +52,7 @@ func child(t *testing.T) (process, *exec.Cmd) {
 }
 
 func TestReusedProcessIDIsAnotherProcess(t *testing.T) {
-	p, _ := child(t)
+	p, _ := startIdleProcess(t)
 	for what, other := range map[string]process{
 		"started later":      {PID: p.PID, Start: p.Start + 1, Boot: p.Boot},
 		"before this boot":   {PID: p.PID, Start: p.Start, Boot: "another"},
@@ -73,8 +73,8 @@ func TestReusedProcessIDIsAnotherProcess(t *testing.T) {
 	}
 }
 
-func TestWaitGone(t *testing.T) {
-	p, command := child(t)
+func TestWaitUntilExitedWaitsForTheProcess(t *testing.T) {
+	p, command := startIdleProcess(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
 	defer cancel()
 	if err := p.waitUntilExited(ctx); err == nil {
