@@ -28,7 +28,7 @@ const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 
 pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
-        name: "two hundred connections to the agent's metrics that send nothing, from a permitted namespace",
+        name: "two hundred connections to the agent's metrics from a permitted namespace, and silence",
         expected: Expected::NoEffect,
         run: open_silent_connections,
     },

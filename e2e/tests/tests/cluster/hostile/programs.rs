@@ -155,7 +155,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "higher limits from all keys of a ConfigMap",
+        name: "higher limits from a ConfigMap as a whole",
         expected: Expected::NoEffect,
         run: |bed| {
             let script =
@@ -166,7 +166,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "another pipe directory from all keys of a ConfigMap",
+        name: "another pipe directory from a ConfigMap as a whole",
         expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| {
             let said = run_script(bed, "away", "echo $CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
@@ -175,7 +175,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "no pipe directory, unset in the container",
+        name: "the pipe directory unset in the container",
         expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| {
             let said = run_script(bed, HOSTILE_POD, "unset CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
@@ -183,7 +183,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "another pipe directory, set in the container",
+        name: "the pipe directory elsewhere",
         expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| {
             let said = run_script(bed, HOSTILE_POD, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
@@ -191,14 +191,14 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt { name: "a volume over the door's directory", expected: Expected::NoEffect, run: mount_over_door },
-    Attempt { name: "a separate MPS daemon in the pod", expected: REFUSED_WITHOUT_CONTEXT, run: start_own_daemon },
+    Attempt { name: "an MPS daemon of its own", expected: REFUSED_WITHOUT_CONTEXT, run: start_own_daemon },
     Attempt {
         name: "another GPU of the node, through its own door",
         expected: Expected::Refused(&["CUDA_ERROR_NO_DEVICE"]),
         run: |bed| run_on_other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all"),
     },
     Attempt {
-        name: "another GPU of the node, outside MPS",
+        name: "another GPU of the node, around MPS",
         expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| run_on_other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all CUDA_MPS_PIPE_DIRECTORY=/nowhere"),
     },
@@ -290,7 +290,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "an administrator's commands at the door that end the neighbour, the server and the daemon",
+        name: "an administrator's end of the neighbour, of the server and of the daemon at the door",
         expected: Expected::Refused(&["no answer"]),
         run: |bed| {
             let Processes { server, neighbour } = read_processes(bed)?;
@@ -358,7 +358,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| wait_for_violations(bed, LIAR_POD, &["unread"]),
     },
     Attempt {
-        name: "a client that has the server's socket and sends nothing",
+        name: "silence with the server's socket in hand",
         expected: REFUSED_AS_CLOSED,
         run: |bed| wait_for_violations(bed, LIAR_POD, &["mute=0", "mute=1", "mute=2"]),
     },
@@ -367,18 +367,14 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: REFUSED_AS_CLOSED,
         run: |bed| wait_for_violations(bed, LIAR_POD, &["no-last-word", "last-word=7"]),
     },
-    Attempt {
-        name: "a client that exits while it has the server's socket",
-        expected: Expected::NoEffect,
-        run: exit_during_handshake,
-    },
+    Attempt { name: "exit while it has the server's socket", expected: Expected::NoEffect, run: exit_during_handshake },
     Attempt {
         name: "a socket to the server that is shut down",
         expected: Expected::NoEffect,
         run: shut_down_during_handshake,
     },
     Attempt {
-        name: "two hundred connections at once that send nothing",
+        name: "two hundred connections at once, and silence",
         expected: REFUSED_AS_CLOSED,
         run: |bed| {
             check_neighbour_starts(bed)?;
@@ -386,7 +382,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "a memory limit that MPS cannot parse, set in the container",
+        name: "a memory limit that MPS does not understand, set in the container",
         expected: Expected::Found("MemoryExceeded"),
         run: |bed| wait_for_finding(bed, "junk", "MemoryExceeded"),
     },

@@ -140,7 +140,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| expect_refusal(bed, &pod_with_node_name()),
     },
     Attempt {
-        name: "spec.nodeName on a pod with the annotation of a static pod's mirror",
+        name: "spec.nodeName on a pod that poses as a static pod's mirror",
         expected: Expected::Refused(&["spec.nodeName is set"]),
         run: |bed| {
             let mut pod = pod_with_node_name();
@@ -202,7 +202,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "a volume with Cleave's directory of the node, in a namespace that enforces the standard `baseline`",
+        name: "a volume with Cleave's directory of the node, where the namespace is held to the standard `baseline`",
         expected: Expected::Refused(&["violates PodSecurity", "hostPath volumes"]),
         run: mount_host_path,
     },
