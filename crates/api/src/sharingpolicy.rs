@@ -133,8 +133,8 @@ pub struct SharingPolicySpec {
 /// Where replicas of one controller are placed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ReplicaPlacement {
-    /// Replicas use different GPUs if possible, and different nodes if possible. Pods of Jobs do
-    /// not: they are placed like pods without a controller.
+    /// Replicas use different GPUs if possible, and different nodes if possible. Pods of Jobs are
+    /// placed like pods without a controller.
     #[default]
     Spread,
     /// Replicas are placed like other pods: GPUs are filled before others are used.
@@ -295,13 +295,13 @@ pub enum ComputeMode {
     Default,
 }
 
-/// Whether MPS slices are made when pods request them.
+/// Whether MPS slices are created when pods request them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Sizes {
     /// A fixed number of equal shares.
     #[default]
     Fixed,
-    /// Slices of G GiB, made when pods request them.
+    /// Slices of G GiB, created when pods request them.
     Dynamic,
 }
 

@@ -1,10 +1,10 @@
 //! Narrows a gated pod to nodes, in addition to its own affinity.
 //!
-//! The node selector terms of a pod are OR-ed, so the requirement must be added to each term. While
-//! a pod is gated, the API server accepts only additions: requirements appended to existing terms,
-//! or a whole affinity if the pod has none. The API server refuses further terms and changes to
-//! existing terms. So the result is a list of JSON Patch additions (RFC 6902) that contain only the
-//! parts that the pod does not have.
+//! Kubernetes combines the node selector terms of a pod with OR, so the requirement must be added
+//! to each term. While a pod is gated, the API server accepts only additions: requirements appended
+//! to existing terms, or a whole affinity if the pod has none. The API server refuses further terms
+//! and changes to existing terms. So the result is a list of JSON Patch additions (RFC 6902) that
+//! contain only the parts that the pod does not have.
 //!
 //! Send the patch with a `test` of `/metadata/resourceVersion`, because the patch refers to terms
 //! by their index.
@@ -94,8 +94,8 @@ pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Require
     (!values.is_empty()).then(|| Requirement { key: HOSTNAME.to_owned(), operator: Operator::In, values })
 }
 
-/// Additions that restrict the pod to the nodes that match both its affinity and the requirement.
-/// The list is empty if the pod already has the requirement.
+/// Returns the additions that restrict the pod to the nodes that match both its affinity and the
+/// requirement. The list is empty if the pod already has the requirement.
 pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNothing> {
     let required = || Terms { node_selector_terms: vec![term(requirement)] };
     let terms = match present {
@@ -142,8 +142,8 @@ fn term(requirement: &Requirement) -> NodeSelectorTerm {
     NodeSelectorTerm { match_expressions: vec![requirement.clone()], match_fields: Vec::new() }
 }
 
-/// Returns a term without requirements matches no node. An added requirement would make it match
-/// some nodes.
+/// Returns whether a term has no requirements. Such a term matches no node, but would match some
+/// nodes with an added requirement.
 fn is_empty(term: &NodeSelectorTerm) -> bool {
     term.match_expressions.is_empty() && term.match_fields.is_empty()
 }

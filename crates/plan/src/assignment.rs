@@ -68,7 +68,7 @@ const MAX_SPREAD_STEPS: u32 = 500;
 impl Assignment {
     /// Creates the assignment without any pending pod.
     pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
-        // Every class can be packed without demands. The result is the GPU's current partition.
+        // `base` returns a state for every class that has no demands: the GPU's current partition.
         let gpus = model.gpus.iter().map(|gpu| states.base(gpu.class).unwrap_or(StateId::MAX)).collect();
         Self {
             gpus,
@@ -153,8 +153,8 @@ impl Assignment {
         }
     }
 
-    /// Places a pod. A location from [`Self::offer`] is always possible. If a location is not
-    /// possible, changes nothing and returns false.
+    /// Places a pod. A location from [`Self::find_location`] is always possible. If a location is
+    /// not possible, changes nothing and returns false.
     pub(crate) fn place(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
         let Some(group) = group(model, pod) else { return false };
         if !self.has_room(&group.needs, location.node) {

@@ -1,4 +1,5 @@
-//! Verifies plans. Shares no arithmetic with the planner, and uses only the snapshot and the plan.
+//! Verifies plans. The check shares no arithmetic with the planner, and uses only the snapshot and
+//! the plan.
 //!
 //! The check runs in tests on every plan, and before a plan is applied. A plan with a violation
 //! must not be applied.

@@ -129,7 +129,7 @@ const IDLE_GPU_VALUE: i64 = 2000;
 const FULL_GPU_VALUE: u64 = 1000;
 
 impl Class {
-    /// Whether the slices can exist on one GPU.
+    /// Checks whether the slices can exist on one GPU.
     pub(crate) fn check_consistency(&self) -> Result<(), String> {
         let cells = || self.in_use.iter().chain(&self.free);
         let mut families = Families::NONE;

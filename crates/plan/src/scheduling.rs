@@ -74,7 +74,7 @@ impl std::fmt::Display for Refused {
     }
 }
 
-/// Whether a pod may run on a node, regardless of other pods.
+/// Checks whether a pod may run on a node, regardless of other pods.
 ///
 /// # Errors
 /// Why the pod cannot run on the node.
@@ -93,7 +93,7 @@ impl<'a> Constraints<'a> {
         Self { selector: &pod.node_selector, affinity: &pod.affinity, tolerations: &pod.tolerations }
     }
 
-    /// Whether a pod with these constraints may run on the node.
+    /// Checks whether a pod with these constraints may run on the node.
     pub(crate) fn admit(&self, node: &Node) -> Result<(), Refused> {
         if let Some((key, value)) = self.unselected(node) {
             return Err(Refused::Selector(format!("{key}={value}")));
@@ -131,7 +131,7 @@ impl<'a> Constraints<'a> {
         matches_any(self.affinity, &node.labels, &node.name)
     }
 
-    /// Taints of the node that the pod does not tolerate.
+    /// Returns the taints of the node that the pod does not tolerate.
     fn untolerated<'n>(&self, node: &'n Node) -> impl Iterator<Item = &'n Taint> {
         let hard = |taint: &&Taint| taint.effect == "NoSchedule" || taint.effect == "NoExecute";
         node.taints.iter().filter(hard).filter(|taint| !self.tolerates(taint))

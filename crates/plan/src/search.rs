@@ -316,8 +316,8 @@ impl Search<'_, '_> {
         options.into_iter().map(|(_, location)| location).collect()
     }
 
-    /// All ways to spread units over a node's GPUs. Includes only one of several interchangeable
-    /// combinations.
+    /// Adds all ways to spread units over a node's GPUs to `options`. Includes only one of several
+    /// interchangeable combinations.
     fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
         let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
         let slots = self.assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();

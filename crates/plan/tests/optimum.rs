@@ -157,7 +157,7 @@ fn requested_cpu_millis(pod: &Pod) -> u64 {
     pod.requests["cpu"].milli().expect("a number")
 }
 
-/// Returns for each set of pods, whether a node can run it.
+/// Returns, for each set of pods, whether a node can run the set.
 fn runnable_pod_sets(node: &Node, pods: &[Pod]) -> Vec<bool> {
     let in_use = |gpu: &Gpu| {
         let of = |slice: &Slice| {

@@ -27,8 +27,8 @@ fn allocation(pod: &str, device: &str, size: u32) -> Allocation {
     Allocation { pod: pod.to_owned(), resource: MPS_RESOURCE.to_owned(), device: device.to_owned(), units: units(size) }
 }
 
-/// Returns a node with devices of ten units with these names. `held` lists the units that are
-/// allocated to pods.
+/// Returns a node with devices of ten units with these names. `held` lists the allocated units: the
+/// pod, the device and the number of units.
 fn node(devices: &[&str], held: &[(&str, &str, u32)]) -> NodeFacts {
     let used = |device: &str| held.iter().filter(|held| held.1 == device).map(|held| held.2).sum();
     let device = |&device: &&str| DeviceFacts {

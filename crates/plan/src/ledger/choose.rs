@@ -180,8 +180,8 @@ fn candidates<S: Score>(model: &str, stocks: &UnitsByDevice, size: u32, free: &[
     candidates
 }
 
-/// Calls `take` for each device with at least `size` free units. Scores count GPUs in thousandths,
-/// so units are converted.
+/// Calls `take` for each device with at least `size` free units. The function converts units to
+/// thousandths of a GPU, because scores count in thousandths.
 fn for_each_device<S: Score>(
     model: &str,
     stocks: &UnitsByDevice,
@@ -207,7 +207,7 @@ fn for_each_device<S: Score>(
     }
 }
 
-/// Returns why these units do not fit on a node's devices. The reason is about the largest size
+/// Returns why these units do not fit on a node's devices. The reason refers to the largest size
 /// that does not fit.
 fn no_fit(resource: &str, units: &[Units], stocks: &UnitsByDevice) -> NoFit {
     let resource = resource.to_owned();

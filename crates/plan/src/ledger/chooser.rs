@@ -26,7 +26,7 @@ const UNKNOWN_CPU: Cpu = Cpu { total: 0, free: u32::MAX as u64 };
 #[derive(Debug, Clone, Default)]
 pub(super) struct Changes(pub(super) BTreeSet<String>);
 
-/// The changes are no state of the ledger: two ledgers with the same nodes and claims are equal.
+/// The comparison ignores changes: two ledgers with the same nodes and claims are equal.
 impl PartialEq for Changes {
     fn eq(&self, _: &Self) -> bool {
         true
@@ -63,7 +63,7 @@ impl Siblings {
     }
 }
 
-/// What the ledger needs to know of a pod besides its requests for devices.
+/// Properties of a pod, other than its requests for devices, by which the ledger chooses devices.
 #[derive(Debug, Clone, Copy)]
 pub struct Beside<'a> {
     /// CPU that the pod requests, in thousandths of a core.
@@ -95,7 +95,7 @@ pub struct Chooser<S: Score = Learned> {
     /// Tables by resource, then by the capacity of a device.
     tables: BTreeMap<String, BTreeMap<u32, Table<S>>>,
     cpu: BTreeMap<String, Cpu>,
-    /// What was learned of each resource's requests.
+    /// The learner of each resource's requests.
     learners: BTreeMap<String, Learner>,
 }
 
@@ -175,8 +175,8 @@ impl<S: Score> Chooser<S> {
         }
     }
 
-    /// Returns the nodes and devices that fit the requests, best first. Of pods with several
-    /// requests, only those for whole devices have candidates.
+    /// Returns the nodes and devices that fit the requests, best first. A pod with several requests
+    /// has candidates only if it requests whole devices.
     pub(super) fn candidates(
         &mut self,
         device_requests: &[DeviceRequest],
@@ -208,8 +208,8 @@ impl Chooser<Learned> {
     pub fn count(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
         let Some((resource, demand)) = demand(device_requests, cpu, models) else { return };
         if !self.tables.contains_key(resource) && !self.learners.contains_key(resource) {
-            // No node offers the resource. Pods that request the resource say nothing about the
-            // GPUs that exist.
+            // No node offers the resource. The scores of the existing GPUs do not depend on
+            // requests for the resource.
             return;
         }
         if self.learners.len() < MAX_LEARNED || self.learners.contains_key(resource) {
@@ -304,8 +304,8 @@ impl<S: Score> Table<S> {
     }
 }
 
-/// Returns the resource, units and number of requests that are all equal. Returns `None` for other
-/// requests.
+/// Returns the resource, the units and the number of the requests if all of them are equal. Returns
+/// `None` otherwise.
 fn uniform(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)> {
     let (first, others) = device_requests.split_first()?;
     let count = u32::try_from(device_requests.len()).ok()?;

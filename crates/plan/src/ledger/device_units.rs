@@ -5,9 +5,9 @@ use super::request::Units;
 
 /// The capacity of one resource on one device, and how many of its units are used and reserved.
 ///
-/// Either `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts without
-/// reservations, and only [`Stock::reserve`] adds one. If the facts change, the caller creates a
-/// new units and adds the reservations again.
+/// Either `reserved ≤ capacity − used`, or nothing is reserved: [`DeviceUnits::new`] starts without
+/// reservations, and only [`DeviceUnits::reserve`] adds one. If the facts change, the caller
+/// creates a new value and adds the reservations again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct DeviceUnits {
     capacity: u32,
@@ -18,8 +18,8 @@ pub(super) struct DeviceUnits {
 }
 
 impl DeviceUnits {
-    /// Creates a units without reservations. `used` can exceed `capacity` if units become unhealthy
-    /// while they are in use.
+    /// Creates the value for a device without reservations. `used` can exceed `capacity` if units
+    /// become unhealthy while they are in use.
     pub(super) fn new(capacity: u32, used: u32) -> Self {
         let mut stock = Self { capacity, used, reserved: BTreeMap::new(), free: 0 };
         stock.recount();
@@ -76,7 +76,7 @@ impl DeviceUnits {
         }
     }
 
-    /// Returns a copy of the units without reservations.
+    /// Returns a copy without reservations.
     pub(super) fn without_reservations(&self) -> Self {
         Self::new(self.capacity, self.used)
     }

@@ -1,7 +1,7 @@
 //! The ledger: records which units of each device are free, used, or reserved for pods.
 //!
-//! A scheduler that adds up the units of a node's GPUs cannot see which units are on one GPU. So a
-//! pod is released only when the ledger has reserved units of one device for each of the pod's
+//! A scheduler that adds up the units of a node's GPUs does not know which units are on one GPU. So
+//! a pod is released only when the ledger has reserved units of one device for each of the pod's
 //! [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`]
 //! reserves units of a device. Reservations are stored by node, resource and size, not by pod. So
 //! two pods with equal requests can swap their units.
@@ -19,8 +19,8 @@
 //! copies of the two pods are swapped. The annotations do not change. The ledger has no other
 //! history. Therefore:
 //!
-//! - The units reserved on a device never exceed its free units. `units.rs` contains the only
-//!   subtraction, and the only function that adds a reservation.
+//! - The units reserved on a device never exceed its free units. `device_units.rs` contains the
+//!   only subtraction, and the only function that adds a reservation.
 //! - A ledger rebuilt from observations and annotations equals the lost ledger, unless a node is
 //!   short of units ([`Ledger::rebuild`]).
 //!
@@ -358,8 +358,8 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
 
-    /// Requests of a node's claims that fit on no device. The kubelet rejects a pod with such a
-    /// request.
+    /// Returns the requests of a node's claims that fit on no device. The kubelet rejects a pod
+    /// with such a request.
     pub fn unplaced_requests(&self, node: &str) -> &[DeviceRequest] {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
     }
@@ -369,7 +369,7 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
 
-    /// Finds the pods to preempt so that the pod fits on one of these nodes. `None` if no
+    /// Finds the pods to preempt so that the pod fits on one of these nodes. Returns `None` if no
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
@@ -390,8 +390,8 @@ impl Ledger {
     /// request on a node that is missing nothing. In other cases the search may miss one.
     ///
     /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods that
-    /// cannot be evicted, and pods on devices that cannot serve, from `holders`. Preempting the
-    /// latter frees no usable units.
+    /// cannot be evicted, and pods on devices that cannot serve, from `holders`. A preemption on
+    /// such a device frees no usable units.
     pub fn preempt<'a>(
         &self,
         pending: PendingPod<'_>,

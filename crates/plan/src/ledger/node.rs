@@ -22,7 +22,7 @@ pub struct DeviceUsage {
     pub free: u32,
 }
 
-/// The stocks of one resource by device.
+/// Units of one resource by device.
 pub(super) type UnitsByDevice = BTreeMap<String, DeviceUnits>;
 
 /// A node as the ledger last observed it, and the reservations on the node.
@@ -33,7 +33,7 @@ pub(super) struct Node {
     pub(super) stocks: BTreeMap<String, UnitsByDevice>,
     /// Allocations of each pod.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
-    /// Asks of claims that fit on no device.
+    /// Requests of claims that fit on no device.
     pub(super) short: Vec<DeviceRequest>,
 }
 

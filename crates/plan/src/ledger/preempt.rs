@@ -397,7 +397,7 @@ impl<'a> NodeView<'a> {
 type Spare = BTreeMap<usize, i128>;
 
 impl Candidate<'_> {
-    /// Subtracts what the pod keeps from the spare amounts.
+    /// Subtracts the pod's amounts from the spare amounts, because the pod is kept.
     fn keep(&self, spare: &mut Spare) {
         for (slot, amount) in &self.frees {
             if let Some(spare) = spare.get_mut(slot) {

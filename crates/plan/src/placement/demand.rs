@@ -47,8 +47,8 @@ impl TypicalPod {
 /// ATC'23).
 const TYPICAL_COVERAGE: f64 = 0.95;
 
-/// Maximum number of kinds that are counted. The lighter half is dropped beyond it, so that pods
-/// with ever new requests do not fill the memory.
+/// Maximum number of kinds that are counted. Beyond the maximum, [`Observed::add`] drops the half
+/// with the lower weights, so that pods with ever new requests do not fill the memory.
 const MAX_KINDS: usize = 4096;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
@@ -81,7 +81,7 @@ impl Observed {
         if self.kinds.len() > MAX_KINDS {
             let mut weights: Vec<f64> = self.kinds.values().copied().collect();
             let (_, median, _) = weights.select_nth_unstable_by(MAX_KINDS / 2, f64::total_cmp);
-            // Of kinds with equal weights, all are dropped.
+            // All kinds whose weight equals the median are dropped too.
             self.kinds.retain(|_, weight| *weight > *median);
             self.total = self.kinds.values().sum();
         }

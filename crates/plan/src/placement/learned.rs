@@ -4,7 +4,7 @@ use super::{Demand, GPU, Node, Observed, Rank, Score, Tightest, TypicalPod};
 
 /// Number of arrived pods after which an arrival has half of its weight.
 const HALF_LIFE: f64 = 4_000.0;
-/// Number of pods below which too little is known. The score is then the tightest fit.
+/// Number of pods below which the score is the tightest fit, because too few requests are known.
 const MIN_PODS: usize = 50;
 /// Maximum number of kinds of pods that are ranked when the score is updated.
 const MAX_RANKED_KINDS: usize = 256;

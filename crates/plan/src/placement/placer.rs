@@ -26,8 +26,8 @@ impl PartialOrd for Candidate {
 }
 
 impl Ord for Candidate {
-    /// Compares two candidates. The better candidate is greater. Among equal ones, the candidate
-    /// with the lower indices.
+    /// Compares two candidates. The better candidate is greater. Among equal candidates, the
+    /// candidate with the lower indices is greater.
     fn cmp(&self, other: &Self) -> Ordering {
         (other.replicas.cmp(&self.replicas))
             .then_with(|| self.rank.order(&other.rank))
@@ -224,8 +224,8 @@ impl<S: Score> Placer<S> {
 
 /// The nodes and GPUs that fit a pod, best first, with the indices of the GPUs that the pod uses.
 ///
-/// Most pods use the first candidate. So the first one is the result of a linear search, and the
-/// others are ordered only when the second one is needed.
+/// Most pods use the first candidate. So a linear search finds the first candidate, and the others
+/// are ordered only when the second candidate is needed.
 #[derive(Debug)]
 pub struct Candidates<'a> {
     nodes: &'a [Node],

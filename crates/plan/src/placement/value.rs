@@ -35,7 +35,7 @@ const SPARE_CPU_PENALTY: f64 = 0.05;
 /// ratio.
 const SCARCE_CPU_RATIO: f64 = 0.93;
 
-/// Part of the GPU capacity that must be in use before the use of CPU says how scarce it is.
+/// Part of the GPU capacity that must be in use before the use of CPU determines how scarce CPU is.
 const MIN_USED_GPUS: f64 = 0.02;
 
 /// CPU for each GPU above which a node counts as having much CPU, in thousandths of a core.
@@ -106,11 +106,11 @@ impl Value {
         }
     }
 
-    /// Adapts the value to pending pods. Pods then prefer holes that no pending pod needs to whole
-    /// GPUs that pending pods wait for.
+    /// Adapts the value to pending pods. The score then prefers free parts that no pending pod
+    /// needs to whole GPUs that pending pods wait for.
     ///
-    /// The adaptation makes a difference only if pods terminate. Otherwise, pods that share GPUs
-    /// would prevent GPUs from becoming whole again.
+    /// The adaptation has an effect only if pods terminate. Without the adaptation, pods that share
+    /// GPUs would prevent GPUs from becoming whole again.
     #[must_use]
     pub fn with_pending<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
@@ -178,8 +178,9 @@ impl Score for Value {
     }
 }
 
-/// Thousandths of a core that are used on the nodes for each used thousandth of a GPU. The number
-/// includes pods without GPUs, which the typical pods may not. 0 while too little is used.
+/// Returns the thousandths of a core that are used on the nodes for each used thousandth of a GPU.
+/// The number includes pods without GPUs, which the typical pods may not include. The result is 0
+/// while too little is used.
 fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
     let free = |node: &Node| node.gpus.iter().map(|free| free.min(&GPU)).sum::<u32>();
     let all: f64 = nodes.iter().map(|node| to_f64(node.gpus.len() as u64) * f64::from(GPU)).sum();
@@ -188,7 +189,8 @@ fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
     if used > MIN_USED_GPUS * all { cpu / used } else { 0.0 }
 }
 
-/// Sizes in hundredths, rounded up, and weights of the typical pods that share one GPU.
+/// Returns the sizes, in hundredths rounded up, and the weights of the typical pods that share one
+/// GPU.
 fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
     let mut sizes: BTreeMap<usize, f64> = BTreeMap::new();
     for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
@@ -199,9 +201,9 @@ fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
 
 /// Returns the value of a GPU with x hundredths free, for each x. This is the highest sum of prices
 /// of sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest GPUs on
-/// which all shared pods fit. A hole that fits no typical pod has no value. A size that tiles a GPU
-/// is worth its part of the GPU. Multiplicative weights solve the linear program. Here, the result
-/// of this method is as good as exact duals, and needs no solver.
+/// which all shared pods fit. A free part in which no typical pod fits has no value. A size that
+/// tiles a GPU is worth its part of the GPU. Multiplicative weights solve the linear program. Here,
+/// the result of this method is as good as exact duals, and needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP: usize = 1000;

@@ -418,7 +418,7 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
     for subject in [&large, &wide] {
         assert!(subject.rules.are_too_many());
         assert!(cluster.refusals_by_node(subject).iter().all(|verdict| *verdict == Err(Conflict::TooManyRules)));
-        // The judge refuses too many rules before it reads any pod or node.
+        // The checker refuses a pod with too many rules before it reads any pod or node.
         let all = || std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("pods are read") });
         let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
         let _ = NodeChecker::new(subject.as_subject(), nodes, all(), all(), |_| None);
