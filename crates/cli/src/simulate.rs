@@ -54,7 +54,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let mut input = Input::default();
     for path in &args.files {
         let name = path.display();
-        let text = read(path).with_context(|| format!("failed to read {name}"))?;
+        let text = read_input(path).with_context(|| format!("failed to read {name}"))?;
         input.add_text(&text).with_context(|| name.to_string())?;
     }
     print(&input.simulate(args.output)?)
@@ -70,7 +70,7 @@ pub fn simulate(text: &str, output: Output) -> Result<String> {
     input.simulate(output)
 }
 
-fn read(path: &Path) -> std::io::Result<String> {
+fn read_input(path: &Path) -> std::io::Result<String> {
     if path == Path::new("-") {
         let mut text = String::new();
         return std::io::stdin().read_to_string(&mut text).map(|_| text);

@@ -88,7 +88,7 @@ const REQUIRED: &str = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgno
 
 /// Returns a requirement for nodes with one of these hostnames. Returns `None` if the list is
 /// empty, because a pod must not be narrowed to no nodes.
-pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Requirement> {
+pub fn hostname_requirement<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Requirement> {
     let values: BTreeSet<&str> = hostnames.into_iter().collect();
     let values: Vec<String> = values.into_iter().map(str::to_owned).collect();
     (!values.is_empty()).then(|| Requirement { key: HOSTNAME.to_owned(), operator: Operator::In, values })
@@ -121,7 +121,7 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
             Operation::add(format!("{path}/-"), Value::Requirement(requirement.clone()))
         }
     };
-    Ok(terms.iter().enumerate().filter(|(_, term)| wants(term, requirement)).map(addition).collect())
+    Ok(terms.iter().enumerate().filter(|(_, term)| needs_requirement(term, requirement)).map(addition).collect())
 }
 
 /// Returns the pod's required terms after [`narrow`], for callers that send the whole list. A pod
@@ -132,7 +132,7 @@ pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<N
         return Err(MatchesNothing);
     }
     let mut terms = terms.to_vec();
-    for term in terms.iter_mut().filter(|term| wants(term, requirement)) {
+    for term in terms.iter_mut().filter(|term| needs_requirement(term, requirement)) {
         term.match_expressions.push(requirement.clone());
     }
     Ok(terms)
@@ -148,7 +148,7 @@ fn is_empty(term: &NodeSelectorTerm) -> bool {
     term.match_expressions.is_empty() && term.match_fields.is_empty()
 }
 
-fn wants(term: &NodeSelectorTerm, requirement: &Requirement) -> bool {
+fn needs_requirement(term: &NodeSelectorTerm, requirement: &Requirement) -> bool {
     !is_empty(term) && !term.match_expressions.contains(requirement)
 }
 
@@ -179,7 +179,7 @@ mod tests {
     }
 
     fn requirement() -> Requirement {
-        among(["n2", "n1", "n2"]).unwrap()
+        hostname_requirement(["n2", "n1", "n2"]).unwrap()
     }
 
     fn patched_pod(mut pod: Json, present: Present<'_>) -> Json {
@@ -230,7 +230,7 @@ mod tests {
     fn no_requirement_is_added_twice_and_no_pod_is_narrowed_to_no_nodes() {
         let terms = narrowed(Present::Nothing, &requirement()).unwrap();
         assert_eq!(narrow(Present::Required(&terms), &requirement()), Ok(Vec::new()));
-        assert_eq!(among([]), None);
+        assert_eq!(hostname_requirement([]), None);
     }
 
     fn pod(terms: &[NodeSelectorTerm]) -> Json {

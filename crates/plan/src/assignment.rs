@@ -163,7 +163,7 @@ impl Assignment {
         let mut done = 0;
         for (unit, gpu) in group.units.iter().zip(&location.gpus) {
             let Some(state) = self.gpus.get_mut(*gpu as usize) else { break };
-            let Some(next) = states.with(*state, *unit) else { break };
+            let Some(next) = states.with_demand(*state, *unit) else { break };
             *state = next;
             done += 1;
         }
@@ -201,7 +201,7 @@ impl Assignment {
 
     fn remove_demand(&mut self, states: &mut States, unit: DemandId, gpu: u32) {
         if let Some(slot) = self.gpus.get_mut(gpu as usize)
-            && let Some(before) = states.without(*slot, unit)
+            && let Some(before) = states.without_demand(*slot, unit)
         {
             *slot = before;
         }
@@ -253,7 +253,7 @@ fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) 
             continue;
         }
         last = Some(slot);
-        let Some(next) = states.with(slot, unit) else { continue };
+        let Some(next) = states.with_demand(slot, unit) else { continue };
         let Some(cost) = change_cost(states, slot, next, rule) else { continue };
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, at));
@@ -278,7 +278,7 @@ fn place_on_one_gpu(
         last = Some(slot);
         let mut state = Some(slot);
         for &unit in units {
-            state = state.and_then(|state| states.with(state, unit));
+            state = state.and_then(|state| states.with_demand(state, unit));
         }
         let Some(cost) = state.and_then(|state| change_cost(states, slot, state, rule)) else { continue };
         if best.is_none_or(|(least, _)| cost < least) {
@@ -302,7 +302,7 @@ fn place_on_several_gpus(
     for &unit in units {
         let Some((cost, at)) = cheapest(states, &now, unit, rule) else { break };
         let slot = now.get_mut(at as usize)?;
-        *slot = states.with(*slot, unit)?;
+        *slot = states.with_demand(*slot, unit)?;
         sum = sum.saturating_add(cost);
         chosen.push(at);
     }
@@ -343,7 +343,8 @@ fn search(
         if now[..at].contains(&slot) {
             continue;
         }
-        let Some(next) = states.with(slot, unit).filter(|&next| change_cost(states, slot, next, rule).is_some()) else {
+        let Some(next) = states.with_demand(slot, unit).filter(|&next| change_cost(states, slot, next, rule).is_some())
+        else {
             continue;
         };
         now[at] = next;

@@ -128,9 +128,9 @@ impl Table {
             starts.dedup();
             // A profile without a placement cannot be created. The other profiles are still valid.
             let Some(size) = u8::try_from(profile.size).ok().filter(|_| !starts.is_empty()) else { continue };
-            let media = media(&profile.name);
+            let media = media_engines(&profile.name);
             let count = profile.count.unwrap_or(if matches!(media, Media::Extra | Media::All) { 1 } else { u32::MAX });
-            let compute = compute(&profile.name);
+            let compute = compute_slices(&profile.name);
             entries.push(Entry {
                 resource: mig_resource(&profile.name),
                 name: profile.name.clone(),
@@ -195,12 +195,12 @@ impl Table {
     pub(crate) fn mask(&self, instance: Instance) -> Option<Mask> {
         let entry = self.entries.get(usize::from(instance.profile))?;
         entry.starts.binary_search(&instance.start).ok()?;
-        Some(bits(entry.size, instance.start))
+        Some(slice_mask(entry.size, instance.start))
     }
 
     /// Returns whether instances of these profiles can be on one GPU, regardless of their
     /// placements.
-    fn allows(&self, profiles: impl Iterator<Item = u8> + Clone) -> bool {
+    fn can_combine(&self, profiles: impl Iterator<Item = u8> + Clone) -> bool {
         let mut counts = [0_u32; 32];
         let (mut extra, mut all, mut plain) = (0, 0, 0);
         for profile in profiles {
@@ -238,7 +238,7 @@ impl Table {
             }
             mask |= bits;
         }
-        self.allows(instances.iter().map(|instance| instance.profile)).then_some(mask)
+        self.can_combine(instances.iter().map(|instance| instance.profile)).then_some(mask)
     }
 
     /// Finds placements for the `wanted` profiles. The instances `in_use` are not moved.
@@ -248,7 +248,7 @@ impl Table {
     pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
         let taken = self.combined_mask(in_use)?;
         let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
-        if !self.allows(everyone) {
+        if !self.can_combine(everyone) {
             return None;
         }
         let mut order = wanted.to_vec();
@@ -264,7 +264,7 @@ impl Table {
         for &instance in free {
             let Some(bits) = self.mask(instance) else { continue };
             let everyone = in_use.iter().chain(&placed).chain(&kept).map(|other| other.profile);
-            if bits & mask == 0 && self.allows(everyone.chain([instance.profile])) {
+            if bits & mask == 0 && self.can_combine(everyone.chain([instance.profile])) {
                 mask |= bits;
                 kept.push(instance);
             }
@@ -295,7 +295,7 @@ impl Search<'_> {
         // Place equal profiles in ascending order, because exchanging them makes no difference.
         let after = self.placed.last().filter(|last| last.profile == profile).map_or(0, |last| last.start + 1);
         for &start in entry.starts.iter().filter(|&&start| start >= after) {
-            let bits = bits(entry.size, start);
+            let bits = slice_mask(entry.size, start);
             if mask & bits != 0 || self.steps > MAX_STEPS {
                 continue;
             }
@@ -319,7 +319,7 @@ impl Search<'_> {
     }
 }
 
-const fn bits(size: u8, start: u8) -> Mask {
+const fn slice_mask(size: u8, start: u8) -> Mask {
     // A shift by the width of the type is undefined, so this size is a special case.
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
@@ -330,7 +330,7 @@ fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
     let mut taken = mask;
     let mut count = 0;
     for &start in starts {
-        let bits = bits(size, start);
+        let bits = slice_mask(size, start);
         if taken & bits == 0 {
             taken |= bits;
             count += 1;
@@ -340,7 +340,7 @@ fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
 }
 
 /// Returns the media engines of a profile, from its name.
-fn media(name: &str) -> Media {
+fn media_engines(name: &str) -> Media {
     if name.contains("+me.all") {
         Media::All
     } else if name.contains("+me") {
@@ -354,7 +354,7 @@ fn media(name: &str) -> Media {
 
 /// Returns the number of compute slices in a profile's name, such as 3 in `3g.20gb`. NVIDIA has no
 /// profile with more than 64.
-fn compute(name: &str) -> u32 {
+fn compute_slices(name: &str) -> u32 {
     name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
 }
 

@@ -124,7 +124,7 @@ fn kind_by_name(name: &str) -> Option<Kind> {
     } else if let Some(profile) = name.strip_prefix(device::MIG_PREFIX) {
         Some(if profile.ends_with(device::SHARED_SUFFIX) { Kind::Shares } else { Kind::Mig })
     } else {
-        device::sized(name).map(Kind::Sized)
+        device::sized_slice_gib(name).map(Kind::Sized)
     }
 }
 
@@ -233,7 +233,7 @@ impl<'a> Model<'a> {
                 let gpu = &node.gpus[gpu_at];
                 let table = tables.of.get(index).and_then(|of| of.get(gpu_at));
                 let twice = node.gpus.iter().filter(|other| other.uuid == gpu.uuid).count() > 1;
-                let (class, reason) = builder.class(gpu, table, exclusion.is_some(), twice);
+                let (class, reason) = builder.class_of(gpu, table, exclusion.is_some(), twice);
                 let next = as_u32(classes.len());
                 let class = *classes.entry(class).or_insert(next);
                 self.gpus.push(GpuModel { gpu, class, note: reason });
@@ -441,7 +441,7 @@ impl<'b> ClassBuilder<'b> {
     }
 
     /// Returns the class of a GPU, and why the GPU is excluded from the plan, if it is.
-    fn class(
+    fn class_of(
         &self,
         gpu: &Gpu,
         table: Option<&Result<usize, String>>,
@@ -484,7 +484,7 @@ impl<'b> ClassBuilder<'b> {
         if class.memory == 0 && (families.has(Family::Mps)) {
             note = Some(format!("{} is not a valid memory size of a GPU", gpu.memory));
         }
-        if let Err(reason) = self.cells(gpu, &mut class) {
+        if let Err(reason) = self.read_slices(gpu, &mut class) {
             note = Some(reason);
         }
         if gpu.mode == Mode::Unknown {
@@ -537,7 +537,7 @@ impl<'b> ClassBuilder<'b> {
     }
 
     /// Reads the slices of the GPU. Invalid slices are kept, and the GPU is not repartitioned.
-    fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
+    fn read_slices(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
         // Report only one problem, the first in alphabetical order. The report must not depend on
         // the order of slices.
         let mut wrong: Option<String> = None;
@@ -554,7 +554,7 @@ impl<'b> ClassBuilder<'b> {
                 kind == Kind::Mig || slice.resource.starts_with(device::MIG_PREFIX) || slice.placement.is_some();
             let mut instance = None;
             if of_mig {
-                instance = Self::instance(slice, class);
+                instance = Self::instance_of(slice, class);
                 match instance {
                     Some(instance) => instances.push(instance),
                     None => reject(match slice.placement {
@@ -591,7 +591,7 @@ impl<'b> ClassBuilder<'b> {
         wrong.map_or(Ok(()), Err)
     }
 
-    fn instance(slice: &Slice, class: &Class) -> Option<Instance> {
+    fn instance_of(slice: &Slice, class: &Class) -> Option<Instance> {
         let shared = class.table.as_ref()?;
         let start = u8::try_from(slice.placement?).ok()?;
         let name = match &slice.profile {

@@ -100,8 +100,8 @@ pub struct Planned {
 }
 
 /// Parts of the cluster with at most this many pods and GPUs are searched exactly.
-const SMALL_PODS: usize = 24;
-const SMALL_GPUS: usize = 32;
+const MAX_EXACT_PODS: usize = 24;
+const MAX_EXACT_GPUS: usize = 32;
 
 /// Maximum number of look-ups for moving pods in a whole plan: a fixed number, and a number for
 /// each pod.
@@ -109,7 +109,7 @@ const MAX_LOOKUPS: u64 = 200_000;
 const MAX_LOOKUPS_PER_POD: u64 = 300;
 /// Maximum number of look-ups for moving pods in one attempt at a part that is searched exactly
 /// afterwards.
-const SMALL_MAX_LOOKUPS: u64 = 10_000;
+const MAX_LOOKUPS_BEFORE_EXACT_SEARCH: u64 = 10_000;
 
 /// Plans the partition of each GPU and the placement of each pending pod.
 ///
@@ -253,9 +253,9 @@ fn solve(
     part: &Part,
     budget: &mut Budget,
 ) {
-    let ideal = part.ideal(model);
+    let ideal = part.ideal_score(model);
     let pods: Vec<u32> = part.pods(model).collect();
-    let small = pods.len() <= SMALL_PODS && part.gpus(model).count() <= SMALL_GPUS;
+    let small = pods.len() <= MAX_EXACT_PODS && part.gpus(model).count() <= MAX_EXACT_GPUS;
     let mut best: Option<(Score, Vec<(u32, Location)>)> = None;
     let planned = pods.iter().any(|&pod| model.planned.get(pod as usize).is_some_and(Option::is_some));
     for style in [Style::AsPlanned, Style::FewestChanges, Style::Packed, Style::LargeFirst] {
@@ -264,7 +264,7 @@ fn solve(
         }
         let before = states.work;
         let mut greedy = Greedy::new(model, states, costs, std::mem::take(assignment));
-        greedy.place(part, style, if small { SMALL_MAX_LOOKUPS } else { budget.moving / 3 });
+        greedy.place(part, style, if small { MAX_LOOKUPS_BEFORE_EXACT_SEARCH } else { budget.moving / 3 });
         *assignment = greedy.assignment;
         budget.moving = budget.moving.saturating_sub((states.work - before) / 8);
         let score = part.score(model, states, assignment);

@@ -80,7 +80,7 @@ impl States {
 
     /// Returns the state with one more demand. Returns `None` if the GPU cannot serve the
     /// additional demand.
-    pub(crate) fn with(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
+    pub(crate) fn with_demand(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let at = state as usize;
         match self.all.get(at)?.next.get(usize::from(demand))? {
@@ -99,7 +99,7 @@ impl States {
 
     /// Returns the state with one demand less. A GPU that can serve a set of demands can serve each
     /// subset.
-    pub(crate) fn without(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
+    pub(crate) fn without_demand(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let now = self.all.get(state as usize)?;
         if let Some((_, before)) = now.before.iter().find(|(requested, _)| *requested == demand) {

@@ -37,7 +37,7 @@ pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
     let verdict = view.verdict();
     let assignments = view.assignments();
     let nodes = view.nodes(&assignments, verdict.state);
-    let help = if verdict.state.needs_help() { view.help(&nodes) } else { Vec::new() };
+    let help = if verdict.state.needs_help() { view.suggestions(&nodes) } else { Vec::new() };
     Some(Explanation {
         pod: name.to_owned(),
         priority: pod.spec.priority.unwrap_or(0),

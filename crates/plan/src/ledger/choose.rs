@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::device_units::DeviceUnits;
 use super::facts::Reservation;
 use super::node::{Node, UnitsByDevice};
-use super::pack::{pack, tightest};
+use super::pack::{pack, tightest_devices};
 use super::request::{DeviceRequest, Units};
 use crate::placement::{self, Demand, GPU, Rank, Score};
 
@@ -236,7 +236,7 @@ fn no_fit(resource: &str, units: &[Units], stocks: &UnitsByDevice) -> NoFit {
     }
     let sizes: Vec<u32> = units.iter().map(|units| units.get()).collect();
     let all = || stocks.values().map(DeviceUnits::capacity).collect::<Vec<u32>>();
-    if sizes.len() > 1 && pack(&sizes, &all(), &mut tightest).is_none() {
+    if sizes.len() > 1 && pack(&sizes, &all(), &mut tightest_devices).is_none() {
         NoFit::TooMany
     } else if requested.get() > emptiest {
         NoFit::NotFree { resource, requested, most: emptiest }

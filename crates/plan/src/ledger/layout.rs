@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::device_units::DeviceUnits;
 use super::facts::{Allocation, Claim, Reservation};
 use super::node::UnitsByDevice;
-use super::pack::{pack, tightest};
+use super::pack::{pack, tightest_devices};
 use super::request::{DeviceRequest, Units};
 
 /// A pod's claim on one node.
@@ -17,7 +17,7 @@ pub(super) struct NodeClaim<'a> {
 }
 
 /// Returns the claims of these pods on a node, one claim for each pod.
-pub(super) fn claimed<'a>(
+pub(super) fn claims_on_node<'a>(
     claims: &'a BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
     node: &str,
@@ -66,7 +66,7 @@ pub(super) fn follow_swaps(
     node: &str,
     allocated: &BTreeMap<String, Vec<Allocation>>,
 ) {
-    let all = claimed(claims, pods, node, allocated);
+    let all = claims_on_node(claims, pods, node, allocated);
     if all.iter().all(|one| one.allocated.is_empty() || one.noted.is_empty() || one.compare_with_notes().1.is_empty()) {
         return;
     }
@@ -129,7 +129,7 @@ pub(super) fn new_reservations(
         let stocks = stocks.get(resource)?;
         let free: Vec<u32> = stocks.values().map(|stock| stock.without_reservations().free()).collect();
         let sizes: Vec<u32> = parts.iter().map(|(_, units)| units.get()).collect();
-        let devices = pack(&sizes, &free, &mut tightest)?;
+        let devices = pack(&sizes, &free, &mut tightest_devices)?;
         for ((pod, units), device) in parts.into_iter().zip(devices) {
             notes.get_mut(pod)?.push(note(resource, units, stocks.keys().nth(device)?));
         }
@@ -190,7 +190,7 @@ pub(super) fn reserve_missing(
 fn place(stocks: &mut UnitsByDevice, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
     let mut free: Vec<u32> = stocks.values().map(DeviceUnits::free).collect();
     let mut order = |size: u32, free: &[u32]| {
-        let mut devices = tightest(size, free);
+        let mut devices = tightest_devices(size, free);
         devices.sort_by_key(|device| !started_on.get(*device).copied().unwrap_or_default());
         devices
     };

@@ -44,7 +44,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub use choose::NoFit;
 use choose::{NodeRank, requested_units};
 use chooser::Changes;
-pub use chooser::{Beside, Chooser, Cpu, Siblings};
+pub use chooser::{ChoiceCriteria, Chooser, Cpu, Siblings};
 pub use containers::{Container, Kind, Part, device_requests, parts};
 use device_units::DeviceUnits;
 pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
@@ -155,7 +155,7 @@ impl Ledger {
     pub fn choose<S: Score>(
         &self,
         waiting: PendingPod<'_>,
-        beside: Beside<'_>,
+        criteria: ChoiceCriteria<'_>,
         chooser: &mut Chooser<S>,
         most: usize,
         mut may: impl FnMut(&str) -> bool,
@@ -165,7 +165,7 @@ impl Ledger {
         let nominated = self.nominated(Some(pod), priority);
         let mut places: Vec<Fit> = Vec::new();
         let mut refused: BTreeSet<&str> = BTreeSet::new();
-        for (name, devices) in chooser.candidates(device_requests, beside) {
+        for (name, devices) in chooser.candidates(device_requests, criteria) {
             if places.len() >= most {
                 break;
             }
@@ -482,7 +482,7 @@ impl Ledger {
         if node.short.is_empty() {
             return;
         }
-        let claimed = layout::claimed(&self.claims, pods, name, &node.allocations);
+        let claimed = layout::claims_on_node(&self.claims, pods, name, &node.allocations);
         let Some(notes) = layout::new_reservations(&node.stocks, &claimed) else { return };
         let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
         layout::set_reservations(&mut self.claims, name, notes);
@@ -495,8 +495,10 @@ impl Ledger {
         let none = BTreeSet::new();
         let pods = self.pods.get(name).unwrap_or(&none);
         layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
-        node.short =
-            layout::reserve_missing(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.allocations));
+        node.short = layout::reserve_missing(
+            &mut node.stocks,
+            &layout::claims_on_node(&self.claims, pods, name, &node.allocations),
+        );
         self.changes.0.insert(name.to_owned());
     }
 }

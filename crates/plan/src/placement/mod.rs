@@ -83,7 +83,7 @@ pub struct Rank {
 
 impl Rank {
     /// Compares two choices. The better one is greater.
-    fn order(&self, other: &Self) -> std::cmp::Ordering {
+    fn compare(&self, other: &Self) -> std::cmp::Ordering {
         self.score
             .total_cmp(&other.score)
             .then_with(|| other.spread.total_cmp(&self.spread))

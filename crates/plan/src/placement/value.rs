@@ -123,14 +123,14 @@ impl Value {
     }
 
     /// Returns the value of one GPU by its free thousandths.
-    fn gpu(&self, free: u32) -> f64 {
+    fn gpu_value(&self, free: u32) -> f64 {
         self.packing.get(free as usize * STEPS_PER_GPU / GPU as usize).copied().unwrap_or(1.0)
             + if free >= GPU { self.whole } else { 0.0 }
     }
 
     /// Returns the value of a node's free CPU and GPU capacity together, without the values of
     /// single GPUs.
-    fn beside(&self, model: f64, cpu: f64, free: f64) -> f64 {
+    fn node_value(&self, model: f64, cpu: f64, free: f64) -> f64 {
         let stranded = if self.cpu_per_gpu > 0.0 { (free - cpu / self.cpu_per_gpu).max(0.0) } else { 0.0 };
         (MODEL_SCARCITY_WEIGHT * model * free - STRANDED_GPU_COST * stranded) / f64::from(GPU)
     }
@@ -140,7 +140,7 @@ impl Value {
 #[derive(Debug, Clone, PartialEq)]
 pub struct NodeValues {
     free: f64,
-    beside: f64,
+    node_value: f64,
     model: f64,
     cpu_rich: f64,
 }
@@ -154,7 +154,7 @@ impl Score for Value {
         let gpus = to_f64(node.gpus.len().max(1) as u64);
         NodeValues {
             free,
-            beside: self.beside(model, to_f64(node.cpu), free),
+            node_value: self.node_value(model, to_f64(node.cpu), free),
             model,
             cpu_rich: (to_f64(node.cpu_total) / (USUAL_CPU_PER_GPU * gpus) - 1.0).min(4.0),
         }
@@ -166,14 +166,15 @@ impl Score for Value {
         let lost = match way {
             Some(device) => {
                 let now = node.gpus.get(device).copied().unwrap_or(0);
-                self.gpu(now) - self.gpu(now.saturating_sub(demand.per_gpu))
+                self.gpu_value(now) - self.gpu_value(now.saturating_sub(demand.per_gpu))
             }
             // A pod with several GPUs uses whole GPUs.
-            None => f64::from(demand.gpus) * (self.gpu(demand.per_gpu)),
+            None => f64::from(demand.gpus) * (self.gpu_value(demand.per_gpu)),
         };
         let compact = cpu / 128_000.0 + free / 8_000.0;
         let spared = if demand.gpus == 1 { self.spare_cpu * before.cpu_rich } else { 0.0 };
-        let score = self.beside(before.model, cpu, free) - before.beside - lost - FULLER_NODE_BONUS * compact - spared;
+        let score =
+            self.node_value(before.model, cpu, free) - before.node_value - lost - FULLER_NODE_BONUS * compact - spared;
         Rank { score, spread: 0.0, left: remaining(node, demand, way) }
     }
 }
