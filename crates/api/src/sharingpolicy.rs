@@ -91,7 +91,7 @@ use serde::{Deserialize, Serialize};
 pub struct SharingPolicySpec {
     /// Labels that a node must have. Default: every node is selected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "labels")]
+    #[schemars(schema_with = "labels_schema")]
     #[x_kube(validation = Rule::new("size(self) > 0")
         .message("nodeSelector is empty: omit it to select every node, or name a label"))]
     pub node_selector: Option<BTreeMap<String, String>>,
@@ -154,7 +154,7 @@ impl ReplicaPlacement {
 
 /// Returns the schema of node labels. The schema is bounded, so that the cost of rules about labels
 /// is bounded.
-fn labels(_: &mut SchemaGenerator) -> Schema {
+fn labels_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",
         "maxProperties": 32,

@@ -4,7 +4,7 @@ mod golden;
 
 use cleave_api::{GpuNode, SharingPolicy};
 use cleave_cli::explain::report::{Explanation, NodeView, State};
-use cleave_cli::explain::{Live, explain, render};
+use cleave_cli::explain::{LiveCluster, explain, render};
 use cleave_operator::dry::Objects;
 use cleave_operator::pods::PodObject;
 use cleave_operator::read::{AgentPod, NodeObject};
@@ -23,10 +23,10 @@ struct Fixture {
     pods: Vec<PodObject>,
 }
 
-fn live() -> Live {
+fn live() -> LiveCluster {
     let Fixture { nodes, agents, gpu_nodes, policies, pods } =
         serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();
-    Live::new(Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() }, 1000)
+    LiveCluster::new(Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() }, 1000)
 }
 
 fn explanation_of(name: &str) -> Explanation {
@@ -61,12 +61,12 @@ fn each_pod_has_its_state() {
 }
 
 /// Returns the objects of `explain/cluster.yaml` after `change`, at this time.
-fn live_after_change(change: impl FnOnce(&mut Objects), now: u64) -> Live {
+fn live_after_change(change: impl FnOnce(&mut Objects), now: u64) -> LiveCluster {
     let Fixture { nodes, agents, gpu_nodes, policies, pods } =
         serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();
     let mut objects = Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() };
     change(&mut objects);
-    Live::new(objects, now)
+    LiveCluster::new(objects, now)
 }
 
 #[test]

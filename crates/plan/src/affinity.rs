@@ -35,7 +35,7 @@ pub enum Present<'a> {
 /// is useless.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the pod's required node affinity matches no node: it has no term with a requirement")]
-pub struct MatchesNothing;
+pub struct MatchesNoNode;
 
 /// An `add` operation of a JSON Patch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -96,7 +96,7 @@ pub fn hostname_requirement<'a>(hostnames: impl IntoIterator<Item = &'a str>) ->
 
 /// Returns the additions that restrict the pod to the nodes that match both its affinity and the
 /// requirement. The list is empty if the pod already has the requirement.
-pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNothing> {
+pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNoNode> {
     let required = || Terms { node_selector_terms: vec![term(requirement)] };
     let terms = match present {
         Present::Required(terms) => terms,
@@ -111,7 +111,7 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
         Present::NodeAffinity => return Ok(vec![Operation::add(REQUIRED.to_owned(), Value::Required(required()))]),
     };
     if terms.iter().all(is_empty) {
-        return Err(MatchesNothing);
+        return Err(MatchesNoNode);
     }
     let addition = |(index, term): (usize, &NodeSelectorTerm)| {
         let path = format!("{REQUIRED}/nodeSelectorTerms/{index}/matchExpressions");
@@ -126,10 +126,10 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
 
 /// Returns the pod's required terms after [`narrow`], for callers that send the whole list. A pod
 /// without required terms receives one term.
-pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNothing> {
+pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNoNode> {
     let Present::Required(terms) = present else { return Ok(vec![term(requirement)]) };
     if terms.iter().all(is_empty) {
-        return Err(MatchesNothing);
+        return Err(MatchesNoNode);
     }
     let mut terms = terms.to_vec();
     for term in terms.iter_mut().filter(|term| needs_requirement(term, requirement)) {
@@ -208,8 +208,8 @@ mod tests {
         let zone = Requirement { key: "zone".to_owned(), operator: Operator::Exists, values: Vec::new() };
         let some = NodeSelectorTerm { match_expressions: vec![zone], match_fields: Vec::new() };
         let empty = NodeSelectorTerm::default();
-        assert_eq!(narrow(Present::Required(&[]), &requirement()), Err(MatchesNothing));
-        assert_eq!(narrow(Present::Required(&[empty.clone(), empty.clone()]), &requirement()), Err(MatchesNothing));
+        assert_eq!(narrow(Present::Required(&[]), &requirement()), Err(MatchesNoNode));
+        assert_eq!(narrow(Present::Required(&[empty.clone(), empty.clone()]), &requirement()), Err(MatchesNoNode));
         let operations = narrow(Present::Required(&[empty.clone(), some]), &requirement()).unwrap();
         assert_eq!(operations.len(), 1);
         assert!(operations[0].path().ends_with("/nodeSelectorTerms/1/matchExpressions/-"), "{operations:?}");

@@ -140,7 +140,7 @@ impl Assignment {
         match of.units.as_slice() {
             [] => Some(Cost::default()),
             [unit] => {
-                let (cost, at) = cheapest(states, slots, *unit, rule)?;
+                let (cost, at) = cheapest_gpu(states, slots, *unit, rule)?;
                 gpus.push(range.start + at);
                 Some(cost)
             }
@@ -245,7 +245,7 @@ pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Rul
 }
 
 /// Returns the cheapest GPU for one unit. If several GPUs cost the same, the first of them.
-fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
+fn cheapest_gpu(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;
     for (&slot, at) in slots.iter().zip(0..) {
@@ -300,7 +300,7 @@ fn place_on_several_gpus(
     let mut chosen = Vec::with_capacity(units.len());
     let mut sum = Cost::default();
     for &unit in units {
-        let Some((cost, at)) = cheapest(states, &now, unit, rule) else { break };
+        let Some((cost, at)) = cheapest_gpu(states, &now, unit, rule) else { break };
         let slot = now.get_mut(at as usize)?;
         *slot = states.with_demand(*slot, unit)?;
         sum = sum.saturating_add(cost);
@@ -317,7 +317,7 @@ fn place_on_several_gpus(
     let mut now = slots.to_vec();
     chosen.clear();
     let mut steps = 0;
-    let found = search(states, &mut now, units, rule, &mut chosen, &mut steps);
+    let found = search_combinations(states, &mut now, units, rule, &mut chosen, &mut steps);
     let cost = slots
         .iter()
         .zip(&now)
@@ -325,7 +325,7 @@ fn place_on_several_gpus(
     cost.filter(|_| found).map(|cost| (cost, chosen))
 }
 
-fn search(
+fn search_combinations(
     states: &mut States,
     now: &mut Vec<StateId>,
     units: &[DemandId],
@@ -349,7 +349,7 @@ fn search(
         };
         now[at] = next;
         chosen.push(crate::model::as_u32(at));
-        if search(states, now, rest, rule, chosen, steps) {
+        if search_combinations(states, now, rest, rule, chosen, steps) {
             return true;
         }
         chosen.pop();

@@ -223,7 +223,7 @@ impl Table {
     /// Estimates the remaining room if the slices in `mask` are used. The estimate is the sum, over
     /// all shapes, of the slices that instances of one shape alone could cover. Higher is better.
     /// An instance costs little room where no larger instance could start.
-    pub(crate) fn room(&self, mask: Mask) -> u32 {
+    pub(crate) fn estimate_room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * max_instances(*size, starts, mask)).sum()
     }
 
@@ -312,7 +312,7 @@ impl Search<'_> {
             !self.placed.contains(instance) && self.table.mask(**instance).is_some_and(|bits| bits & mask != 0)
         };
         let touched = self.placed.len() - reused + self.free.iter().filter(covered).count();
-        let cost = (touched, u32::MAX - self.table.room(mask), self.placed.clone());
+        let cost = (touched, u32::MAX - self.table.estimate_room(mask), self.placed.clone());
         if self.best.as_ref().is_none_or(|(best, _)| cost < *best) {
             self.best = Some((cost, self.placed.clone()));
         }
@@ -516,7 +516,7 @@ mod tests {
         let mut full = std::collections::BTreeSet::new();
         for layout in full_layouts(&small) {
             let mask = small.combined_mask(&layout).expect("legal");
-            if small.room(mask) == 0 {
+            if small.estimate_room(mask) == 0 {
                 let mut names: Vec<u8> = layout.iter().map(|instance| instance.profile).collect();
                 names.sort_unstable();
                 full.insert(names);
@@ -607,7 +607,7 @@ mod tests {
         let many: Vec<Profile> = (0..40).map(|index| profile(&format!("1g.{index}gb"), 1, &[0])).collect();
         assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = Table::new(&[]).expect("an empty list is valid");
-        assert_eq!((none.slices, none.room(0)), (0, 0));
+        assert_eq!((none.slices, none.estimate_room(0)), (0, 0));
         // 16 instances with 31 placements each have many more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = Table::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");

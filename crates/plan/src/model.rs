@@ -8,7 +8,7 @@ use std::rc::Rc;
 use crate::device::{self, Families, Family, Mode};
 use crate::mig::{Instance, Table};
 use crate::mps::MAX_CLIENTS;
-use crate::partition::{Cell, Class, Demand, InstanceSharing, Kind, ResourceId, Shared, Usage, merge};
+use crate::partition::{Cell, Class, Demand, InstanceSharing, Kind, ResourceId, SharedTable, Usage, merge_cells};
 use crate::policy::Policy;
 use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
@@ -469,7 +469,7 @@ impl<'b> ClassBuilder<'b> {
             match table {
                 Some(Ok(id)) => {
                     class.table =
-                        self.tables.all.get(*id).map(|table| Shared { id: as_u32(*id), table: Rc::clone(table) });
+                        self.tables.all.get(*id).map(|table| SharedTable { id: as_u32(*id), table: Rc::clone(table) });
                     if let Some((mig, shared)) = self.mig.get(*id) {
                         class.mig.clone_from(mig);
                         class.mig_shared.clone_from(shared);
@@ -571,8 +571,8 @@ impl<'b> ClassBuilder<'b> {
                 if slice.in_use { &mut class.in_use } else { &mut class.free }.push(cell);
             }
         }
-        merge(&mut class.in_use);
-        merge(&mut class.free);
+        merge_cells(&mut class.in_use);
+        merge_cells(&mut class.free);
         if class.in_use.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
             reject(format!("the GPU has more than {MAX_EQUAL_SLICES} equal slices"));
         }

@@ -124,7 +124,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut assignment = empty.clone();
     let moving = MAX_LOOKUPS.saturating_add(MAX_LOOKUPS_PER_POD.saturating_mul(snapshot.pods.len() as u64));
     let mut budget = Budget { moving, steps: policy.search_steps.saturating_mul(16), each: policy.search_steps };
-    for part in parts(&model) {
+    for part in divide_into_parts(&model) {
         solve(&model, &mut states, &mut costs, &mut assignment, &part, &mut budget);
     }
     first_come_first_served(&model, &mut assignment);
@@ -221,7 +221,7 @@ fn leader_of(leader: &mut [u32], of: u32) -> u32 {
 
 /// Divides the cluster into parts with their groups. No pod can be placed in two parts. Nodes that
 /// no pod can use belong to no part.
-fn parts(model: &Model<'_>) -> Vec<Part> {
+fn divide_into_parts(model: &Model<'_>) -> Vec<Part> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {
         for pair in group.nodes.windows(2) {
@@ -337,7 +337,7 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
                 changed = true;
                 slices.retain(|slice| slice.in_use);
                 for cell in &packed.free {
-                    let slice = slice(model, class, cell);
+                    let slice = slice_of_cell(model, class, cell);
                     slices.extend(std::iter::repeat_n(slice, cell.count as usize));
                 }
             }
@@ -346,7 +346,7 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
                 node: node.node.name.clone(),
                 uuid: observed.gpu.uuid.clone(),
                 changed,
-                mode: mode(states, state),
+                mode: planned_family(states, state),
                 slices,
             });
         }
@@ -354,7 +354,7 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
     plans
 }
 
-fn slice(model: &Model<'_>, class: &Class, cell: &Cell) -> Slice {
+fn slice_of_cell(model: &Model<'_>, class: &Class, cell: &Cell) -> Slice {
     let of_instance = cell.instance.filter(|_| cell.kind == Kind::Shares);
     let profile = of_instance.filter(|instance| !class.mig_shared.contains(&(cell.resource, instance.profile)));
     Slice {
@@ -367,7 +367,7 @@ fn slice(model: &Model<'_>, class: &Class, cell: &Cell) -> Slice {
     }
 }
 
-fn mode(states: &States, state: StateId) -> Family {
+fn planned_family(states: &States, state: StateId) -> Family {
     let Some((class, packed)) = states.packed(state) else { return Family::Whole };
     class.in_use.iter().chain(&packed.free).find_map(|cell| class.family_of(cell)).unwrap_or(Family::Whole)
 }

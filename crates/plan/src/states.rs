@@ -5,7 +5,7 @@
 //! so placing one more demand is a look-up.
 use std::collections::BTreeMap;
 
-use crate::partition::{Class, Demand, Packed, Usage};
+use crate::partition::{Class, Demand, PackedPartition, Usage};
 
 /// Index of a class.
 pub(crate) type ClassId = u32;
@@ -19,7 +19,7 @@ struct State {
     class: ClassId,
     /// Demands on the GPU, sorted.
     demands: Vec<DemandId>,
-    packed: Packed,
+    packed: PackedPartition,
     /// For each demand, the state with this demand added, if it was computed.
     next: Vec<Next>,
     /// Computed states with one demand less.
@@ -125,7 +125,7 @@ impl States {
     }
 
     /// Returns the class and the partition of a state.
-    pub(crate) fn packed(&self, state: StateId) -> Option<(&Class, &Packed)> {
+    pub(crate) fn packed(&self, state: StateId) -> Option<(&Class, &PackedPartition)> {
         let state = self.all.get(state as usize)?;
         Some((self.classes.get(state.class as usize)?, &state.packed))
     }

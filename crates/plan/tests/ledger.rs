@@ -177,7 +177,7 @@ impl Simulation {
             }
             Event::Tick { by } => {
                 self.now += by;
-                for pod in self.ledger.overdue(Moment(self.now)) {
+                for pod in self.ledger.pods_with_expired_claims(Moment(self.now)) {
                     let claim = self.ledger.release(&pod).unwrap();
                     assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
                     self.delete_pod(&pod);

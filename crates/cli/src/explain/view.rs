@@ -10,12 +10,12 @@ use cleave_operator::pods::{PodObject, claimant, full_name};
 use cleave_plan::ledger::{DeviceRequest, Ledger};
 use cleave_plan::snapshot::Pod as PlanPod;
 
-use super::live::{Live, decide};
+use super::live::{LiveCluster, decide};
 use super::report::{Assignment, Explanation, Part, State, Verdict};
 
 /// The cluster, from the view of one pod.
 pub(super) struct PodContext<'a> {
-    pub(super) live: &'a Live,
+    pub(super) live: &'a LiveCluster,
     /// Allocations and reservations, without those of pods that still have the placement gate.
     pub(super) ledger: &'a Ledger,
     pub(super) pod: &'a PodObject,
@@ -26,7 +26,7 @@ pub(super) struct PodContext<'a> {
 }
 
 /// Explains the state of the pod `namespace/name`. Returns `None` if the cluster has no such pod.
-pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
+pub fn explain(live: &LiveCluster, name: &str) -> Option<Explanation> {
     let pod = live.cluster.pods.iter().find(|pod| full_name(&pod.metadata) == name)?;
     let device_requests = pod.device_requests();
     let mut others = Gatekeeper::default();

@@ -316,7 +316,7 @@ impl Ledger {
     }
 
     /// Returns the pods that are not bound and whose claims have expired.
-    pub fn overdue(&self, now: Moment) -> Vec<String> {
+    pub fn pods_with_expired_claims(&self, now: Moment) -> Vec<String> {
         let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
         self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
     }
@@ -404,7 +404,7 @@ impl Ledger {
         let nodes = nodes.into_iter().filter_map(|(name, target)| {
             Some(SearchedNode { target, node: self.nodes.get(name)?, nominated: nominated.get(name) })
         });
-        preempt::cheapest(pending, nodes, holders)
+        preempt::cheapest_preemption(pending, nodes, holders)
     }
 
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces

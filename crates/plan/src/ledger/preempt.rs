@@ -132,7 +132,7 @@ pub(super) struct SearchedNode<'a> {
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
 /// equal preemptions, the preemption on the first node.
-pub(super) fn cheapest<'a>(
+pub(super) fn cheapest_preemption<'a>(
     pending: PendingPod<'_>,
     nodes: impl Iterator<Item = SearchedNode<'a>>,
     holders: &Holders<'_>,

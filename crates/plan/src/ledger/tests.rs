@@ -224,11 +224,11 @@ fn only_pods_that_are_not_bound_become_overdue() {
     reserve(&mut ledger, "later", &[3], 20);
     reserve(&mut ledger, "bound", &[4], 10);
     ledger.bind("bound", "n", &device_requests(&[4]));
-    assert!(ledger.overdue(Moment(9)).is_empty());
-    assert_eq!(ledger.overdue(Moment(10)), ["late"]);
+    assert!(ledger.pods_with_expired_claims(Moment(9)).is_empty());
+    assert_eq!(ledger.pods_with_expired_claims(Moment(10)), ["late"]);
     ledger.release("late");
     assert_eq!(reserved(&ledger, "n"), [units_on("a", 3), units_on("a", 4)]);
-    assert!(ledger.overdue(Moment(10)).is_empty());
+    assert!(ledger.pods_with_expired_claims(Moment(10)).is_empty());
 }
 
 #[test]
