@@ -340,8 +340,8 @@ impl Search<'_, '_> {
                     next.push((states, chosen));
                 }
             }
-            // Ways that result in the same states count as one way, no matter which GPU has which
-            // state.
+            // Ways that result in the same states count as one way, regardless of which GPU has
+            // which state.
             let canonical = |states: &[StateId]| {
                 let mut states = states.to_vec();
                 states.sort_unstable();

@@ -585,7 +585,7 @@ proptest! {
             };
             for way in case.device_choices(node) {
                 let helps = sets.iter().filter(|gone| helps(gone, &way));
-                // Pods that come first are kept if possible, whatever happens to later ones.
+                // Pods that come first are kept if possible, regardless of later pods.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
                     is_possible = true;
@@ -644,7 +644,7 @@ proptest! {
         prop_assert!(again.as_ref().is_some_and(|again| again.victims.is_empty()), "{:?}, then {:?}", found, again);
     }
 
-    /// The preemptor receives the nominated units, whatever pods of the same or lower priority
+    /// The preemptor receives the nominated units, even if pods of the same or lower priority
     /// arrive while its victims terminate one by one.
     #[test]
     fn nominated_units_are_allocated_to_their_pod(

@@ -21,7 +21,7 @@ pub(super) struct PodContext<'a> {
     pub(super) pod: &'a PodObject,
     /// `namespace/name` of the pod.
     pub(super) name: &'a str,
-    /// The requests of the pod. Each must come from one device.
+    /// The requests of the pod. The units of each request must be on one device.
     pub(super) device_requests: &'a [DeviceRequest],
 }
 

@@ -17,7 +17,7 @@ use super::request::DeviceRequest;
 use crate::placement::learned::{Learner, thousandths};
 use crate::placement::{self, Candidate, Demand, Learned, Placer, Replicas, Score};
 
-/// Maximum number of resources whose requests are learned. Others use the tightest fit.
+/// Maximum number of resources whose requests are learned. Other resources use the tightest fit.
 const MAX_LEARNED: usize = 64;
 /// Free CPU of a node whose CPU is unknown, in thousandths of a core.
 const UNKNOWN_CPU: Cpu = Cpu { total: 0, free: u32::MAX as u64 };

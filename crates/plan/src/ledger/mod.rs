@@ -376,9 +376,9 @@ impl Ledger {
     /// the node. Victims free units of devices and what the node is missing
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
     /// other pods of the same or higher priority remain nominated. A node that is short of a
-    /// requested resource is excluded. What terminating pods use counts as free, so no pod is
-    /// preempted for units that become free anyway. While the victims terminate, another call
-    /// returns no further victims.
+    /// requested resource is excluded. The units and other resources of terminating pods count as
+    /// free, so no pod is preempted for units that become free anyway. While the victims terminate,
+    /// another call returns no further victims.
     ///
     /// For each way to place the requests on devices, as many pods as possible are kept: first pods
     /// of higher priority, then pods that started earlier. A disruption budget never allows fewer

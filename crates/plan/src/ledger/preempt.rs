@@ -153,8 +153,8 @@ pub(super) fn cheapest_preemption<'a>(
     best.map(|(_, preemption)| preemption)
 }
 
-/// Something of which a node has a limited amount: units of a requested resource on a device, or a
-/// resource of the node such as CPU.
+/// A limited resource: units of a requested resource on a device, or a resource of the node such as
+/// CPU.
 struct Slot<'a> {
     resource: &'a str,
     /// UUID of the device. The UUID is empty for a resource of the node.
