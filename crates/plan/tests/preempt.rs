@@ -566,8 +566,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
     /// The victims make room, each victim is needed, all victims have a lower priority, and their
-    /// budgets allow their eviction. If no budget limits the victims, they equal, for each way to
-    /// place the requests, the best set of all subsets, and the chosen way has the lowest cost.
+    /// budgets allow their eviction. If no budget limits the victims, they equal the best set of
+    /// all subsets, for each way to place the requests. The chosen way has the lowest cost.
     #[test]
     fn victims_are_needed_and_no_other_choice_is_cheaper(case in preemption_case()) {
         let ledger = case.ledger();

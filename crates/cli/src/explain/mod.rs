@@ -5,9 +5,9 @@
 //! since the operator's decision.
 //!
 //! ```text
-//!  cluster ─[live]─▶ LiveCluster ─[view]─▶ verdict, allocations ─┐
-//!                      └──[nodes]──▶ nodes and GPUs ─────────────┼─▶ Explanation ─[text]─▶ terminal
-//!                                        └──[advice]─────────────┘
+//!  cluster ─[live]─▶ LiveCluster ─[view]─▶ verdict, allocations ┐
+//!                      └──[nodes]──▶ nodes and GPUs ────────────┼─▶ Explanation ─[text]─▶ terminal
+//!                                        └──[advice]────────────┘
 //! ```
 mod advice;
 mod live;
