@@ -1,4 +1,5 @@
-//! `cleave cordon` and `cleave uncordon`: stop new pods from using one GPU, and allow it again.
+//! `cleave cordon` and `cleave uncordon`: stop new pods from using one GPU, and allow new pods to
+//! use the GPU again.
 //!
 //! The state is in annotations of the `GpuNode`, which the operator reads. A write fails if the
 //! object changed since it was read, so that concurrent administrators cannot overwrite each other.

@@ -56,7 +56,8 @@ pub(crate) struct NodeModel<'a> {
 pub(crate) struct GpuModel<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) class: ClassId,
-    /// Why the GPU is not repartitioned. `None` if it can be, or if the policy forbids it.
+    /// Why the GPU is not repartitioned. `None` if the GPU can be repartitioned, or if the policy
+    /// forbids a repartition.
     pub(crate) note: Option<String>,
 }
 

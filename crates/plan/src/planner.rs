@@ -85,7 +85,7 @@ pub struct Unplaced {
     pub pod: String,
     /// Why the pod fits no node, for the pod's owner.
     pub reason: String,
-    /// Whether the pod's requests are invalid, so that it fits nowhere. Not part of the JSON.
+    /// Whether the pod fits nowhere because its requests are invalid. Not part of the JSON.
     #[serde(skip)]
     pub malformed: bool,
 }

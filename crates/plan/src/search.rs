@@ -111,7 +111,7 @@ struct Search<'s, 'a> {
 const MAX_SPREADS: usize = 24;
 
 /// Searches for an assignment better than `best`. `assignment` must not place any pod of the part.
-/// On return, it still places none of these pods.
+/// On return, `assignment` still places none of these pods.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,

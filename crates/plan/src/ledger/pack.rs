@@ -9,8 +9,8 @@ const MAX_STATES: usize = 20_000;
 /// time.
 ///
 /// `order` returns the devices to try for a size, given the free units, best first. Devices that
-/// `order` omits are not tried. The first assignment found is returned, so for one size it is the
-/// best.
+/// `order` omits are not tried. Returns the first assignment that it finds. For one size, the first
+/// assignment is the best.
 pub(super) fn pack(
     sizes: &[u32],
     free: &[u32],

@@ -345,8 +345,8 @@ impl<'a> NodeView<'a> {
     }
 
     /// Returns which candidates may be evicted together. If a disruption budget allows fewer
-    /// evictions than it has candidates, those that help most may be evicted. Among equal ones, the
-    /// least important may be evicted.
+    /// evictions than it has candidates, the candidates that help most may be evicted. Among equal
+    /// candidates, the least important may be evicted.
     fn evictable_candidates(&self, help: impl Fn(&Candidate<'a>) -> i128) -> Vec<bool> {
         let mut evictable = vec![true; self.candidates.len()];
         let mut limited: Vec<(usize, &Candidate<'a>, usize)> = Vec::new();
@@ -415,8 +415,8 @@ impl Candidate<'_> {
     }
 }
 
-/// Returns the amount of a node's resource that a pod frees, in thousandths. Returns `None` if it
-/// frees nothing.
+/// Returns the amount of a node's resource that a pod frees, in thousandths. Returns `None` if the
+/// pod frees nothing of the resource.
 fn freed_amount(holder: &Holder<'_>, resource: &str) -> Option<i128> {
     let requests = holder.requests?;
     let amount = if resource == PODS { Some(1000) } else { requests.get(resource).and_then(Quantity::milli) };

@@ -1,4 +1,4 @@
-//! The operator's score, and when it is learned.
+//! The operator's score, and the rules for when to learn the score.
 use super::value::{self, Value};
 use super::{Demand, GPU, Node, Observed, Rank, Score, Tightest, TypicalPod};
 

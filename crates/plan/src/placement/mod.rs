@@ -111,8 +111,8 @@ pub fn remaining(node: &Node, demand: &Demand, way: Way) -> u32 {
     way.and_then(|device| node.gpus.get(device)).map_or(0, |free| free.saturating_sub(demand.per_gpu))
 }
 
-/// A score that prefers the device with the fewest remaining units. Use it if no typical requests
-/// have been learned.
+/// A score that prefers the device with the fewest remaining units. Use this score if no typical
+/// requests have been learned.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Tightest;
 
