@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn explains_an_unknown_gpu() {
+    fn an_unknown_gpu_is_an_error_that_names_the_alternatives() {
         for (name, message) in [
             ("2", "node n has no GPU \"2\". It has GPUs 0 (GPU-a), 1 (GPU-b)."),
             ("", "node n has no GPU \"\". It has GPUs 0 (GPU-a), 1 (GPU-b)."),

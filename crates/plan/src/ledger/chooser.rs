@@ -134,13 +134,14 @@ impl<S: Score + Default> Chooser<S> {
         }
         let mut rows: BTreeMap<(&str, u32), (placement::Node, Vec<&String>)> = BTreeMap::new();
         let cpu = self.cpu.get(name).copied().unwrap_or(UNKNOWN_CPU);
-        for (resource, stocks) in node.iter().flat_map(|node| &node.stocks) {
-            for (device, stock) in stocks.iter().filter(|(_, stock)| stock.capacity() > 0) {
-                let (row, devices) = rows.entry((resource, stock.capacity())).or_insert_with(|| {
+        for (resource, units_by_device) in node.iter().flat_map(|node| &node.units_by_device) {
+            for (device, device_units) in units_by_device.iter().filter(|(_, device_units)| device_units.capacity() > 0)
+            {
+                let (row, devices) = rows.entry((resource, device_units.capacity())).or_insert_with(|| {
                     let model = node.map(|node| node.model.clone()).unwrap_or_default();
                     (placement::Node { model, cpu_total: cpu.total, cpu: cpu.free, gpus: Vec::new() }, Vec::new())
                 });
-                row.gpus.push(thousandths(stock.free(), stock.capacity()));
+                row.gpus.push(thousandths(device_units.free(), device_units.capacity()));
                 devices.push(device);
             }
         }

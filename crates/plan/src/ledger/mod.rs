@@ -176,9 +176,11 @@ impl Ledger {
                 refused.insert(name);
                 continue;
             }
-            let stocks = self.nodes.get(name).and_then(|node| node.stocks.get(&first.resource));
+            let units_by_device = self.nodes.get(name).and_then(|node| node.units_by_device.get(&first.resource));
             let has_room = |device: &&str| {
-                stocks.and_then(|stocks| stocks.get(*device)).is_some_and(|stock| stock.free() >= first.units.get())
+                units_by_device
+                    .and_then(|units_by_device| units_by_device.get(*device))
+                    .is_some_and(|device_units| device_units.free() >= first.units.get())
             };
             if devices.len() == device_requests.len() && devices.iter().all(has_room) {
                 let take = |device: &str| Reservation {
@@ -472,7 +474,7 @@ impl Ledger {
     }
 
     fn device_units(&mut self, node: &str, take: &Reservation) -> Option<&mut DeviceUnits> {
-        self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
+        self.nodes.get_mut(node)?.units_by_device.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
     /// Finds new reservations for the claims of a rebuilt node if the annotated reservations do not
@@ -483,7 +485,7 @@ impl Ledger {
             return;
         }
         let claimed = layout::claims_on_node(&self.claims, pods, name, &node.allocations);
-        let Some(notes) = layout::new_reservations(&node.stocks, &claimed) else { return };
+        let Some(notes) = layout::new_reservations(&node.units_by_device, &claimed) else { return };
         let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
         layout::set_reservations(&mut self.claims, name, notes);
         self.update_reservations(name);
@@ -496,7 +498,7 @@ impl Ledger {
         let pods = self.pods.get(name).unwrap_or(&none);
         layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
         node.short = layout::reserve_missing(
-            &mut node.stocks,
+            &mut node.units_by_device,
             &layout::claims_on_node(&self.claims, pods, name, &node.allocations),
         );
         self.changes.0.insert(name.to_owned());

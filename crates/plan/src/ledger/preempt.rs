@@ -194,9 +194,9 @@ impl<'a> NodeView<'a> {
         let mut slots: Vec<Slot<'a>> = Vec::new();
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for resource in requested_units(pending.device_requests).into_keys() {
-            for (device, stock) in node.stocks.get(resource).into_iter().flatten() {
+            for (device, device_units) in node.units_by_device.get(resource).into_iter().flatten() {
                 let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
-                let most = free_units(stock) - i128::from(kept.copied().unwrap_or(0));
+                let most = free_units(device_units) - i128::from(kept.copied().unwrap_or(0));
                 at.insert((resource, device), slots.len());
                 slots.push(Slot { resource, device, most });
             }
@@ -424,8 +424,8 @@ fn freed_amount(holder: &Holder<'_>, resource: &str) -> Option<i128> {
 }
 
 /// Returns the free units. The result is negative if more units are reserved than exist.
-fn free_units(stock: &DeviceUnits) -> i128 {
-    i128::from(stock.capacity()) - i128::from(stock.used()) - i128::from(stock.reserved())
+fn free_units(device_units: &DeviceUnits) -> i128 {
+    i128::from(device_units.capacity()) - i128::from(device_units.used()) - i128::from(device_units.reserved())
 }
 
 fn cost(victims: &[&Candidate<'_>]) -> Cost {

@@ -135,7 +135,7 @@ fn allocated_units_are_no_longer_reserved() {
 }
 
 #[test]
-fn two_equal_pods_can_swap() {
+fn two_equal_pods_can_swap_reservations() {
     let mut ledger = ledger(&[6, 7]);
     reserve(&mut ledger, "first", &[3], 9);
     reserve(&mut ledger, "second", &[3], 9);
@@ -218,7 +218,7 @@ fn at_most_the_given_number_of_nodes_is_returned_best_first() {
 }
 
 #[test]
-fn only_pods_that_are_not_bound_become_overdue() {
+fn only_claims_of_pods_that_are_not_bound_expire() {
     let mut ledger = ledger(&[0]);
     reserve(&mut ledger, "late", &[2], 10);
     reserve(&mut ledger, "later", &[3], 20);

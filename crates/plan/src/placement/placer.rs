@@ -47,7 +47,7 @@ pub struct Replicas {
 
 /// The best way to place one kind of pod on one node, in few bytes.
 #[derive(Debug, Clone, Copy)]
-struct Best {
+struct BestWay {
     score: f64,
     spread: f64,
     left: u32,
@@ -55,7 +55,7 @@ struct Best {
     way: u32,
 }
 
-impl Best {
+impl BestWay {
     /// Value of `way` for a pod with several GPUs.
     const SEVERAL_GPUS: u32 = u32::MAX - 1;
     /// The pod does not fit.
@@ -76,7 +76,7 @@ impl Best {
 /// valid.
 #[derive(Debug, Clone)]
 struct CachedRanks {
-    best: Vec<Best>,
+    best: Vec<BestWay>,
     seen: usize,
 }
 
@@ -161,7 +161,7 @@ impl<S: Score> Placer<S> {
             .flat_map(|(&index, replicas)| self.candidates_beside_replicas(&demand, index, replicas))
             .collect();
         let best = self.cached_ranks.get(&demand).map(|cached_ranks| cached_ranks.best.as_slice()).unwrap_or_default();
-        Candidates { nodes: &self.nodes, best, demand, beside, replicas, rest: Rest::All }
+        Candidates { nodes: &self.nodes, best, demand, beside, replicas, rest: RemainingCandidates::All }
     }
 
     /// Returns all ways to place a pod on a node that runs replicas of the pod's controller.
@@ -181,13 +181,13 @@ impl<S: Score> Placer<S> {
             self.cached_ranks.get(demand).map_or(usize::MAX, |cached_ranks| self.changes.len() - cached_ranks.seen);
         let seen = self.changes.len();
         if behind > self.nodes.len() {
-            self.make_room();
+            self.drop_oldest_ranks();
             let best = (0..self.nodes.len()).map(|node| self.best(node, demand)).collect();
             self.cached_ranks.insert(demand.clone(), CachedRanks { best, seen });
             return;
         }
         let changed = self.changes.get(seen - behind..).unwrap_or_default();
-        let changed: Vec<(usize, Best)> = changed.iter().map(|&node| (node, self.best(node, demand))).collect();
+        let changed: Vec<(usize, BestWay)> = changed.iter().map(|&node| (node, self.best(node, demand))).collect();
         let Some(cached_ranks) = self.cached_ranks.get_mut(demand) else { return };
         for (node, best) in changed {
             if let Some(answer) = cached_ranks.best.get_mut(node) {
@@ -199,7 +199,7 @@ impl<S: Score> Placer<S> {
 
     /// Drops the kinds of pods that were not placed for the longest time, until another kind fits
     /// into the cache.
-    fn make_room(&mut self) {
+    fn drop_oldest_ranks(&mut self) {
         while self.cached_ranks.len() > 1
             && (self.cached_ranks.len() + 1).saturating_mul(self.nodes.len()) > MAX_CACHED_RANKS
         {
@@ -212,8 +212,8 @@ impl<S: Score> Placer<S> {
         }
     }
 
-    fn best(&self, index: usize, demand: &Demand) -> Best {
-        let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return Best::NONE };
+    fn best(&self, index: usize, demand: &Demand) -> BestWay {
+        let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return BestWay::NONE };
         let mut best: Option<(Rank, Option<usize>)> = None;
         for way in node.ways(demand) {
             // GPUs with equal free capacity have equal ranks.
@@ -226,9 +226,9 @@ impl<S: Score> Placer<S> {
                 best = Some((rank, way));
             }
         }
-        let Some((Rank { score, spread, left }, way)) = best else { return Best::NONE };
-        let way = way.map_or(Best::SEVERAL_GPUS, |way| u32::try_from(way).unwrap_or(u32::MAX));
-        Best { score, spread, left, way }
+        let Some((Rank { score, spread, left }, way)) = best else { return BestWay::NONE };
+        let way = way.map_or(BestWay::SEVERAL_GPUS, |way| u32::try_from(way).unwrap_or(u32::MAX));
+        BestWay { score, spread, left, way }
     }
 }
 
@@ -239,25 +239,25 @@ impl<S: Score> Placer<S> {
 #[derive(Debug)]
 pub struct Candidates<'a> {
     nodes: &'a [Node],
-    best: &'a [Best],
+    best: &'a [BestWay],
     demand: Demand,
     /// Candidates on nodes with replicas.
     beside: Vec<Candidate>,
     replicas: BTreeMap<usize, Replicas>,
-    rest: Rest,
+    rest: RemainingCandidates,
 }
 
 /// The candidates that were not returned yet.
 #[derive(Debug)]
-enum Rest {
+enum RemainingCandidates {
     All,
     Except(Candidate),
     Ordered(BinaryHeap<Candidate>),
 }
 
 impl Candidates<'_> {
-    fn fitting(&self) -> impl Iterator<Item = Candidate> {
-        let alone = |(node, _): &(usize, &Best)| self.replicas.is_empty() || !self.replicas.contains_key(node);
+    fn fitting_candidates(&self) -> impl Iterator<Item = Candidate> {
+        let alone = |(node, _): &(usize, &BestWay)| self.replicas.is_empty() || !self.replicas.contains_key(node);
         let others = self.best.iter().enumerate().filter(alone);
         others.filter_map(|(node, best)| best.candidate(node)).chain(self.beside.iter().copied())
     }
@@ -267,14 +267,16 @@ impl Iterator for Candidates<'_> {
     type Item = (Candidate, Vec<usize>);
 
     fn next(&mut self) -> Option<Self::Item> {
-        if let Rest::Except(first) = self.rest {
-            self.rest = Rest::Ordered(self.fitting().filter(|candidate| *candidate != first).collect());
+        if let RemainingCandidates::Except(first) = self.rest {
+            self.rest = RemainingCandidates::Ordered(
+                self.fitting_candidates().filter(|candidate| *candidate != first).collect(),
+            );
         }
-        let next = if let Rest::Ordered(heap) = &mut self.rest {
+        let next = if let RemainingCandidates::Ordered(heap) = &mut self.rest {
             heap.pop()?
         } else {
-            let first = self.fitting().max()?;
-            self.rest = Rest::Except(first);
+            let first = self.fitting_candidates().max()?;
+            self.rest = RemainingCandidates::Except(first);
             first
         };
         Some((next, self.nodes.get(next.node)?.devices(&self.demand, next.way)))
