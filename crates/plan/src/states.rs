@@ -28,9 +28,9 @@ struct State {
 
 #[derive(Debug, Clone, Copy)]
 enum NextState {
-    Unasked,
+    NotComputed,
     Impossible,
-    Is(StateId),
+    Possible(StateId),
 }
 
 /// All states computed so far.
@@ -72,7 +72,7 @@ impl States {
         let wanted: Vec<Demand> = key.1.iter().filter_map(|&id| self.demands.get(usize::from(id)).copied()).collect();
         let packed = self.classes.get(class as usize)?.pack(&wanted)?;
         let id = u32::try_from(self.all.len()).ok()?;
-        let next = vec![NextState::Unasked; self.demands.len()];
+        let next = vec![NextState::NotComputed; self.demands.len()];
         self.all.push(State { class, demands: key.1.clone(), packed, next, before: Vec::new() });
         self.known.insert(key, id);
         Some(id)
@@ -84,16 +84,16 @@ impl States {
         self.work += 1;
         let at = state as usize;
         match self.all.get(at)?.next.get(usize::from(demand))? {
-            NextState::Is(next) => return Some(*next),
+            NextState::Possible(next) => return Some(*next),
             NextState::Impossible => return None,
-            NextState::Unasked => {}
+            NextState::NotComputed => {}
         }
         let now = self.all.get(at)?;
         let mut demands = now.demands.clone();
         let place = demands.partition_point(|&other| other <= demand);
         demands.insert(place, demand);
         let next = self.state(now.class, demands);
-        self.all.get_mut(at)?.next[usize::from(demand)] = next.map_or(NextState::Impossible, NextState::Is);
+        self.all.get_mut(at)?.next[usize::from(demand)] = next.map_or(NextState::Impossible, NextState::Possible);
         next
     }
 
