@@ -111,7 +111,7 @@ struct Input {
 
 impl Input {
     fn simulate(self, output: Output) -> Result<String> {
-        render(&dry::dry_run(&self.observed()?)?, output)
+        render(&dry::dry_run(&self.into_observed()?)?, output)
     }
 
     fn add_text(&mut self, text: &str) -> Result<()> {
@@ -174,7 +174,7 @@ impl Input {
     }
 
     /// Returns the cluster that the objects describe. All agents are ready.
-    fn observed(self) -> Result<Observed> {
+    fn into_observed(self) -> Result<Observed> {
         let Self { mut observed, nodes, gpu_nodes, pods, priorities } = self;
         for (node, gpus) in nodes {
             let name = node.name_any();

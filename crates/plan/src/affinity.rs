@@ -126,7 +126,7 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
 
 /// Returns the pod's required terms after [`narrow`], for callers that send the whole list. A pod
 /// without required terms receives one term.
-pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNoNode> {
+pub fn narrowed_terms(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNoNode> {
     let Present::Required(terms) = present else { return Ok(vec![term(requirement)]) };
     if terms.iter().all(is_empty) {
         return Err(MatchesNoNode);
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn no_requirement_is_added_twice_and_no_pod_is_narrowed_to_no_nodes() {
-        let terms = narrowed(Present::Nothing, &requirement()).unwrap();
+        let terms = narrowed_terms(Present::Nothing, &requirement()).unwrap();
         assert_eq!(narrow(Present::Required(&terms), &requirement()), Ok(Vec::new()));
         assert_eq!(hostname_requirement([]), None);
     }
@@ -264,8 +264,8 @@ mod tests {
 
     proptest! {
         /// A narrowed pod can run on exactly the nodes that both its original affinity and the
-        /// requirement allow. The patch from `narrow` produces the terms that `narrowed` returns.
-        /// No existing part of the pod is changed or moved.
+        /// requirement allow. The patch from `narrow` produces the terms that `narrowed_terms`
+        /// returns. No existing part of the pod is changed or moved.
         #[test]
         fn a_narrowed_pod_goes_only_to_allowed_and_required_nodes(
             terms in terms(),
@@ -275,7 +275,7 @@ mod tests {
         ) {
             let requirement = requirement();
             let present = Present::Required(&terms);
-            let Ok(whole) = narrowed(present, &requirement) else {
+            let Ok(whole) = narrowed_terms(present, &requirement) else {
                 prop_assert!(terms.iter().all(is_empty));
                 prop_assert!(narrow(present, &requirement).is_err());
                 return Ok(());

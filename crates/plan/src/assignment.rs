@@ -68,8 +68,9 @@ const MAX_SPREAD_STEPS: u32 = 500;
 impl Assignment {
     /// Creates the assignment without any pending pod.
     pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
-        // `base` returns a state for every class that has no demands: the GPU's current partition.
-        let gpus = model.gpus.iter().map(|gpu| states.base(gpu.class).unwrap_or(StateId::MAX)).collect();
+        // `base_state` returns a state for every class that has no demands: the GPU's current
+        // partition.
+        let gpus = model.gpus.iter().map(|gpu| states.base_state(gpu.class).unwrap_or(StateId::MAX)).collect();
         Self {
             gpus,
             free: model.nodes.iter().flat_map(|node| node.free.iter().copied()).collect(),

@@ -154,10 +154,10 @@ impl Class {
     /// Returns the best partition that serves all demands. Returns `None` if no partition does.
     pub(crate) fn pack(&self, demands: &[Demand]) -> Option<PackedPartition> {
         if self.needs_no_repartition(demands) {
-            return Some(self.packed(self.free.clone(), demands));
+            return Some(self.to_packed_partition(self.free.clone(), demands));
         }
         let free = self.repartition(demands)?;
-        Some(self.packed(free, demands))
+        Some(self.to_packed_partition(free, demands))
     }
 
     /// Returns the name of a MIG profile.
@@ -169,7 +169,7 @@ impl Class {
         self.table.as_ref().map(|shared| shared.table.as_ref())
     }
 
-    fn packed(&self, mut free: Vec<Cell>, demands: &[Demand]) -> PackedPartition {
+    fn to_packed_partition(&self, mut free: Vec<Cell>, demands: &[Demand]) -> PackedPartition {
         free.retain(|cell| cell.count > 0);
         merge_cells(&mut free);
         let left = |cell: &Cell| {

@@ -333,7 +333,7 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
             let state = assignment.gpus.get(gpu as usize).copied().unwrap_or(StateId::MAX);
             let mut slices = observed.gpu.slices.clone();
             let mut changed = false;
-            if let Some((class, packed)) = states.packed(state).filter(|(_, packed)| packed.changed) {
+            if let Some((class, packed)) = states.class_and_partition(state).filter(|(_, packed)| packed.changed) {
                 changed = true;
                 slices.retain(|slice| slice.in_use);
                 for cell in &packed.free {
@@ -368,6 +368,6 @@ fn slice_of_cell(model: &Model<'_>, class: &Class, cell: &Cell) -> Slice {
 }
 
 fn planned_family(states: &States, state: StateId) -> Family {
-    let Some((class, packed)) = states.packed(state) else { return Family::Whole };
+    let Some((class, packed)) = states.class_and_partition(state) else { return Family::Whole };
     class.in_use.iter().chain(&packed.free).find_map(|cell| class.family_of(cell)).unwrap_or(Family::Whole)
 }

@@ -60,7 +60,7 @@ impl States {
     }
 
     /// Returns the state of a GPU of this class without any pending pod.
-    pub(crate) fn base(&mut self, class: ClassId) -> Option<StateId> {
+    pub(crate) fn base_state(&mut self, class: ClassId) -> Option<StateId> {
         self.state(class, Vec::new())
     }
 
@@ -125,7 +125,7 @@ impl States {
     }
 
     /// Returns the class and the partition of a state.
-    pub(crate) fn packed(&self, state: StateId) -> Option<(&Class, &PackedPartition)> {
+    pub(crate) fn class_and_partition(&self, state: StateId) -> Option<(&Class, &PackedPartition)> {
         let state = self.all.get(state as usize)?;
         Some((self.classes.get(state.class as usize)?, &state.packed))
     }

@@ -20,7 +20,7 @@ type Free<'a> = BTreeMap<&'a str, u64>;
 impl PodContext<'_> {
     /// Returns the nodes on which Cleave manages GPUs.
     pub(super) fn nodes(&self, assignments: &[Assignment], state: State) -> Vec<NodeView> {
-        let wanted = self.wanted();
+        let wanted = self.planning_pod();
         let free = self.free_amounts();
         let ours = self.live.observed.nodes.iter().filter(|(_, node)| node.has_object());
         ours.map(|(name, node)| {

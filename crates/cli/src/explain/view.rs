@@ -214,7 +214,7 @@ impl PodContext<'_> {
     }
 
     /// Returns the input of planning for the pod.
-    pub(super) fn wanted(&self) -> PlanPod {
+    pub(super) fn planning_pod(&self) -> PlanPod {
         let plain = || PlanPod { requests: self.pod.spec.requests.clone(), ..PlanPod::default() };
         claimant(self.pod).map_or_else(plain, |claimant| claimant.pod)
     }

@@ -244,7 +244,7 @@ impl Chooser<Learned> {
             table.placer.nodes().iter().filter(|node| !node.gpus.is_empty()).cloned().collect();
         let score = learner.score(capacity, &nodes, waiting.iter());
         table.placer.set_score(score);
-        learner.frequent(capacity).for_each(|demand| table.placer.rank(&demand));
+        learner.frequent_requests(capacity).for_each(|demand| table.placer.rank(&demand));
         table.is_learned = true;
     }
 }

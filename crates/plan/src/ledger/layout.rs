@@ -181,7 +181,7 @@ pub(super) fn reserve_missing(
         let units_by_device = units_by_device.get_mut(resource).unwrap_or(&mut none);
         let started_on: Vec<bool> =
             units_by_device.keys().map(|device| started_on.contains(&(resource, device.as_str()))).collect();
-        let left = place(units_by_device, &started_on, &missing);
+        let left = reserve_sizes(units_by_device, &started_on, &missing);
         short.extend(left.into_iter().map(|units| DeviceRequest { resource: resource.to_owned(), units }));
     }
     short
@@ -189,7 +189,7 @@ pub(super) fn reserve_missing(
 
 /// Reserves these sizes, in descending order, on devices. If not all sizes fit, reserves as many as
 /// fit one by one. Returns the sizes that do not fit.
-fn place(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
+fn reserve_sizes(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
     let mut free: Vec<u32> = units_by_device.values().map(DeviceUnits::free).collect();
     let mut order = |size: u32, free: &[u32]| {
         let mut devices = tightest_devices(size, free);

@@ -121,7 +121,7 @@ impl Ledger {
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
-        self.find(device_requests, (None, i32::MIN), nodes, most, score)
+        self.find_fits(device_requests, (None, i32::MIN), nodes, most, score)
     }
 
     /// Like [`Self::fit`], but units that are nominated for this pod, or for pods of lower
@@ -136,7 +136,7 @@ impl Ledger {
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
-        self.find(waiting.device_requests, (Some(waiting.pod), waiting.priority), nodes, most, score)
+        self.find_fits(waiting.device_requests, (Some(waiting.pod), waiting.priority), nodes, most, score)
     }
 
     /// Passes nodes that changed to the chooser. Call this before [`Self::choose`].
@@ -162,7 +162,7 @@ impl Ledger {
     ) -> Option<Fits> {
         let PendingPod { pod, priority, device_requests } = waiting;
         let first = device_requests.first()?;
-        let nominated = self.nominated(Some(pod), priority);
+        let nominated = self.nominated_units(Some(pod), priority);
         let mut places: Vec<Fit> = Vec::new();
         let mut refused: BTreeSet<&str> = BTreeSet::new();
         for (name, devices) in chooser.candidates(device_requests, criteria) {
@@ -207,7 +207,7 @@ impl Ledger {
         })
     }
 
-    fn find<'a, S: Score>(
+    fn find_fits<'a, S: Score>(
         &self,
         device_requests: &[DeviceRequest],
         (pod, priority): (Option<&str>, i32),
@@ -218,7 +218,7 @@ impl Ledger {
         let wanted = requested_units(device_requests);
         let mut found: Vec<(NodeRank, &'a str, Cow<'_, Node>)> = Vec::new();
         let mut why = NoFit::NoNode;
-        let nominated = self.nominated(pod, priority);
+        let nominated = self.nominated_units(pod, priority);
         for name in nodes {
             let Some(node) = self.nodes.get(name) else { continue };
             let node = nominated.get(name).map_or(Cow::Borrowed(node), |kept| Cow::Owned(node.without_nominated(kept)));
@@ -252,7 +252,7 @@ impl Ledger {
             return Err(Refused::Claimed);
         }
         let takes = fits.places.iter().flat_map(|fit| fit.takes.iter().map(|take| (fit.node.as_str(), take)));
-        let nominated = self.nominated(Some(pod), fits.priority);
+        let nominated = self.nominated_units(Some(pod), fits.priority);
         let mut taken: Vec<(&str, &Reservation)> = Vec::new();
         for (node, take) in takes {
             let kept = nominated.get(node).and_then(|kept| kept.get(&(take.resource.clone(), take.device.clone())));
@@ -400,7 +400,7 @@ impl Ledger {
         nodes: impl IntoIterator<Item = impl Into<PreemptionNode<'a>>>,
         holders: &Holders<'_>,
     ) -> Option<Preemption> {
-        let nominated = self.nominated(Some(pending.pod), pending.priority);
+        let nominated = self.nominated_units(Some(pending.pod), pending.priority);
         let nodes = nodes.into_iter().map(Into::into).map(|target: PreemptionNode<'a>| (target.name, target));
         let nodes: BTreeMap<&str, PreemptionNode<'a>> = nodes.collect();
         let nodes = nodes.into_iter().filter_map(|(name, target)| {
@@ -437,7 +437,7 @@ impl Ledger {
 
     /// Returns the nominated units by node, for pods of this priority or a higher priority.
     /// Excludes the nomination of `pod`.
-    fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
+    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
         let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
         for (of, nomination) in &self.nominations {
             if nomination.priority >= priority && Some(of.as_str()) != pod {

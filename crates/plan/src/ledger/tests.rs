@@ -357,7 +357,7 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
         }
     }
     let value = Value::learn(
-        &observed.typical(),
+        &observed.typical_pods(),
         &[placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![GPU; 2] }],
     );
     let ledger = ledger(&[0, 4]);
@@ -374,7 +374,7 @@ static LEARNED_VALUE: LazyLock<Value> = LazyLock::new(|| {
         observed.add(&Demand { cpu: 1, gpus: 1, per_gpu, models: Vec::new() });
     }
     let there = placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![GPU; 2] };
-    Value::learn(&observed.typical(), &[there])
+    Value::learn(&observed.typical_pods(), &[there])
 });
 
 proptest! {

@@ -83,7 +83,7 @@ impl Learner {
 
     /// Returns the most frequent requests for GPUs of `capacity` units. The ranks of these requests
     /// can be computed before the next such pod arrives.
-    pub fn frequent(&self, capacity: u32) -> impl Iterator<Item = Demand> {
+    pub fn frequent_requests(&self, capacity: u32) -> impl Iterator<Item = Demand> {
         let fits = move |kind: &&Demand| {
             if kind.gpus == 1 { kind.per_gpu <= capacity } else { kind.per_gpu == capacity }
         };
@@ -98,7 +98,7 @@ impl Learner {
     /// Returns the score for GPUs of `capacity` units on these nodes. `waiting` are the requests of
     /// pending pods, in units. Takes milliseconds.
     pub fn score<'a>(&self, capacity: u32, nodes: &[Node], waiting: impl Iterator<Item = &'a Demand>) -> Learned {
-        let typical = self.observed.typical().into_iter().filter(|kind| kind.per_gpu <= capacity);
+        let typical = self.observed.typical_pods().into_iter().filter(|kind| kind.per_gpu <= capacity);
         let typical: Vec<TypicalPod> =
             typical.map(|kind| TypicalPod { per_gpu: thousandths(kind.per_gpu, capacity), ..kind }).collect();
         if !self.has_enough_pods() || typical.is_empty() {
