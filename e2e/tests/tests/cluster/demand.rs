@@ -165,7 +165,8 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
     scope.delete_pod(&names[1], 0)?;
     scope.wait_until_running("twenty")?;
     let report = scope.client_report("twenty")?;
-    let limit = mps::sized(cleave_plan::units::Mebibytes::from_gib(20), cleave_plan::units::Mebibytes(total)).0;
+    let limit =
+        mps::sized_slice_memory(cleave_plan::units::Mebibytes::from_gib(20), cleave_plan::units::Mebibytes(total)).0;
     ensure!(
         report["freeMiB"].as_u64().is_some_and(|free| free <= limit),
         "the client reports {report}, and its limit is {limit} MiB"

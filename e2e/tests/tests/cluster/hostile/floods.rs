@@ -28,7 +28,7 @@ const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 
 pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
-        name: "two hundred connections to the agent's metrics from a permitted namespace, and silence",
+        name: "two hundred silent connections to the agent's metrics from a permitted namespace",
         expected: Expected::NoEffect,
         run: open_silent_connections,
     },
