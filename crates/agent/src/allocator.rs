@@ -139,7 +139,7 @@ impl Allocator {
     /// # Errors
     /// A clause that states which condition is still unmet after [`READY_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
-        if let Some(directory) = self.settings.specification() {
+        if let Some(directory) = self.settings.cdi_directory() {
             // The specification may not list a new MIG instance yet.
             let end = Instant::now() + READY_TIMEOUT;
             while !cdi::describes(directory, &allocation.devices) {

@@ -75,7 +75,7 @@ impl ContainerSettings {
 
     /// Returns the directory of the CDI specification. A container can start only after the
     /// specification lists the allocation's devices. Returns `None` for strategies without CDI.
-    pub fn specification(&self) -> Option<&Path> {
+    pub fn cdi_directory(&self) -> Option<&Path> {
         (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
     }
 

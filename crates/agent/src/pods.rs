@@ -103,7 +103,7 @@ struct ContainerStatus {
 impl PodObject {
     /// Returns the `Allocate` calls that the kubelet will make for this pod. Returns `None` if the
     /// pod has completed or requests no resource that Cleave serves.
-    pub fn bound(&self, node: &str) -> Option<BoundPod> {
+    pub fn bound_pod(&self, node: &str) -> Option<BoundPod> {
         let PodObject { metadata, spec, status } = self;
         if self.has_ended() {
             return None;
@@ -145,7 +145,7 @@ impl PodObject {
         let Some(uid) = &self.metadata.uid else { return false };
         // A mirror pod is the API server's object for a static pod. Deleting it terminates nothing.
         let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR_POD_ANNOTATION));
-        let bound = self.bound(node).filter(|_| !is_mirror);
+        let bound = self.bound_pod(node).filter(|_| !is_mirror);
         let now = Instant::now();
         let seen = if self.has_ended() {
             shutdown.remove(uid);
@@ -171,7 +171,7 @@ impl PodObject {
 
     /// Returns the pod's name and the names of its containers. Returns `None` if the pod has
     /// completed.
-    pub fn named(&self) -> Option<(String, PodName)> {
+    pub fn uid_and_names(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
         if self.has_ended() {
             return None;
@@ -244,7 +244,7 @@ pub(crate) mod tests {
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    pub(crate) fn object(name: &str, placement: &str, spec: &Value) -> Value {
+    pub(crate) fn pod_object(name: &str, placement: &str, spec: &Value) -> Value {
         json!({
             "metadata": {"name": name, "namespace": "ns", "uid": format!("uid-{name}"), "resourceVersion": "1",
                 "annotations": {"cleave.dev/placement": placement}},
@@ -252,8 +252,8 @@ pub(crate) mod tests {
         })
     }
 
-    fn read(object: &Value) -> Option<BoundPod> {
-        serde_json::from_value::<PodObject>(object.clone()).unwrap().bound("n")
+    fn read_bound_pod(object: &Value) -> Option<BoundPod> {
+        serde_json::from_value::<PodObject>(object.clone()).unwrap().bound_pod("n")
     }
 
     pub(crate) fn container(name: &str, limits: &Value) -> Value {
@@ -285,7 +285,7 @@ pub(crate) mod tests {
             ("nvidia.com/gpu", 1, "GPU-d"),
             ("nvidia.com/gpu", 1, "GPU-e"),
         ]);
-        let bound = read(&object("p", &note, &spec)).unwrap();
+        let bound = read_bound_pod(&pod_object("p", &note, &spec)).unwrap();
         let requests: Vec<(&str, &str, u32, Option<&str>)> = bound
             .requests
             .iter()
@@ -317,7 +317,7 @@ pub(crate) mod tests {
             &placement(&[(MPS_RESOURCE, 4, "GPU-a")]),
             r#"{"until":1,"nodes":{"m":[]}}"#,
         ] {
-            let bound = read(&object("p", note, &spec)).unwrap();
+            let bound = read_bound_pod(&pod_object("p", note, &spec)).unwrap();
             assert_eq!(bound.requests[0].reserved_on, None, "{note}");
         }
     }
@@ -326,9 +326,9 @@ pub(crate) mod tests {
     fn completed_pods_and_pods_without_shares_have_no_requests_and_started_pods_are_admitted() {
         let spec = json!({"containers": [container("main", &json!({MPS_RESOURCE: "5"}))]});
         let with = |status: Value| {
-            let mut object = object("p", "", &spec);
+            let mut object = pod_object("p", "", &spec);
             object["status"] = status;
-            read(&object)
+            read_bound_pod(&object)
         };
         for phase in ["Succeeded", "Failed"] {
             assert_eq!(with(json!({"phase": phase})), None);
@@ -343,7 +343,11 @@ pub(crate) mod tests {
             json!({MPS_RESOURCE: "x"}),
             json!({MPS_RESOURCE: "-1"}),
         ] {
-            assert_eq!(read(&object("p", "", &json!({"containers": [container("main", &limits)]}))), None, "{limits}");
+            assert_eq!(
+                read_bound_pod(&pod_object("p", "", &json!({"containers": [container("main", &limits)]}))),
+                None,
+                "{limits}"
+            );
         }
     }
 
@@ -361,12 +365,12 @@ pub(crate) mod tests {
         let sleep = |seconds: i64| json!({"preStop": {"sleep": {"seconds": seconds}}, "postStart": {"exec": {}}});
         let exec = json!({"preStop": {"exec": {"command": ["true"]}}});
         let termination = |sleeps: [Value; 2], change: Value| {
-            let mut object = object("p", "", &spec(sleeps));
+            let mut object = pod_object("p", "", &spec(sleeps));
             for (key, value) in change.as_object().into_iter().flatten() {
                 object["metadata"][key.as_str()] = value.clone();
             }
             let pod = serde_json::from_value::<PodObject>(object).unwrap();
-            pod.termination(&pod.bound("n").unwrap(), now)
+            pod.termination(&pod.bound_pod("n").unwrap(), now)
         };
         let stays = termination([sleep(20), sleep(15)], json!({}));
         assert_eq!((stays.uid.as_str(), stays.name.as_str(), stays.deletion), ("uid-p", "ns/p", None));

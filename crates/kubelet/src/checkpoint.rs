@@ -51,7 +51,7 @@ struct Entry {
 /// # Errors
 /// The text is not a checkpoint. The error contains the position but not the text, which can be
 /// long.
-pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
+pub fn parse_allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
         let what =
@@ -105,7 +105,7 @@ impl KubeletCheckpoint {
         if found.len() > MAX_FILE {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("{} bytes", found.len())));
         }
-        self.devices = Some(Arc::new(allocated(&tokio::fs::read(&self.path).await?)?));
+        self.devices = Some(Arc::new(parse_allocated(&tokio::fs::read(&self.path).await?)?));
         Ok(self.devices.clone())
     }
 }
@@ -131,11 +131,11 @@ mod tests {
             ("nvidia.com/gpu-mps", "GPU-a::1"),
             ("example.com/nic", "eth1"),
         ]);
-        assert_eq!(allocated(SAMPLE_CHECKPOINT.as_bytes()).unwrap(), expected);
+        assert_eq!(parse_allocated(SAMPLE_CHECKPOINT.as_bytes()).unwrap(), expected);
         let empty = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
-        assert_eq!(allocated(empty.as_bytes()).unwrap(), allocated_devices(&[]));
+        assert_eq!(parse_allocated(empty.as_bytes()).unwrap(), allocated_devices(&[]));
         for wrong in ["", "[]", "{}", r#"{"Data":{"PodDeviceEntries":[{"DeviceIDs":7}]}}"#] {
-            assert!(allocated(wrong.as_bytes()).is_err(), "{wrong}");
+            assert!(parse_allocated(wrong.as_bytes()).is_err(), "{wrong}");
         }
     }
 

@@ -97,7 +97,7 @@ impl Directory {
     }
 
     /// Returns the current `kubelet.sock`, if it exists.
-    pub(crate) fn kubelet(&self) -> Option<SocketId> {
+    pub(crate) fn kubelet_socket_id(&self) -> Option<SocketId> {
         SocketId::of(&self.kubelet_socket())
     }
 
@@ -116,7 +116,7 @@ impl Directory {
 
     /// Removes sockets that earlier processes left behind and on which no process listens. The
     /// caller must have the lock.
-    pub(crate) async fn remove_stale(&self) {
+    pub(crate) async fn remove_stale_sockets(&self) {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
             Err(error) => {
@@ -126,7 +126,7 @@ impl Directory {
         };
         for entry in entries.flatten() {
             let is_socket = entry.file_type().is_ok_and(|kind| kind.is_socket());
-            if !is_socket || !entry.file_name().to_str().is_some_and(is_ours) {
+            if !is_socket || !entry.file_name().to_str().is_some_and(is_our_socket_name) {
                 continue;
             }
             let path = entry.path();
@@ -194,7 +194,7 @@ pub(crate) fn socket_name(resource: &ResourceName) -> String {
     format!("{SOCKET_PREFIX}{resource:08x}-{nonce:08x}{SOCKET_SUFFIX}")
 }
 
-fn is_ours(name: &str) -> bool {
+fn is_our_socket_name(name: &str) -> bool {
     let hex = |part: &str| part.len() == 8 && part.bytes().all(|b| b.is_ascii_hexdigit());
     name.strip_prefix(SOCKET_PREFIX)
         .and_then(|rest| rest.strip_suffix(SOCKET_SUFFIX))
@@ -222,7 +222,7 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    pub(crate) fn arm(directory: &Directory, intervals: PollIntervals) -> Self {
+    pub(crate) fn start(directory: &Directory, intervals: PollIntervals) -> Self {
         let events = match watch(directory.path()) {
             Ok(events) => Some(events),
             Err(error) => {
@@ -263,7 +263,9 @@ impl Watch {
                     }
                     // The kubelet writes its checkpoint into this directory for each pod. Such
                     // changes are not relevant here.
-                    let ours = |name: &std::ffi::OsStr| name == KUBELET_SOCKET || name.to_str().is_some_and(is_ours);
+                    let ours = |name: &std::ffi::OsStr| {
+                        name == KUBELET_SOCKET || name.to_str().is_some_and(is_our_socket_name)
+                    };
                     if event.name.as_deref().is_some_and(ours) {
                         return Change::Sockets;
                     }
@@ -325,7 +327,7 @@ mod tests {
         let (first, second) = (socket_name(&resource), socket_name(&resource));
         assert_ne!(first, second);
         for name in [&first, &second, &socket_name(&ResourceName::parse("a/b").expect("a name"))] {
-            assert!(is_ours(name), "{name}");
+            assert!(is_our_socket_name(name), "{name}");
             assert_eq!(name.len(), first.len());
         }
     }
@@ -339,7 +341,7 @@ mod tests {
             "cleave-0123456-01234567.sock",
             "cleave-01234567-0123456g.sock",
         ] {
-            assert!(!is_ours(name), "{name}");
+            assert!(!is_our_socket_name(name), "{name}");
         }
     }
 

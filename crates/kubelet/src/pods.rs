@@ -73,7 +73,7 @@ impl PodResources {
     pub fn new(socket: &Path, deadline: Duration) -> Result<Self, PodResourcesError> {
         let bad = || PodResourcesError::Path(socket.to_owned());
         let path = socket.to_str().filter(|_| socket.is_absolute()).ok_or_else(bad)?;
-        let endpoint = crate::registration::unix(path).ok_or_else(bad)?;
+        let endpoint = crate::registration::unix_endpoint(path).ok_or_else(bad)?;
         let client = PodResourcesListerClient::new(endpoint.connect_lazy()).max_decoding_message_size(MAX_ANSWER);
         Ok(Self { client, deadline })
     }
@@ -85,7 +85,7 @@ impl PodResources {
     }
 
     /// Lists all device plugin devices that the kubelet can allocate.
-    pub async fn allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
+    pub async fn list_allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
         let call_kubelet =
             async |mut client: Client| client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await;
         let devices = self.call_kubelet(call_kubelet).await?.devices.into_iter().map(|devices| AllocatableDevices {

@@ -16,7 +16,7 @@ use crate::resource::{Options, ResourceName};
 const SELF_DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Creates an endpoint for a unix socket. `None` if the path is not valid.
-pub(crate) fn unix(path: &str) -> Option<Endpoint> {
+pub(crate) fn unix_endpoint(path: &str) -> Option<Endpoint> {
     // Servers that check `:authority` refuse a path. gRPC prescribes `localhost` for unix sockets.
     let localhost = tonic::codegen::http::Uri::from_static("http://localhost");
     Some(Endpoint::from_shared(format!("unix://{path}")).ok()?.origin(localhost))

@@ -29,7 +29,7 @@ pub trait Resource: Send + Sync + 'static {
     /// registration. A replacement with other options is registered again.
     fn options(&self) -> Options;
 
-    /// Returns a future to await before [`preferred`](Resource::preferred) can answer this request.
+    /// Returns a future to await before [`preferred_devices`](Resource::preferred_devices) can answer this request.
     /// Returns `None` if no wait is needed. Keep the wait short and bounded: no pod is admitted
     /// during the wait.
     fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
@@ -39,7 +39,7 @@ pub trait Resource: Send + Sync + 'static {
 
     /// Chooses devices for a container from the available devices. The answer is a hint: the
     /// kubelet may allocate others.
-    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
+    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
 
     /// Returns the settings for a container to which the kubelet allocates exactly these devices.
     /// The kubelet can repeat the call for the same devices.
@@ -86,7 +86,7 @@ impl ResourceName {
 
     /// Accepts the names that the kubelet's `IsExtendedResourceName` accepts.
     pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
-        let refuse = |why| Err(InvalidResourceName { name: beginning(name), why });
+        let refuse = |why| Err(InvalidResourceName { name: truncate(name), why });
         let Some((domain, short)) = name.split_once('/') else {
             return refuse("a domain is required, as in `example.com/device`");
         };
@@ -151,7 +151,7 @@ impl Borrow<str> for ResourceName {
 pub struct DeviceId(Arc<str>);
 
 /// Truncates a text for an error message. The text is external input and can be long.
-fn beginning(text: &str) -> String {
+fn truncate(text: &str) -> String {
     text.chars().take(100).collect()
 }
 
@@ -164,7 +164,7 @@ impl DeviceId {
     /// Checks the length. The API has no other requirement.
     pub fn parse(id: &str) -> Result<Self, InvalidDeviceId> {
         if id.is_empty() || id.len() > 63 {
-            return Err(InvalidDeviceId(beginning(id)));
+            return Err(InvalidDeviceId(truncate(id)));
         }
         Ok(Self(id.into()))
     }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::pending::Reserved;
 use super::{Allocation, MpsLimits};
-use crate::gpu::layout::{Kind, Pool, parse_id};
+use crate::gpu::layout::{Kind, Pool, parse_slice_id};
 
 /// Maximum length in characters of a caller's text in an error.
 const MAX_QUOTED_CHARS: usize = 80;
@@ -26,7 +26,7 @@ pub struct ResourceView<'a> {
 impl<'a> ResourceView<'a> {
     /// Returns the pool of this resource that contains a slice.
     fn pool(&self, id: &str) -> Option<&'a Pool> {
-        let (device, number) = parse_id(id)?;
+        let (device, number) = parse_slice_id(id)?;
         self.pools.iter().find(|pool| pool.resource == self.resource && pool.contains(device, number))
     }
 }
@@ -57,12 +57,12 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
     for id in request.available {
-        if let (Some((device, number)), Some(_)) = (parse_id(id), view.pool(id)) {
+        if let (Some((device, number)), Some(_)) = (parse_slice_id(id), view.pool(id)) {
             free.entry(device).or_default().insert((number, id));
         }
     }
     let mut chosen: Vec<&str> = must.iter().copied().take(request.size).collect();
-    let started: BTreeSet<&str> = must.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
+    let started: BTreeSet<&str> = must.iter().filter_map(|id| parse_slice_id(id)).map(|(device, _)| device).collect();
     let room =
         |device: &str| free.get(device).map_or(0, |slices| slices.iter().filter(|(_, id)| !must.contains(id)).count());
     let missing = request.size.saturating_sub(chosen.len());
@@ -170,7 +170,7 @@ mod tests {
 
     use super::*;
     use crate::allocation::allocation_id;
-    use crate::gpu::layout::device_id;
+    use crate::gpu::layout::slice_id;
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -192,7 +192,7 @@ mod tests {
     }
 
     fn share_ids(device: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
-        numbers.into_iter().map(|number| device_id(device, number)).collect()
+        numbers.into_iter().map(|number| slice_id(device, number)).collect()
     }
 
     fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> Choice<'a> {
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fullest_gpu_with_room_for_the_whole_request_is_preferred() {
+    fn the_gpu_with_the_fewest_free_slices_that_fits_the_request_is_preferred() {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..10), share_ids("GPU-1", [9, 3, 7]), share_ids("GPU-2", 4..9)].concat();
         assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 2)), share_ids("GPU-1", [3, 7]));
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_of_that_size_comes_first_and_other_reservations_are_spared() {
+    fn a_gpu_with_a_reservation_of_the_same_size_is_preferred_and_other_reservations_stay_free() {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..10), share_ids("GPU-1", 0..4), share_ids("GPU-2", 0..5)].concat();
         let keep = |device, units, sizes: &[u32]| Reserved { device, units, sizes: sizes.to_vec() };
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn k_shares_get_the_limits_of_k() {
+    fn an_allocation_gets_the_limits_for_its_number_of_shares() {
         let pools = pools(&[10]);
         let granted = grant(&resource_view(&pools), &share_ids("GPU-0", [7, 2, 5])).unwrap();
         assert_eq!(granted.ids, share_ids("GPU-0", [2, 5, 7]));
@@ -341,7 +341,7 @@ mod tests {
         }
 
         #[test]
-        fn the_id_does_not_depend_on_order_and_differs_between_sets(
+        fn an_allocation_id_depends_only_on_the_set_of_slices(
             numbers in prop::collection::btree_set(0_u32..48, 1..8),
             others in prop::collection::btree_set(0_u32..48, 1..8),
         ) {

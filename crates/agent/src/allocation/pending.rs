@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use cleave_kubelet::ContainerDevices;
 
-use crate::gpu::layout::parse_id;
+use crate::gpu::layout::parse_slice_id;
 
 /// Maximum time from an `Allocate` call until the kubelet lists its pod.
 const LIST_DELAY: Duration = Duration::from_secs(2);
@@ -260,7 +260,7 @@ impl PendingAllocations {
     /// Records the kubelet's list, which was requested at `requested_at`.
     pub fn record_listed(&mut self, rows: &[ContainerDevices], requested_at: Instant) {
         for row in rows {
-            let Some((device, _)) = row.ids.first().and_then(|id| parse_id(id)) else { continue };
+            let Some((device, _)) = row.ids.first().and_then(|id| parse_slice_id(id)) else { continue };
             let of_row = self.find_requests(|pod, request| {
                 (pod.namespace.as_str(), pod.name.as_str()) == (row.namespace.as_str(), row.pod.as_str())
                     && (request.wanted.container.as_str(), request.wanted.resource.as_str())

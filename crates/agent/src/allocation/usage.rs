@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use cleave_kubelet::{AllocatedDevices, ContainerDevices};
 
 use crate::allocation::Allocation;
-use crate::gpu::layout::parse_id;
+use crate::gpu::layout::parse_slice_id;
 
 /// Name of the user of an allocation that PodResources does not list.
 const BEING_ADMITTED: &str = "a pod that is being admitted";
@@ -153,7 +153,7 @@ impl Usage {
     ) -> impl Iterator<Item = (&'a str, &'a str, &'a BTreeSet<String>)> {
         self.0
             .iter()
-            .filter(|((_, id), _)| devices.contains(parse_id(id).map_or(id.as_str(), |(device, _)| device)))
+            .filter(|((_, id), _)| devices.contains(parse_slice_id(id).map_or(id.as_str(), |(device, _)| device)))
             .map(|((resource, id), users)| (resource.as_str(), id.as_str(), users))
     }
 
@@ -204,7 +204,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_unlisted_allocation_has_a_grace_period_and_a_listed_one_ends_at_once() {
+    fn an_allocation_that_was_never_listed_has_a_grace_period_and_one_no_longer_listed_ends_at_once() {
         let start = Instant::now();
         let soon = start + GRACE / 2;
         let mut allocations = Allocations::default();
@@ -223,7 +223,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_repeated_allocation_starts_its_grace_again_and_ignores_older_lists() {
+    fn a_repeated_allocation_restarts_its_grace_period_and_ignores_older_lists() {
         let start = Instant::now();
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), start);

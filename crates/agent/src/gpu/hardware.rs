@@ -203,7 +203,7 @@ impl HardwareTracker {
 
     /// Records the driver's answer, which was requested at `requested_at`.
     pub fn record_driver_info(&mut self, answer: Result<DriverInfo, NvmlError>, requested_at: Instant) {
-        let since = self.since(requested_at);
+        let since = self.wall_time(requested_at);
         match answer {
             Ok(DriverInfo { driver, count }) => {
                 self.driver = Driver::Present(driver);
@@ -229,7 +229,7 @@ impl HardwareTracker {
 
     /// Records the answer of the GPU at an index, which was requested at `requested_at`.
     pub fn record_answer(&mut self, index: u32, answer: Result<Observation, NvmlError>, requested_at: Instant) {
-        let since = self.since(requested_at);
+        let since = self.wall_time(requested_at);
         let at = usize::try_from(index).unwrap_or(usize::MAX);
         // NVML no longer lists a GPU at this index.
         let Some(before) = self.slots.get(at).cloned() else { return };
@@ -265,7 +265,7 @@ impl HardwareTracker {
                     Some(uuid) => {
                         if let Some(entry) = self.gpus.get_mut(&uuid) {
                             let for_good = matches!(error, NvmlError::Lost { .. } | NvmlError::NoDriver);
-                            entry.mark_lost(reason::of(&error), message, since.clone(), for_good);
+                            entry.mark_lost(reason::for_error(&error), message, since.clone(), for_good);
                         }
                         Slot::Gpu(uuid)
                     }
@@ -310,7 +310,7 @@ impl HardwareTracker {
     }
 
     /// Returns the wall-clock time of a monotonic time.
-    fn since(&self, requested_at: Instant) -> Time {
+    fn wall_time(&self, requested_at: Instant) -> Time {
         whole_seconds(self.clock.stamp(requested_at).wall)
     }
 
@@ -362,13 +362,13 @@ impl HardwareTracker {
 
     /// Returns the records that are not empty, by UUID of the GPU, for the checkpoint.
     pub fn records(&self) -> BTreeMap<String, Record> {
-        let record = |entry: &Entry| entry.history.record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
+        let record = |entry: &Entry| entry.history.to_record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
         records.filter(|(_, record)| !record.is_empty()).collect()
     }
 
     /// Returns NVML's last description of a GPU.
-    pub fn known(&self, uuid: &str) -> Option<&Gpu> {
+    pub fn known_gpu(&self, uuid: &str) -> Option<&Gpu> {
         self.gpus.get(uuid).map(|entry| &entry.gpu)
     }
 

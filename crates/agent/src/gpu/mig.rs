@@ -111,7 +111,7 @@ fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String>
             return Err(format!("a MIG instance {name} cannot be at {start}: NVML has {:?}", profile.starts));
         }
         let overlapping =
-            |(other, size): &&(&MigInstanceSpec, u32)| overlap((*start, profile.size), (other.start, *size));
+            |(other, size): &&(&MigInstanceSpec, u32)| placements_overlap((*start, profile.size), (other.start, *size));
         if let Some((other, _)) = placed.iter().find(overlapping) {
             return Err(format!("MIG instances {} at {} and {name} at {start} overlap", other.profile, other.start));
         }
@@ -122,7 +122,7 @@ fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String>
 
 /// Returns whether two placements overlap. Each is a first memory slice and a number of memory
 /// slices.
-fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
+fn placements_overlap(one: (u32, u32), other: (u32, u32)) -> bool {
     one.0 < other.0.saturating_add(other.1) && other.0 < one.0.saturating_add(one.1)
 }
 
@@ -142,7 +142,7 @@ pub enum NextStep {
 /// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
 /// kubelet can allocate slices of a device. `gone`: `Ok` if the device's MPS daemon has exited,
 /// otherwise an error that states why not.
-pub fn next<'a>(
+pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a Change>,
     gpu: &Gpu,
     known: bool,
@@ -162,9 +162,10 @@ pub fn next<'a>(
             Change::Mode(false) if enabled && !there.is_empty() => continue,
             Change::Mode(false) => Ok(()),
             Change::Create { profile, start } => {
-                let size = size(gpu, profile);
-                let taken =
-                    there.iter().any(|found| overlap((*start, size), (found.start, self::size(gpu, &found.profile))));
+                let size = profile_slices(gpu, profile);
+                let taken = there.iter().any(|found| {
+                    placements_overlap((*start, size), (found.start, self::profile_slices(gpu, &found.profile)))
+                });
                 if !enabled || taken {
                     continue;
                 }
@@ -182,13 +183,13 @@ pub fn next<'a>(
 
 /// Returns the number of memory slices of an instance with this profile. A profile that NVML does
 /// not list counts as the whole GPU, so no instance is created beside it.
-fn size(gpu: &Gpu, profile: &str) -> u32 {
+fn profile_slices(gpu: &Gpu, profile: &str) -> u32 {
     let profiles: &[MigProfile] = gpu.mig.as_ref().map_or(&[], |mig| &mig.profiles);
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
 }
 
 /// Returns text like `in use by processes outside of Kubernetes (pid 12, 13)`.
-pub fn in_use_by(processes: &[&Process]) -> String {
+pub fn in_use_message(processes: &[&Process]) -> String {
     let pids: Vec<String> = processes.iter().take(MAX_NAMED_PROCESSES).map(|process| process.pid.to_string()).collect();
     let more = if processes.len() > MAX_NAMED_PROCESSES {
         format!(" and {} more", processes.len() - MAX_NAMED_PROCESSES)

@@ -39,7 +39,7 @@ enum Presence {
 
 impl Absences {
     /// Removes the devices for which pools or daemon settings changed.
-    pub fn layouts_changed(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
+    pub fn remove_changed_devices(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
         self.since.retain(|device, _| settings_and_pools(before, device) == settings_and_pools(after, device));
     }
 

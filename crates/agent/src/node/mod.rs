@@ -24,7 +24,7 @@ use cleave_kubelet::{AllocatedDevices, ContainerDevices, DeviceList, ResourceNam
 use k8s_openapi::jiff::Timestamp;
 
 use self::absence::Absences;
-use self::daemons::{Acknowledged, ReportedDaemons};
+use self::daemons::{DesiredFileTracker, ReportedDaemons};
 use self::faults::Faults;
 use self::health_events::ReportedHealth;
 use crate::allocation::usage::{Allocations, Collected};
@@ -123,7 +123,7 @@ pub struct Node {
     /// Events for the next reconciliation.
     pending_events: Vec<NodeEvent>,
     last_foreign_poll: Option<Instant>,
-    acknowledged: Acknowledged,
+    acknowledged: DesiredFileTracker,
     /// Daemons with a short absence that is not reported.
     absences: Absences,
     reported_daemons: ReportedDaemons,
@@ -180,7 +180,7 @@ impl Node {
             changed: BTreeMap::new(),
             pending_events: Vec::new(),
             last_foreign_poll: None,
-            acknowledged: Acknowledged::default(),
+            acknowledged: DesiredFileTracker::default(),
             absences: Absences::default(),
             reported_daemons: ReportedDaemons::default(),
             faults: Faults::default(),
@@ -222,7 +222,7 @@ impl Node {
     pub fn record_gpu(&mut self, index: u32, mut answer: Result<Observation, NvmlError>, requested_at: Instant) {
         if let Ok(Observation { gpu, .. }) = &mut answer
             && self.changed.get(&gpu.uuid).is_some_and(|at| requested_at < *at)
-            && let Some(known) = self.tracker.known(&gpu.uuid)
+            && let Some(known) = self.tracker.known_gpu(&gpu.uuid)
         {
             gpu.clone_from(known);
         }

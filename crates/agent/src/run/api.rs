@@ -43,7 +43,7 @@ const MAX_NOTE_CHARS: usize = 1000;
 
 /// State of the node's `GpuNode` on the API server.
 #[derive(Debug, Clone, Default)]
-struct Server {
+struct ServerState {
     /// Whether the object exists.
     present: bool,
     /// UID of the object, for Events.
@@ -78,7 +78,7 @@ async fn follow(
     client: Client,
     name: String,
     objects: mpsc::Sender<Object>,
-    server: watch::Sender<Server>,
+    server: watch::Sender<ServerState>,
     metrics: Metrics,
 ) {
     let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
@@ -93,11 +93,11 @@ async fn follow(
             }
             Ok(WatchEvent::InitApply(object) | WatchEvent::Apply(object)) => {
                 listed = true;
-                read(object, &server)
+                record_object(object, &server)
             }
             Ok(WatchEvent::InitDone) if listed => continue,
             Ok(WatchEvent::InitDone | WatchEvent::Delete(_)) => {
-                server.send_replace(Server::default());
+                server.send_replace(ServerState::default());
                 tracing::info!(name, "GpuNode not found; waiting for the operator to create it");
                 Object::Missing
             }
@@ -114,16 +114,16 @@ async fn follow(
 }
 
 /// Records the server's version of the object. A malformed object replaces no spec.
-fn read(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<Server>) -> Object {
+fn record_object(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<ServerState>) -> Object {
     match object {
         Ok(object) => {
             let ObjectMeta { uid, resource_version, generation, .. } = object.metadata;
-            server.send_replace(Server { present: true, uid, status: object.status, version: resource_version });
+            server.send_replace(ServerState { present: true, uid, status: object.status, version: resource_version });
             Object::Present(generation.unwrap_or_default(), object.spec)
         }
         Err(invalid) => {
             tracing::warn!(error = invalid.error, "ignoring a malformed GpuNode; the last valid spec still applies");
-            server.send_replace(Server { present: true, uid: invalid.metadata.uid, ..Server::default() });
+            server.send_replace(ServerState { present: true, uid: invalid.metadata.uid, ..ServerState::default() });
             Object::Malformed(invalid.error)
         }
     }
@@ -134,7 +134,7 @@ async fn write_status(
     client: Client,
     name: String,
     mut wanted: watch::Receiver<Option<GpuNodeStatus>>,
-    mut server: watch::Receiver<Server>,
+    mut server: watch::Receiver<ServerState>,
     metrics: Metrics,
 ) {
     let api: Api<GpuNode> = Api::all(client);
@@ -144,7 +144,7 @@ async fn write_status(
     let mut trust_written = false;
     let mut delayed_since: Option<Instant> = None;
     loop {
-        let Server { present, status: seen, version: seen_version, .. } = server.borrow_and_update().clone();
+        let ServerState { present, status: seen, version: seen_version, .. } = server.borrow_and_update().clone();
         let status = wanted.borrow_and_update().clone();
         let mut delayed_until = None;
         if let Some(status) = status.filter(|_| present) {
@@ -220,12 +220,12 @@ async fn write(
             outcome => return outcome.map(|object| object.metadata.resource_version),
         }
     }
-    let patched = api.patch_status(name, &PatchParams::apply(AGENT_MANAGER), &patch(status)).await;
+    let patched = api.patch_status(name, &PatchParams::apply(AGENT_MANAGER), &status_patch(status)).await;
     patched.map(|object| object.metadata.resource_version)
 }
 
 /// Returns a merge patch with every top-level field of the status. The patch replaces every list.
-fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
+fn status_patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
@@ -235,7 +235,7 @@ async fn write_events(
     client: Client,
     name: String,
     mut events: mpsc::Receiver<NodeEvent>,
-    server: watch::Receiver<Server>,
+    server: watch::Receiver<ServerState>,
     metrics: Metrics,
 ) {
     let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(name.clone()) });
@@ -292,7 +292,7 @@ pub(super) async fn run(
 ) -> anyhow::Result<()> {
     let name = args.node_name.clone();
     let client = connect(&metrics).await;
-    let (server, seen) = watch::channel(Server::default());
+    let (server, seen) = watch::channel(ServerState::default());
     let (objects, read) = mpsc::channel(4);
     let (note, began) = watch::channel(None);
     let periods = Periods::new(args.shutdown_grace.clone());
@@ -383,11 +383,11 @@ mod tests {
     async fn a_status_is_written_if_it_differs_and_retried_after_an_error() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status("1")));
-        let (server, seen) = watch::channel(super::Server::default());
+        let (server, seen) = watch::channel(super::ServerState::default());
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "there is no object");
 
-        let present = |status| super::Server { present: true, status, ..super::Server::default() };
+        let present = |status| super::ServerState { present: true, status, ..super::ServerState::default() };
         server.send_replace(present(None));
         let failed = answer_request(
             &mut api,
@@ -415,7 +415,7 @@ mod tests {
     async fn a_known_version_is_replaced_and_an_outdated_one_is_patched() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status("1")));
-        let known = super::Server { present: true, version: Some("7".into()), ..super::Server::default() };
+        let known = super::ServerState { present: true, version: Some("7".into()), ..super::ServerState::default() };
         let (_server, seen) = watch::channel(known);
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let with = |version: &str, status: &GpuNodeStatus| {
@@ -453,8 +453,11 @@ mod tests {
     async fn new_allocations_are_delayed_and_freed_ones_are_reported_at_once() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status_with_allocations(&[])));
-        let present =
-            super::Server { present: true, status: Some(status_with_allocations(&[])), ..super::Server::default() };
+        let present = super::ServerState {
+            present: true,
+            status: Some(status_with_allocations(&[])),
+            ..super::ServerState::default()
+        };
         let (_server, seen) = watch::channel(present);
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
@@ -485,7 +488,7 @@ mod tests {
     async fn events_of_a_pod_are_published_on_it_and_on_the_node_separately_for_each_pod() {
         let (client, mut api) = mock_client();
         let (events, to_publish) = mpsc::channel(4);
-        let (_server, seen) = watch::channel(super::Server::default());
+        let (_server, seen) = watch::channel(super::ServerState::default());
         tokio::spawn(write_events(client, "n".into(), to_publish, seen, Metrics::new()));
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
@@ -530,7 +533,7 @@ mod tests {
     async fn a_malformed_object_is_reported_and_the_watch_continues() {
         let (client, mut api) = mock_client();
         let (objects, mut read) = mpsc::channel(4);
-        let (server, _seen) = watch::channel(super::Server::default());
+        let (server, _seen) = watch::channel(super::ServerState::default());
         tokio::spawn(follow(client, "n".into(), objects, server, Metrics::new()));
         let bad = json!({ "metadata": { "name": "n", "resourceVersion": "1" }, "spec": { "gpus": "none" } });
         let list = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNodeList", "metadata": { "resourceVersion": "1" }, "items": [bad] });

@@ -64,7 +64,7 @@ impl ProcessObserver {
     pub(crate) async fn round(&mut self, snapshot: &Arc<TenantSnapshot>, devices: &[String]) -> std::io::Result<Round> {
         let end = Instant::now() + ROUND_TIMEOUT;
         let mut queried = BTreeSet::new();
-        for (gpu, devices) in by_gpu(snapshot, devices) {
+        for (gpu, devices) in group_by_gpu(snapshot, devices) {
             if !self.in_progress.contains_key(&gpu) {
                 self.query(gpu.clone(), devices, Arc::clone(snapshot))?;
                 queried.insert(gpu);
@@ -122,7 +122,7 @@ impl ProcessObserver {
 }
 
 /// Groups devices by the UUID of their GPU.
-fn by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec<String>> {
+fn group_by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec<String>> {
     let mut gpus: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for device in devices {
         let gpu = snapshot.devices.get(device).map_or(device, |shared| &shared.gpu);
@@ -246,7 +246,7 @@ mod tests {
         let shared = |gpu: &str| SharedDevice { gpu: gpu.into(), in_use: true, ..SharedDevice::default() };
         let devices = devices.iter().map(|(device, gpu)| ((*device).to_owned(), shared(gpu)));
         let snapshot = Arc::new(TenantSnapshot { devices: devices.collect(), ..TenantSnapshot::default() });
-        let in_use = snapshot.in_use();
+        let in_use = snapshot.devices_in_use();
         (trigger, ProcessObserver::new(library, "/proc".into()), snapshot, in_use)
     }
 

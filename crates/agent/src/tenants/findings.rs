@@ -192,7 +192,7 @@ impl Findings {
     }
 
     /// Returns the findings, oldest first, at most [`MAX_FINDINGS`].
-    pub fn all(&self) -> Vec<FindingStatus> {
+    pub fn statuses(&self) -> Vec<FindingStatus> {
         let mut all: Vec<FindingStatus> = self.confirmed.values().map(|finding| finding.status.clone()).collect();
         let since = |finding: &FindingStatus| finding.since.as_ref().map(|time| time.0);
         all.sort_by(|a, b| (since(a), &a.device, &a.uid, &a.kind).cmp(&(since(b), &b.device, &b.uid, &b.kind)));
@@ -272,12 +272,14 @@ mod tests {
     fn two_samples_make_a_finding_that_is_reported_once() {
         let mut watch = FindingsTest::new();
         let first = watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
-        assert!(first.confirm && first.new.is_empty() && first.report.is_empty() && watch.findings.all().is_empty());
+        assert!(
+            first.confirm && first.new.is_empty() && first.report.is_empty() && watch.findings.statuses().is_empty()
+        );
         let second = watch.sample(400, vec![violation(MEMORY_EXCEEDED, 1, 6)]);
         assert_eq!((second.new.len(), second.report.len(), second.confirm), (1, 1, false));
         let third = watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 2, 7)]);
         assert_eq!((third.new.len(), third.report.len(), third.confirm), (0, 0, false));
-        assert_eq!(watch.findings.all()[0].message, "uses 6 MiB", "a new amount of memory is not written");
+        assert_eq!(watch.findings.statuses()[0].message, "uses 6 MiB", "a new amount of memory is not written");
     }
 
     #[test]
@@ -331,10 +333,10 @@ mod tests {
             watch.sample(at, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         }
         watch.sample(5000, vec![]);
-        assert_eq!(watch.findings.all().len(), 1);
+        assert_eq!(watch.findings.statuses().len(), 1);
         watch.state = SampleState::Unreachable;
         watch.sample(20_000, vec![]);
-        assert_eq!(watch.findings.all().len(), 1, "the GPU is unreachable");
+        assert_eq!(watch.findings.statuses().len(), 1, "the GPU is unreachable");
         watch.state = SampleState::Sampled;
         watch.sample(21_000, vec![]);
         assert!(watch.findings.is_empty());
@@ -355,7 +357,7 @@ mod tests {
         let still_running = watch.sample(13_000, vec![violation(MEMORY_EXCEEDED, 2, 5)]);
         assert_eq!(still_running.terminate.len(), 1);
         watch.sample(900_000, vec![]);
-        assert_eq!(watch.findings.all().len(), 1, "a disruption budget may delay the eviction");
+        assert_eq!(watch.findings.statuses().len(), 1, "a disruption budget may delay the eviction");
         watch.names.remove("uid-p");
         watch.sample(901_000, vec![]);
         assert!(watch.findings.is_empty());
@@ -368,10 +370,10 @@ mod tests {
         watch.sample(0, vec![unnamed()]);
         let found = watch.sample(400, vec![unnamed()]);
         assert_eq!((found.new.len(), found.report.len()), (1, 0));
-        assert_eq!(watch.findings.all()[0].uid, "uid-p");
+        assert_eq!(watch.findings.statuses()[0].uid, "uid-p");
         let named = watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         assert_eq!((named.new.len(), named.report.len()), (0, 1));
-        assert_eq!(watch.findings.all()[0].pod, "p");
+        assert_eq!(watch.findings.statuses()[0].pod, "p");
     }
 
     #[test]
@@ -387,6 +389,6 @@ mod tests {
         };
         watch.sample(0, many());
         assert_eq!(watch.sample(400, many()).new.len(), 100);
-        assert_eq!(watch.findings.all().len(), MAX_FINDINGS);
+        assert_eq!(watch.findings.statuses().len(), MAX_FINDINGS);
     }
 }

@@ -52,7 +52,7 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     if stat(&after)?.1 != start {
         return Ok(None);
     }
-    Ok(Some(Process { start, parent, owner: cgroup::owner(&String::from_utf8_lossy(&cgroups)) }))
+    Ok(Some(Process { start, parent, owner: cgroup::parse_owner(&String::from_utf8_lossy(&cgroups)) }))
 }
 
 /// Parses the parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`

@@ -194,7 +194,7 @@ mod tests {
     }
 
     /// Returns the terminating pods, each with its grace period in seconds.
-    fn terminating(graces: &[(&str, u64)], now: Instant) -> TerminatingPods {
+    fn terminating_pods(graces: &[(&str, u64)], now: Instant) -> TerminatingPods {
         let mut pods = TerminatingPods::default();
         for (uid, grace) in graces {
             pods.observe(observation(uid, Some((*grace, *grace))), now);
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn a_client_that_handles_sigterm_is_terminated_just_before_its_grace_ends_and_others_at_once() {
         let now = Instant::now();
-        let pods = terminating(&[("a", 30)], now);
+        let pods = terminating_pods(&[("a", 30)], now);
         let clients = || [(1, false), (2, true)].map(|(pid, survives)| client(&pods, "a", "G", pid, survives).unwrap());
         let mut terminations = Terminations::default();
         let decision = terminations.decide(clients().to_vec(), now);
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn a_daemon_has_one_request_at_a_time_and_devices_do_not_wait_for_each_other() {
         let now = Instant::now();
-        let pods = terminating(&[("a", 30), ("b", 0)], now);
+        let pods = terminating_pods(&[("a", 30), ("b", 0)], now);
         let all: Vec<Client> = [("a", "G", 3, false), ("a", "G", 1, false), ("b", "H", 2, true), ("a", "H", 4, false)]
             .map(|(uid, device, pid, survives)| client(&pods, uid, device, pid, survives).unwrap())
             .to_vec();
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn failed_attempts_are_repeated_with_growing_pauses_until_the_process_has_ended() {
         let start = Instant::now();
-        let pods = terminating(&[("a", 30)], start);
+        let pods = terminating_pods(&[("a", 30)], start);
         let one = client(&pods, "a", "G", 1, false).unwrap();
         let mut terminations = Terminations::default();
         let (mut now, mut attempts, mut reports) = (start, Vec::new(), Vec::new());
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn a_stopped_client_is_reported_at_once_and_terminated_when_it_continues() {
         let now = Instant::now();
-        let pods = terminating(&[("a", 30)], now);
+        let pods = terminating_pods(&[("a", 30)], now);
         let one = client(&pods, "a", "G", 1, false).unwrap();
         let stopped = Client { stopped: true, ..one.clone() };
         let other = client(&pods, "a", "G", 2, false).unwrap();
@@ -291,7 +291,7 @@ mod tests {
     #[test]
     fn a_client_without_a_context_is_checked_again_and_not_reported() {
         let start = Instant::now();
-        let pods = terminating(&[("a", 30)], start);
+        let pods = terminating_pods(&[("a", 30)], start);
         let one = client(&pods, "a", "G", 1, false).unwrap();
         let mut terminations = Terminations::default();
         for attempt in 0..20 {

@@ -70,7 +70,7 @@ impl Deadlines {
 
     /// Moves the end to an earlier time. No client becomes due later, although a shorter grace
     /// period has a smaller margin.
-    fn shortened(self, end: Instant, grace: Duration) -> Self {
+    fn with_earlier_end(self, end: Instant, grace: Duration) -> Self {
         let Self { since, end: before, due: (ends, survives), .. } = self;
         let Self { due: (_, last), end, .. } = Self::new(since, before.min(end), grace, Duration::ZERO);
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
@@ -117,7 +117,9 @@ impl TerminatingPods {
         let deadlines = match (deletion, was) {
             (None, _) => None,
             // A grace period can be shortened, but not extended.
-            (Some(Deletion { grace, .. }), Some(was)) if grace < was.grace => Some(was.shortened(now + grace, grace)),
+            (Some(Deletion { grace, .. }), Some(was)) if grace < was.grace => {
+                Some(was.with_earlier_end(now + grace, grace))
+            }
             (Some(_), Some(was)) => Some(was),
             (Some(Deletion { grace, left }), None) => {
                 // If the agent has observed the pod without a deletion, the deletion is new,
@@ -138,7 +140,7 @@ impl TerminatingPods {
         self.prune(now);
         let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.removed.is_none()) else { return false };
         let immediate = || Deadlines::new(now, now, Duration::ZERO, Duration::ZERO);
-        pod.deadlines = Some(pod.deadlines.map_or_else(immediate, |was| was.shortened(now, Duration::ZERO)));
+        pod.deadlines = Some(pod.deadlines.map_or_else(immediate, |was| was.with_earlier_end(now, Duration::ZERO)));
         pod.removed = Some(now);
         true
     }
@@ -225,7 +227,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_observed_deletion_has_its_whole_grace_period_and_an_older_one_its_rest() {
+    fn a_new_deletion_has_its_whole_grace_period_and_an_earlier_one_the_remaining_time() {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
         assert!(pods.observe(observation("a", None), now) && !pods.observe(observation("a", None), now));
@@ -318,8 +320,8 @@ pub(super) mod tests {
         // Shortening the grace period does not delay a deadline, although the margin shrinks.
         let long = Deadlines::new(now, now + secs(8), secs(8), secs(0));
         assert_eq!(long.terminate_at(true), now + secs(6));
-        assert_eq!(long.shortened(now + secs(8), secs(1)).terminate_at(true), now + secs(6));
-        assert_eq!(long.shortened(now + secs(3), secs(1)).terminate_at(true), now + millis(2750));
+        assert_eq!(long.with_earlier_end(now + secs(8), secs(1)).terminate_at(true), now + secs(6));
+        assert_eq!(long.with_earlier_end(now + secs(3), secs(1)).terminate_at(true), now + millis(2750));
     }
 
     #[test]

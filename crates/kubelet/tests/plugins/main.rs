@@ -30,7 +30,7 @@ const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 
 /// A resource with devices that the test changes.
-struct Shares {
+struct TestResource {
     devices: watch::Sender<Arc<DeviceList>>,
     options: Options,
 }
@@ -40,7 +40,7 @@ fn devices(ids: &[&str]) -> Arc<DeviceList> {
     Arc::new(ids.iter().map(device).collect())
 }
 
-impl Shares {
+impl TestResource {
     fn new(ids: &[&str]) -> Arc<Self> {
         Self::with_options(ids, Options { pre_start: true, preferred: true })
     }
@@ -50,7 +50,7 @@ impl Shares {
     }
 }
 
-impl Resource for Shares {
+impl Resource for TestResource {
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
         self.devices.subscribe()
     }
@@ -59,7 +59,7 @@ impl Resource for Shares {
         self.options
     }
 
-    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
         let others = request.available.iter().filter(|id| !request.must_include.contains(id));
         Ok(request.must_include.iter().chain(others).take(request.size).cloned().collect())
     }
@@ -92,7 +92,7 @@ impl Resource for Shares {
     }
 }
 
-fn resources(of: &[(&str, &Arc<Shares>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
+fn resources(of: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
     of.iter()
         .map(|(name, shares)| {
             let resource: Arc<dyn Resource> = Arc::clone(shares) as _;
@@ -125,7 +125,7 @@ impl Bench {
         FakeKubelet::start(self.path()).expect("a kubelet")
     }
 
-    fn plugins(&self, of: &[(&str, &Arc<Shares>)]) -> Plugins {
+    fn plugins(&self, of: &[(&str, &Arc<TestResource>)]) -> Plugins {
         let plugins = Plugins::start(&self.config).expect("plugins");
         plugins.set(resources(of));
         plugins
@@ -154,7 +154,7 @@ async fn wait_for_kubelet(
 
 /// Waits until the kubelet can allocate exactly these devices.
 async fn wait_until_served(kubelet: &FakeKubelet, resource: &str, ids: &[&str]) -> Endpoint {
-    let has = |endpoint: &Endpoint| endpoint.connected && endpoint.healthy() == ids;
+    let has = |endpoint: &Endpoint| endpoint.connected && endpoint.healthy_ids() == ids;
     let condition = |seen: &FakeKubeletState| seen.endpoints.get(resource).is_some_and(has);
     wait_for_kubelet(kubelet, &format!("{ids:?} of {resource}"), condition).await.endpoints[resource].clone()
 }

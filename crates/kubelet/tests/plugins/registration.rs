@@ -12,15 +12,16 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::UnixStream;
 
 use crate::{
-    Bench, DEADLINE, MPS_RESOURCE, NEVER_ELAPSES, Shares, TIMESLICE_RESOURCE, connect_to_plugin, count_registrations,
-    devices, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready, wait_until_served,
+    Bench, DEADLINE, MPS_RESOURCE, NEVER_ELAPSES, TIMESLICE_RESOURCE, TestResource, connect_to_plugin,
+    count_registrations, devices, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready,
+    wait_until_served,
 };
 
 #[tokio::test]
 async fn a_resource_is_registered_and_its_devices_are_streamed() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0", "a::1"]);
+    let shares = TestResource::new(&["a::0", "a::1"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert!(endpoint.options.pre_start_required && endpoint.options.get_preferred_allocation_available);
@@ -36,7 +37,7 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
 async fn changes_are_streamed_and_the_same_list_is_not() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..100 {
@@ -59,7 +60,7 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
 async fn two_streams_both_see_every_change() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let mut other = connect_to_plugin(&bench.path().join(endpoint.socket)).await.expect("a connection");
@@ -76,7 +77,7 @@ async fn two_streams_both_see_every_change() {
 async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let mut sockets = vec![wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket];
     for _ in 0..5 {
@@ -97,9 +98,9 @@ async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_starts_later_is_registered_with() {
+async fn the_plugin_registers_with_a_kubelet_that_starts_later() {
     let bench = Bench::new();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let waiting =
         |state: &PluginsState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == Phase::WaitingForKubelet);
@@ -112,7 +113,7 @@ async fn a_kubelet_that_starts_later_is_registered_with() {
 async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_ready(&plugins).await;
     kubelet.stop();
@@ -126,7 +127,7 @@ async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
 async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let (socket, aside) = (bench.path().join("kubelet.sock"), bench.path().join("aside"));
@@ -143,7 +144,7 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
 async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let before = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..3 {
@@ -164,7 +165,7 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     kubelet.open_no_stream(1);
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let state = wait_for_state(&plugins, "registered", |s| {
         s.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == Phase::Registered)
@@ -175,12 +176,12 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with_at_once() {
+async fn the_plugin_registers_at_once_with_a_new_kubelet_after_its_socket_was_removed() {
     let mut bench = Bench::new();
     // The plugin must register without this delay: the kubelet admits pods before the delay ends.
     bench.config.timings.settle = NEVER_ELAPSES;
     let mut kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let socket = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     kubelet.stop();
@@ -192,12 +193,12 @@ async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with
 }
 
 #[tokio::test]
-async fn a_kubelet_that_opens_no_stream_is_registered_with_again() {
+async fn the_plugin_registers_again_if_the_kubelet_opens_no_stream() {
     let mut bench = Bench::new();
     bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_millis(100) };
     let kubelet = bench.kubelet();
     kubelet.open_no_stream(3);
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let state = wait_until_ready(&plugins).await;
@@ -209,7 +210,7 @@ async fn a_stream_that_the_kubelet_drops_is_restored() {
     let mut bench = Bench::new();
     bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_secs(1) };
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     kubelet.drop_stream(MPS_RESOURCE);
@@ -222,7 +223,7 @@ async fn a_refused_registration_is_retried_and_reported() {
     bench.config.timings.register = Backoff { first: Duration::from_millis(10), cap: Duration::from_millis(20) };
     let kubelet = bench.kubelet();
     kubelet.refuse_registrations(5);
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let reported = |state: &PluginsState| {
         state
@@ -245,7 +246,7 @@ async fn a_kubelet_that_hangs_times_out() {
     bench.config.timings.register_deadline = Duration::from_millis(50);
     let kubelet = bench.kubelet();
     kubelet.set_hanging(true);
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let failed = |state: &PluginsState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.failures >= 2);
     let state = wait_for_state(&plugins, "failed", failed).await;
@@ -255,11 +256,11 @@ async fn a_kubelet_that_hangs_times_out() {
 }
 
 #[tokio::test]
-async fn after_a_hanging_kubelet_dies_the_next_is_registered_with_at_once() {
+async fn the_plugin_registers_at_once_with_the_successor_of_a_killed_hanging_kubelet() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
     kubelet.set_hanging(true);
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
     kubelet.stop();
@@ -269,11 +270,11 @@ async fn after_a_hanging_kubelet_dies_the_next_is_registered_with_at_once() {
 }
 
 #[tokio::test]
-async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered_with() {
+async fn the_plugin_registers_with_a_new_kubelet_while_the_old_one_hangs() {
     let bench = Bench::new();
     let hanging = bench.kubelet();
     hanging.set_hanging(true);
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
     let next = bench.kubelet();
@@ -283,16 +284,16 @@ async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered
 /// Up to Kubernetes 1.36, the end of an old stream disconnects the resource's current client, even
 /// a new one.
 #[tokio::test]
-async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
+async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
     let mut bench = Bench::new();
     bench.config.timings.hang_up = NEVER_ELAPSES;
     let kubelet = bench.kubelet();
     kubelet.disconnect_slowly(Duration::from_millis(200));
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::with_options(&["a::0"], Options::default()))]);
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], Options::default()))]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     plugins.set(resources(&[(
         MPS_RESOURCE,
-        &Shares::with_options(&["a::0"], Options { pre_start: true, preferred: false }),
+        &TestResource::with_options(&["a::0"], Options { pre_start: true, preferred: false }),
     )]));
     wait_for_kubelet(&kubelet, "the agent registers again", |seen| seen.endpoints[MPS_RESOURCE].socket != first).await;
     let disconnected = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].disconnected == 1;
@@ -305,12 +306,12 @@ async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
 async fn only_changed_options_cause_a_registration() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::with_options(&["a::0"], Options::default()))]);
+    let plugins = bench.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], Options::default()))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    plugins.set(resources(&[(MPS_RESOURCE, &Shares::with_options(&["b::0", "b::1"], Options::default()))]));
+    plugins.set(resources(&[(MPS_RESOURCE, &TestResource::with_options(&["b::0", "b::1"], Options::default()))]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["b::0", "b::1"]).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1, "replaced in the open stream");
-    plugins.set(resources(&[(MPS_RESOURCE, &Shares::new(&["c::0"]))]));
+    plugins.set(resources(&[(MPS_RESOURCE, &TestResource::new(&["c::0"]))]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["c::0"]).await;
     wait_for_kubelet(&kubelet, "the new options", |seen| seen.endpoints[MPS_RESOURCE].options.pre_start_required).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 2);
@@ -320,7 +321,7 @@ async fn only_changed_options_cause_a_registration() {
 async fn adding_or_removing_a_resource_does_not_disturb_others() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let (mps, slices) = (Shares::new(&["a::0"]), Shares::new(&["b::0", "b::1"]));
+    let (mps, slices) = (TestResource::new(&["a::0"]), TestResource::new(&["b::0", "b::1"]));
     let plugins = bench.plugins(&[(MPS_RESOURCE, &mps)]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for round in 1..=3 {
@@ -343,7 +344,7 @@ async fn adding_or_removing_a_resource_does_not_disturb_others() {
 async fn a_resource_that_is_removed_and_added_at_once_is_served() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     kubelet.disconnect_slowly(Duration::from_millis(50));
@@ -360,7 +361,7 @@ async fn a_resource_that_is_removed_and_added_at_once_is_served() {
 async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let (first, second) = (Shares::new(&["a::0"]), Shares::new(&["a::0", "a::1"]));
+    let (first, second) = (TestResource::new(&["a::0"]), TestResource::new(&["a::0", "a::1"]));
     let one = bench.plugins(&[(MPS_RESOURCE, &first)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let two = bench.plugins(&[(MPS_RESOURCE, &second)]);
@@ -376,7 +377,7 @@ async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
 async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares), (TIMESLICE_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     wait_until_served(&kubelet, TIMESLICE_RESOURCE, &["a::0"]).await;
@@ -397,7 +398,7 @@ async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
     let mut bench = Bench::new();
     bench.config.timings.hang_up = Duration::from_millis(50);
     let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let mut silent = UnixStream::connect(bench.path().join(endpoint.socket)).await.expect("a connection");
@@ -425,12 +426,12 @@ async fn only_our_own_stale_sockets_are_removed() {
 }
 
 #[tokio::test]
-async fn a_directory_that_is_created_later_is_served_from() {
+async fn plugins_serve_from_a_directory_that_is_created_later() {
     let mut bench = Bench::new();
     let directory = bench.path().join("device-plugins");
     bench.config.directory.clone_from(&directory);
     bench.config.timings.lock = Duration::from_millis(10);
-    let shares = Shares::new(&["a::0"]);
+    let shares = TestResource::new(&["a::0"]);
     let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
     let failed =
         |state: &PluginsState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
@@ -459,6 +460,6 @@ async fn the_longest_resource_name_is_served() {
     let name = format!("{domain}/{}", "b".repeat(63));
     let bench = Bench::new();
     let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(&name, &Shares::new(&["a::0"]))]);
+    let _plugins = bench.plugins(&[(&name, &TestResource::new(&["a::0"]))]);
     wait_until_served(&kubelet, &name, &["a::0"]).await;
 }

@@ -8,7 +8,7 @@ use cleave_agent::allocation::pending::Reserved;
 use cleave_agent::gpu::layout::{Kind, Pool};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
-use cleave_kubelet::{PreferredRequest, allocated, container_devices};
+use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated};
 use prost::Message;
 
 use super::fixtures;
@@ -178,7 +178,7 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
         vec![file(serde_json::json!([entry("main", &one), entry("beside", &two)])), file(serde_json::Value::Null)]
     },
     inputs: 10_000,
-    run: |bytes| match allocated(bytes) {
+    run: |bytes| match parse_allocated(bytes) {
         Err(error) => {
             assert_printable(&error.to_string());
             ReadResult::Refused

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use cleave_agent::allocation::allocate::{ResourceView, grant};
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::checkpoint::Checkpoint;
-use cleave_agent::gpu::layout::parse_id;
+use cleave_agent::gpu::layout::parse_slice_id;
 use cleave_agent::gpu::mig::{Change, MigOrder, OrderResult};
 use cleave_agent::mig_order::apply_order;
 use cleave_agent::mps::HostView;
@@ -158,7 +158,8 @@ impl TestNode {
 
     /// Returns the UUIDs of the existing devices that pods or processes use.
     fn devices_in_use(&self) -> BTreeSet<String> {
-        let listed = self.allocated.iter().flat_map(|row| &row.ids).filter_map(|id| Some(parse_id(id)?.0.to_owned()));
+        let listed =
+            self.allocated.iter().flat_map(|row| &row.ids).filter_map(|id| Some(parse_slice_id(id)?.0.to_owned()));
         let allocated = self.table.allocations.iter().flat_map(|(_, allocation)| allocation.devices.clone());
         let gpu = self.gpu.lock();
         let has_process = |instance: &MigInstance| gpu.processes.values().any(|gi| *gi == Some(instance.gpu_instance));
