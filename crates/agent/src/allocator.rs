@@ -1,8 +1,8 @@
 //! Allocates slices for a front end such as the device plugin.
 //!
-//! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. The lock
-//! is held briefly, never across an await, and never during file I/O. When a container starts, the
-//! allocator waits until the allocation's door and devices are ready.
+//! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. Hold the
+//! lock only briefly: never across an await, and never during file I/O. When a container starts,
+//! the allocator waits until the allocation's door and devices are ready.
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,8 +19,8 @@ use crate::event::NodeEvent;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
-/// Maximum time that a container's start waits for its door. The kubelet gives up after 30 s and
-/// retries.
+/// Maximum time that a container's start waits for its door. The kubelet's own timeout is 30 s,
+/// after which it retries.
 const READY_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Interval between checks of the CDI specification.
@@ -137,7 +137,7 @@ impl Allocator {
     /// devices, and its door is open.
     ///
     /// # Errors
-    /// A clause that states which condition is still unmet after [`READY_TIMEOUT`].
+    /// Returns a clause that states which condition is still unmet after [`READY_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
         if let Some(directory) = self.settings.cdi_directory() {
             // The specification may not list a new MIG instance yet.

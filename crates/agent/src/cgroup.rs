@@ -15,8 +15,8 @@ pub struct Owner {
     pub container: Option<String>,
 }
 
-/// Parses `/proc/PID/cgroup` and returns the owner of the process. `None` if it is in no pod, or if
-/// two hierarchies disagree.
+/// Parses `/proc/PID/cgroup` and returns the owner of the process. Returns `None` if the process is
+/// in no pod, or if two hierarchies disagree.
 pub fn parse_owner(text: &str) -> Option<Owner> {
     let mut found: Option<Owner> = None;
     for owner in paths(text).filter_map(|path| owners(path).into_iter().next()) {
@@ -61,7 +61,7 @@ fn owners(path: &str) -> Vec<Owner> {
         let plain = component.strip_prefix("pod").filter(|_| below_kubepods || outside);
         if let Some(pod) = plain.or_else(|| pod_in_slice_name(component)).and_then(parse_pod_uid) {
             let inside = parts.next_back().or_else(|| components.peek().copied());
-            found.push(Owner { pod, container: inside.and_then(container) });
+            found.push(Owner { pod, container: inside.and_then(parse_container_id) });
         }
         below_kubepods |= component == "kubepods";
         outside &= matches!(component, ".." | "burstable" | "besteffort");
@@ -69,8 +69,8 @@ fn owners(path: &str) -> Vec<Owner> {
     found
 }
 
-/// Returns the pod in systemd's name of its cgroup: `kubepods-burstable-pod<uid>.slice`. Nested
-/// kubelets prepend the name of another slice.
+/// Returns the pod's UID from systemd's name of the pod's cgroup:
+/// `kubepods-burstable-pod<uid>.slice`. Nested kubelets prepend the name of another slice.
 fn pod_in_slice_name(component: &str) -> Option<&str> {
     let (of, pod) = component.strip_suffix(".slice")?.rsplit_once("-pod")?;
     let of = of.strip_suffix("-burstable").or_else(|| of.strip_suffix("-besteffort")).unwrap_or(of);
@@ -89,7 +89,7 @@ fn parse_pod_uid(text: &str) -> Option<String> {
 
 /// Parses a container's id: `<id>`, `cri-containerd-<id>.scope`, `crio-<id>.scope`,
 /// `docker-<id>.scope`.
-fn container(component: &str) -> Option<String> {
+fn parse_container_id(component: &str) -> Option<String> {
     let name = component.strip_suffix(".scope").unwrap_or(component);
     let (runtime, id) = name.rsplit_once('-').unwrap_or(("", name));
     let of_container = matches!(runtime, "" | "cri-containerd" | "crio" | "docker" | "libpod");

@@ -19,7 +19,7 @@ use crate::tenants::names::PodName;
 use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
-/// Grace period in seconds of a pod without its own. The API server uses the same default.
+/// Grace period in seconds of a pod that sets none. The API server uses the same default.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
 
 /// Annotation of a mirror pod: the API server's object for a static pod.
@@ -101,8 +101,8 @@ struct ContainerStatus {
 }
 
 impl PodObject {
-    /// Returns the `Allocate` calls that the kubelet will make for this pod. Returns `None` if the
-    /// pod has completed or requests no resource that Cleave serves.
+    /// Returns the pod with the `Allocate` calls that the kubelet will make for it on `node`.
+    /// Returns `None` if the pod has completed or requests no resource that Cleave serves.
     pub fn bound_pod(&self, node: &str) -> Option<BoundPod> {
         let PodObject { metadata, spec, status } = self;
         if self.has_ended() {
@@ -123,7 +123,7 @@ impl PodObject {
         })
     }
 
-    /// Progress of the pod's termination.
+    /// Returns the progress of the pod's termination.
     fn termination(&self, bound: &BoundPod, now: Timestamp) -> PodObservation {
         let seconds = |seconds: i64| Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         let PodObject { metadata, spec, .. } = self;
@@ -169,8 +169,8 @@ impl PodObject {
         matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
-    /// Returns the pod's name and the names of its containers. Returns `None` if the pod has
-    /// completed.
+    /// Returns the pod's UID, its name and the names of its containers. Returns `None` if the pod
+    /// has completed.
     pub fn uid_and_names(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
         if self.has_ended() {

@@ -49,8 +49,8 @@ struct Entry {
 /// Reads the devices of a checkpoint.
 ///
 /// # Errors
-/// The text is not a checkpoint. The error contains the position but not the text, which can be
-/// long.
+/// Returns an error if the text is not a checkpoint. The error contains the position but not the
+/// text, which can be long.
 pub fn parse_allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
@@ -89,8 +89,8 @@ impl KubeletCheckpoint {
     /// `None` if the file does not exist. Reads the file only if it has changed.
     ///
     /// # Errors
-    /// The file cannot be read or is not a checkpoint. Each version of the file causes at most one
-    /// error. Later calls return `None`.
+    /// Returns an error if the file cannot be read or is not a checkpoint. Each version of the file
+    /// causes at most one error. Later calls return `None`.
     pub async fn devices(&mut self) -> io::Result<Option<Arc<AllocatedDevices>>> {
         let found = match tokio::fs::metadata(&self.path).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,

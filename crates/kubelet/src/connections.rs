@@ -91,7 +91,7 @@ impl Connections {
     }
 }
 
-/// A counted connection. Reads and writes end when the server disconnects it.
+/// A counted connection. Reads and writes end when the server disconnects the peer.
 pub(crate) struct Connection {
     io: UnixStream,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,

@@ -25,7 +25,8 @@ pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
 const SOCKET_PREFIX: &str = "cleave-";
 const SOCKET_SUFFIX: &str = ".sock";
 
-/// `sockaddr_un.sun_path` has 108 bytes and ends with a zero byte.
+/// Maximum length of a socket's path in bytes: `sockaddr_un.sun_path` has 108 bytes and ends with a
+/// zero byte.
 const MAX_SOCKET_PATH: usize = 107;
 
 /// Maximum time to wait for an answer on a socket that an earlier process left behind. Without an

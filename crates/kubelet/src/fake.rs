@@ -225,8 +225,8 @@ impl FakeKubelet {
         self.shared.seen.subscribe()
     }
 
-    /// Waits until the condition is met, and returns the observable state. `None` if the condition
-    /// is not met within this duration.
+    /// Waits until the condition is met, and returns the observable state. Returns `None` if the
+    /// condition is not met before the timeout.
     pub async fn wait_for(
         &self,
         within: Duration,
@@ -242,7 +242,7 @@ impl FakeKubelet {
         lock(&self.shared.behaviour).refuse = times;
     }
 
-    /// While set, the kubelet does not answer registrations.
+    /// Sets whether the kubelet leaves registrations unanswered.
     pub fn set_hanging(&self, hang: bool) {
         lock(&self.shared.behaviour).hang = hang;
     }
@@ -498,7 +498,7 @@ impl FakePodResources {
         lock(&self.shared.allocatable).devices = devices.collect();
     }
 
-    /// While set, the kubelet does not answer calls.
+    /// Sets whether the kubelet leaves calls unanswered.
     pub fn set_hanging(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }

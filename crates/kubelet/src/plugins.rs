@@ -185,10 +185,11 @@ enum TaskCommand {
 }
 
 impl Plugins {
-    /// Starts without resources. Must be called within a tokio runtime with I/O and time.
+    /// Starts the plugins without resources. Must be called within a tokio runtime with I/O and
+    /// time.
     ///
-    /// Temporary problems are reported in the state and retried, for example if another process
-    /// serves or the directory does not exist yet. Only an invalid path is an error.
+    /// The state reports temporary problems, for example another process that serves or a missing
+    /// directory. The plugins then retry. Only an invalid path is an error.
     pub fn start(config: &Config) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(DesiredResources::new());
@@ -272,7 +273,7 @@ impl Manager {
         });
     }
 
-    /// Waits until this process has locked the directory. `None` on shutdown.
+    /// Waits until this process has locked the directory. Returns `None` on shutdown.
     async fn acquire_lock(&mut self) -> Option<Lock> {
         loop {
             match self.directory.try_lock() {
@@ -380,7 +381,7 @@ impl Tasks {
         }
         for (name, resource) in wanted {
             if let Some(task) = self.running.get(name) {
-                // The task of a removed resource may still be ending. The manager starts it again
+                // The task of a removed resource may still be ending. The manager restarts the task
                 // after its end.
                 task.resource.send_if_modified(|served| {
                     let replaced = !Arc::ptr_eq(served, resource);
@@ -522,7 +523,7 @@ impl Plugin {
         }
     }
 
-    /// Waits for a `kubelet.sock`. `None` if the task must end.
+    /// Waits for a `kubelet.sock`. Returns `None` if the task must end.
     async fn wait_for_kubelet_socket(&mut self) -> Option<SocketId> {
         loop {
             self.directory_changes.mark_unchanged();
@@ -584,7 +585,7 @@ impl Plugin {
         self.supervise(session, kubelet, streamless).await
     }
 
-    /// Registers with retries. `None` after a success.
+    /// Registers with retries. Returns `None` after a success.
     async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<SessionEnd> {
         let (mut dials, mut refusals) = (0, 0);
         loop {
@@ -719,7 +720,7 @@ impl Plugin {
     }
 }
 
-/// Waits until a change of the directory makes the current registration attempt pointless.
+/// Waits until a change of the directory makes the current registration attempt outdated.
 async fn wait_until_registration_outdated(
     changes: &mut watch::Receiver<()>,
     directory: &Directory,

@@ -15,7 +15,7 @@ use crate::resource::{Options, ResourceName};
 /// Deadline for the answer from our own socket. The kubelet's own deadline for a plugin is 10 s.
 const SELF_DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Creates an endpoint for a unix socket. `None` if the path is not valid.
+/// Creates an endpoint for a unix socket. Returns `None` if the path is not valid.
 pub(crate) fn unix_endpoint(path: &str) -> Option<Endpoint> {
     // Servers that check `:authority` refuse a path. gRPC prescribes `localhost` for unix sockets.
     let localhost = tonic::codegen::http::Uri::from_static("http://localhost");
@@ -138,8 +138,9 @@ pub(crate) enum Cause {
     OptionsChanged,
 }
 
-/// Decides from the observed state instead of events. Events can be lost, late or repeated: the
-/// creation of `kubelet.sock` can be reported after the registration with that socket.
+/// Returns the next step for a registered plugin, from the observed state instead of events. Events
+/// can be lost, late or repeated: the creation of `kubelet.sock` can be reported after the
+/// registration with that socket.
 pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {

@@ -17,8 +17,8 @@ use crate::proto::v1beta1 as wire;
 /// [`pre_start`](Resource::pre_start) must answer from memory. While the kubelet waits, it blocks
 /// the admission of pods, and sometimes its device manager.
 pub trait Resource: Send + Sync + 'static {
-    /// Returns the devices, as they change. Each published list is sent on the open stream, even if
-    /// it equals the previous list, because the kubelet writes its
+    /// Returns a receiver of the device list. Each published list is sent on the open stream, even
+    /// if it equals the previous list, because the kubelet writes its
     /// [checkpoint](crate::KubeletCheckpoint) for each list. A list that is the same `Arc` is not
     /// sent again.
     ///
@@ -29,16 +29,16 @@ pub trait Resource: Send + Sync + 'static {
     /// registration. A replacement with other options is registered again.
     fn options(&self) -> Options;
 
-    /// Returns a future to await before [`preferred_devices`](Resource::preferred_devices) can answer this request.
-    /// Returns `None` if no wait is needed. Keep the wait short and bounded: no pod is admitted
-    /// during the wait.
+    /// Returns a future to await before [`preferred_devices`](Resource::preferred_devices) can
+    /// answer this request. Returns `None` if no wait is needed. Keep the wait short and bounded:
+    /// no pod is admitted during the wait.
     fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None
     }
 
     /// Chooses devices for a container from the available devices. The answer is a hint: the
-    /// kubelet may allocate others.
+    /// kubelet may allocate other devices.
     fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
 
     /// Returns the settings for a container to which the kubelet allocates exactly these devices.
@@ -48,9 +48,9 @@ pub trait Resource: Send + Sync + 'static {
     /// lists.
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
 
-    /// Called before each start of a container with these devices, if [`Options::pre_start`] is
-    /// set. The kubelet waits at most 30 s and retries with the back-off of the container's
-    /// restarts.
+    /// Prepares a container with these devices. The server calls this method before each start of
+    /// the container if [`Options::pre_start`] is set. The kubelet waits at most 30 s and retries
+    /// with the back-off of the container's restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))
@@ -84,7 +84,7 @@ impl ResourceName {
     const MAX_DOMAIN: usize = 253 - "requests.".len();
     const MAX_NAME: usize = 63;
 
-    /// Accepts the names that the kubelet's `IsExtendedResourceName` accepts.
+    /// Parses a name. Accepts the names that the kubelet's `IsExtendedResourceName` accepts.
     pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
         let refuse = |why| Err(InvalidResourceName { name: truncate(name), why });
         let Some((domain, short)) = name.split_once('/') else {
@@ -161,7 +161,7 @@ fn truncate(text: &str) -> String {
 pub struct InvalidDeviceId(String);
 
 impl DeviceId {
-    /// Checks the length. The API has no other requirement.
+    /// Parses an id. Checks only the length, because the API has no other requirement.
     pub fn parse(id: &str) -> Result<Self, InvalidDeviceId> {
         if id.is_empty() || id.len() > 63 {
             return Err(InvalidDeviceId(truncate(id)));
@@ -228,7 +228,8 @@ pub struct PreferredRequest<'a> {
 impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredRequest<'a> {
     type Error = Refusal;
 
-    /// Refuses a request with inconsistent numbers. The resource checks the ids.
+    /// Converts the kubelet's request. Refuses a request with inconsistent numbers. The resource
+    /// checks the ids.
     fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
         let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
         let Ok(size) = usize::try_from(wire.allocation_size) else {

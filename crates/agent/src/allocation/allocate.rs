@@ -94,7 +94,7 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
 /// Why slices cannot be allocated together. The text is a clause for the pod's Event.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
-    /// The ids are shares of several GPUs: the pod bypassed the placement gate, or lost its
+    /// The ids belong to shares of several GPUs: the pod bypassed the placement gate, or lost its
     /// reservation.
     #[error("{0}")]
     Split(String),
@@ -351,7 +351,7 @@ mod tests {
             prop_assert_eq!(numbers == others, id == allocation_id(MPS_RESOURCE, &share_ids("GPU-0", others)));
         }
 
-        /// No input causes a panic, and only served slices are granted.
+        /// `grant` grants only served slices, and no input makes it panic.
         #[test]
         fn hostile_ids_are_refused(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
             let pools = pools(&[3, 3]);

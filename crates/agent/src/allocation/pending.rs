@@ -4,7 +4,7 @@
 //! The module combines three sources, because none of them is complete. The API server lists the
 //! pods that are bound to the node, with the reservations in their annotations. `Allocate` calls
 //! name a size but no pod. The kubelet's list names the container of each slice, but appears later
-//! and omits init containers. A call is attributed to a pending container of the same size,
+//! and omits init containers. The agent attributes a call to a pending container of the same size,
 //! preferably one with a reservation on the allocated device. If the kubelet then lists the slices
 //! for another container, the two containers have swapped reservations.
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,7 +31,8 @@ pub struct BoundPod {
     pub name: String,
     /// Whether the pod is being deleted. The kubelet may then never call `Allocate` for the pod.
     pub terminating: bool,
-    /// Whether the kubelet has admitted the pod, so it has called `Allocate` for every container.
+    /// Whether the kubelet has admitted the pod. The kubelet has then called `Allocate` for every
+    /// container.
     pub admitted: bool,
     /// The requests of the pod's containers, in the kubelet's order.
     pub requests: Vec<ContainerRequest>,
@@ -160,8 +161,8 @@ impl PendingAllocations {
         }
     }
 
-    /// Returns whether a known pod has a pending request of this size. Also true if the watch is
-    /// disabled or unreliable, because the pod may never become known.
+    /// Returns whether a known pod has a pending request of this size. Also returns true if the
+    /// watch is disabled or unreliable, because the pod may never become known.
     pub fn expects_request(&self, resource: &str, units: u32) -> bool {
         let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
         matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)

@@ -135,7 +135,7 @@ struct Lost {
     message: String,
     since: Time,
     /// Whether only a reset restores the GPU, because it fell off the bus or its driver was
-    /// unloaded. A driver that hangs does not prove this.
+    /// unloaded. A hanging driver is no proof of either.
     for_good: bool,
 }
 

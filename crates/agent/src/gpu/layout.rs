@@ -105,7 +105,7 @@ impl Layout {
     /// creates an id for every slice, so a wrong count could exhaust memory.
     ///
     /// # Errors
-    /// A sentence that states what is wrong.
+    /// Returns a sentence that states which value is invalid.
     pub fn check(&self) -> Result<(), String> {
         for Pool { resource, first, count, kind, .. } in &self.pools {
             check_resource_name(resource)?;
@@ -171,7 +171,7 @@ impl From<Layout> for TargetLayout {
 /// are removed.
 ///
 /// # Errors
-/// A clause for the step's message.
+/// Returns a clause for the step's message if the GPU cannot have the layout.
 pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result<TargetLayout, String> {
     let mig = gpu.mig.as_ref().filter(|mig| mig.enabled);
     let Some(GpuSpec { partition, .. }) = spec else {
@@ -326,8 +326,9 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let daemon = wire::Daemon {
         multi_user: *multi_user,
         exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
-        // The defaults are the limits of the largest allocation. The door lowers them for each
-        // allocation. If the door cannot, the container's environment lowers them.
+        // The daemon's default limits are those of the largest allocation. The door sets the lower
+        // limits of a smaller allocation. If the door cannot, the container's environment sets
+        // them.
         default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
         default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
     };

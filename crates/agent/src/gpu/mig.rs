@@ -15,7 +15,7 @@ use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 pub const MAX_ATTEMPTS: u32 = 5;
 /// Delay after the first failed attempt. Each further failure doubles it.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
-/// Maximum delay between attempts while something is in use.
+/// Maximum delay between attempts while the instance or the GPU is in use.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 /// Maximum number of processes that a message names.
 const MAX_NAMED_PROCESSES: usize = 8;
@@ -62,7 +62,7 @@ pub enum Target<'a> {
 /// target are kept, even if another program created them.
 ///
 /// # Errors
-/// A clause that states why this GPU can never reach the target.
+/// Returns a clause that states why this GPU can never reach the target.
 pub fn changes(gpu: &Gpu, target: Target<'_>) -> Result<Vec<Change>, String> {
     let Some(mig) = &gpu.mig else {
         return match target {
@@ -120,8 +120,8 @@ fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String>
     Ok(())
 }
 
-/// Returns whether two placements overlap. Each is a first memory slice and a number of memory
-/// slices.
+/// Returns whether two placements overlap. A placement is a first memory slice and a number of
+/// memory slices.
 fn placements_overlap(one: (u32, u32), other: (u32, u32)) -> bool {
     one.0 < other.0.saturating_add(other.1) && other.0 < one.0.saturating_add(one.1)
 }

@@ -39,7 +39,8 @@ impl HostLink {
         &self.paths
     }
 
-    /// Reads the desired file that an earlier agent wrote; `None` if it cannot be read.
+    /// Reads the desired file that an earlier agent wrote. Returns `None` if the file cannot be
+    /// read.
     pub fn last_desired(&self) -> Option<Desired> {
         let bytes = fs::read(self.paths.desired()).ok()?;
         match Desired::parse(&bytes) {
@@ -152,11 +153,11 @@ impl HostLink {
         }
     }
 
-    /// Sends a request and returns the reply. Repeats it until `deadline` has passed, since the MPS
-    /// host may be restarting.
+    /// Sends a request and returns the reply. Repeats the request until `deadline` has passed,
+    /// because the MPS host may be restarting.
     ///
     /// # Errors
-    /// No reply arrived within `deadline`. The error is a full sentence.
+    /// Returns a full sentence if no reply arrives within `deadline`.
     pub async fn request(&self, request: &Request, deadline: Duration) -> Result<Reply, String> {
         let until = Instant::now() + deadline;
         loop {

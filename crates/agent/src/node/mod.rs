@@ -101,8 +101,8 @@ pub struct Node {
     kubelet_since: Instant,
     view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
-    /// Daemons of the last desired file, adopted because the checkpoint is lost. Each is kept until
-    /// it is known to be unused.
+    /// Daemons of the last desired file, adopted because the checkpoint is lost. The agent keeps
+    /// each daemon until no pod uses the daemon.
     adopted: BTreeMap<String, wire::Daemon>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,

@@ -113,7 +113,8 @@ async fn follow(
     }
 }
 
-/// Records the server's version of the object. A malformed object replaces no spec.
+/// Records the server's version of the object. A malformed object does not replace the last valid
+/// spec.
 fn record_object(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<ServerState>) -> Object {
     match object {
         Ok(object) => {

@@ -22,8 +22,8 @@ pub(super) struct FileContents {
     pub(super) desired: Desired,
     pub(super) checkpoint: Vec<u8>,
     pub(super) nodes: BTreeMap<String, Vec<String>>,
-    /// Remove directories of allocations that no longer exist. False until the allocations are
-    /// known.
+    /// Whether to remove the directories of allocations that no longer exist. False until the
+    /// allocations are known.
     pub(super) sweep: bool,
 }
 

@@ -53,7 +53,7 @@ const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Runs the agent until it receives SIGTERM.
 ///
 /// # Errors
-/// A path is not usable, or a task that should run forever has ended.
+/// Returns an error if a path is not usable, or if a task that should run forever has ended.
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // The caller may have installed a provider. The first provider remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();

@@ -60,7 +60,7 @@ impl ProcessObserver {
     /// the answers that arrived in time, and late answers of earlier rounds.
     ///
     /// # Errors
-    /// A thread could not be started.
+    /// Returns an error if a thread cannot be started.
     pub(crate) async fn round(&mut self, snapshot: &Arc<TenantSnapshot>, devices: &[String]) -> std::io::Result<Round> {
         let end = Instant::now() + ROUND_TIMEOUT;
         let mut queried = BTreeSet::new();
@@ -87,7 +87,7 @@ impl ProcessObserver {
         Ok(round)
     }
 
-    /// Asks a GPU's worker thread for the processes, and starts the thread on first use.
+    /// Requests the processes of a GPU from its worker thread, and starts the thread on first use.
     fn query(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
         let worker = match self.workers.get(&gpu) {
             Some(worker) => worker.clone(),
@@ -131,8 +131,8 @@ fn group_by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<Strin
     gpus
 }
 
-/// Lists the processes on devices of one GPU. A device that fails is omitted; if all fail, the
-/// error is returned.
+/// Lists the processes on devices of one GPU. Omits a device that fails. Returns the error if all
+/// devices fail.
 fn sample_processes(
     gpus: &dyn Gpus,
     proc: &Path,

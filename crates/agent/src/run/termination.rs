@@ -85,7 +85,8 @@ fn clients_of_terminating_pods(
     found
 }
 
-/// Requests the termination of a client from the MPS host. Returns when the request began.
+/// Requests the termination of a client from the MPS host. Also returns the time at which the
+/// request began.
 async fn terminate(link: mps::link::HostLink, client: Client) -> (Client, Outcome, Instant) {
     let began = Instant::now();
     let ClientKey { device, pid } = client.key.clone();

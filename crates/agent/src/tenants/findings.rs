@@ -13,7 +13,7 @@ use super::names::PodNames;
 use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
 /// Time for which a finding is reported after its violation was last seen. The operator must not
-/// miss the finding, and a violation that comes and goes must remain one finding.
+/// miss the finding, and an intermittent violation must remain one finding.
 pub const RETENTION: Duration = Duration::from_secs(10);
 /// Time for which a finding is reported while no sample contains its device.
 const RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
@@ -125,8 +125,8 @@ impl Findings {
         (!violation.processes.is_empty()).then_some(violation)
     }
 
-    /// Adds the violation's clients to those to terminate, except clients with a request in the
-    /// last [`MIN_TERMINATION_INTERVAL`].
+    /// Adds the violation's clients to the clients to terminate, except clients with a request in
+    /// the last [`MIN_TERMINATION_INTERVAL`].
     fn terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
         for &process in &violation.clients {
             if let Entry::Vacant(entry) = self.terminated.entry(process) {
@@ -182,7 +182,7 @@ impl Findings {
         });
     }
 
-    /// Adds the findings that no Event has reported and that name their pod.
+    /// Adds to `changes` the findings that no Event has reported and that name their pod.
     fn report(&mut self, changes: &mut Changes) {
         let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
         for finding in self.confirmed.values_mut().filter(ready) {

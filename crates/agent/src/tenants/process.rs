@@ -25,7 +25,7 @@ pub struct Process {
 /// read.
 ///
 /// # Errors
-/// A file cannot be read or parsed. The process may still run.
+/// Returns an error if a file cannot be read or parsed. The process may still run.
 pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     let directory = proc.join(pid.to_string());
     let read = |name: &str| match File::open(directory.join(name)) {

@@ -202,7 +202,7 @@ mod tests {
         pods
     }
 
-    /// Pids of the clients to terminate.
+    /// Returns the pids of the clients to terminate.
     fn pids(decision: &Decision) -> Vec<u32> {
         decision.terminate.iter().map(|client| client.key.pid).collect()
     }

@@ -13,8 +13,8 @@ use serde::Deserialize;
 
 use super::pods::{Deletion, PodObservation, TerminatingPods};
 
-/// Maximum time that a shutdown takes beyond the sum of all periods. After that time, the kubelet
-/// has given up the shutdown.
+/// Maximum time that a shutdown takes beyond the sum of all periods. After that time, the agent
+/// assumes that the kubelet terminates no more pods.
 const MAX_OVERRUN: Duration = Duration::from_secs(60);
 
 /// Time that the kubelet waits for one group of pods at shutdown. A group contains the pods with at
@@ -246,9 +246,10 @@ impl ShutdownStart {
         periods: &Periods,
     ) -> Option<Self> {
         match previous {
-            Some(previous) if previous.record == record => (now.saturating_duration_since(previous.at)
-                < periods.total_duration() + MAX_OVERRUN)
-                .then_some(previous),
+            Some(previous) if previous.record == record => {
+                let age = now.saturating_duration_since(previous.at);
+                (age < periods.total_duration() + MAX_OVERRUN).then_some(previous)
+            }
             _ => {
                 let at = elapsed(&record, wall, up, periods).and_then(|elapsed| now.checked_sub(elapsed))?;
                 Some(Self { record, at })
@@ -371,7 +372,7 @@ pub(crate) mod tests {
         let deleted = Pod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
         let observation = shutdown.observe("usual", deleted, start + secs(1)).unwrap();
         assert_eq!(observation.deletion, Some(Deletion { grace: secs(5), left: secs(4) }), "the shorter one counts");
-        // The kubelet has given up the shutdown, so the pod no longer terminates.
+        // The shutdown was cancelled, so the pod no longer terminates.
         shutdown.observe("usual", usual(), start);
         shutdown.set_start(None);
         shutdown.update(&mut terminating, start + secs(2));

@@ -86,7 +86,7 @@ impl Node {
         reservations.fold(free, |rest, reservation| rest - i64::from(self.count_unallocated(reservation)))
     }
 
-    /// Returns units of a reservation that are not allocated yet.
+    /// Returns the number of units of a reservation that are not allocated yet.
     fn count_unallocated(&self, reservation: &Reservation) -> u32 {
         let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == reservation.pod) else { return 0 };
         let of_ask = parts(&pod.containers)

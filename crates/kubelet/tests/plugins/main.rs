@@ -23,7 +23,7 @@ use tonic::transport::Endpoint as Address;
 
 /// Deadline for each condition, much longer than any condition takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// Longer than any test, for timers that must not fire.
+/// A duration that is longer than any test, for timers that must not fire.
 const NEVER_ELAPSES: Duration = Duration::from_secs(3600);
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
@@ -131,7 +131,7 @@ impl Bench {
         plugins
     }
 
-    /// Sockets in the directory, except the kubelet's.
+    /// Returns the names of the sockets in the directory, except the kubelet's.
     fn socket_names(&self) -> Vec<String> {
         let names = std::fs::read_dir(self.path()).expect("a directory").map(|e| e.expect("an entry").file_name());
         let mut names: Vec<_> =
