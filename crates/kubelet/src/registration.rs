@@ -51,7 +51,7 @@ pub(crate) async fn register(
 ) -> Result<(), RegisterError> {
     let kubelet = directory.kubelet_socket();
     let bad = || RegisterError::Path(socket.to_owned());
-    let endpoint = kubelet.to_str().and_then(unix).ok_or_else(bad)?;
+    let endpoint = kubelet.to_str().and_then(unix_endpoint).ok_or_else(bad)?;
     let request = wire::RegisterRequest {
         version: DEVICE_PLUGIN_VERSION.to_owned(),
         endpoint: socket.file_name().and_then(|name| name.to_str()).ok_or_else(bad)?.to_owned(),
@@ -84,7 +84,7 @@ pub(crate) enum SelfDialError {
 /// Makes the same first call as the kubelet, so that a registration is attempted only if it can
 /// succeed.
 pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
-    let endpoint = socket.to_str().and_then(unix).ok_or(SelfDialError::Path)?;
+    let endpoint = socket.to_str().and_then(unix_endpoint).ok_or(SelfDialError::Path)?;
     let call = async {
         let channel = endpoint.connect().await.map_err(SelfDialError::Connect)?;
         let answer = DevicePluginClient::new(channel).get_device_plugin_options(wire::Empty {}).await;

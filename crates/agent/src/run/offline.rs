@@ -71,7 +71,7 @@ impl OfflineDirectory {
                         });
                         let mut names = to.names.lock();
                         names.begin_list();
-                        pods.iter().filter_map(PodObject::named).for_each(|(uid, pod)| names.insert(uid, pod));
+                        pods.iter().filter_map(PodObject::uid_and_names).for_each(|(uid, pod)| names.insert(uid, pod));
                         names.end_list();
                         drop(names);
                         to.allocator.update_pending(|pending| {
