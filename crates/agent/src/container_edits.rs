@@ -93,7 +93,7 @@ impl ContainerSettings {
         match self.strategy {
             DeviceListStrategy::Envvar => {}
             DeviceListStrategy::Cdi => {
-                edits.cdi_devices = allocation.devices.iter().map(|uuid| cdi::name(uuid)).collect();
+                edits.cdi_devices = allocation.devices.iter().map(|uuid| cdi::device_name(uuid)).collect();
             }
             DeviceListStrategy::DeviceNodes => {
                 let paths: BTreeSet<&String> =

@@ -161,7 +161,7 @@ mod tests {
     use crate::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
     use crate::allocation::table::AllocationTable;
     use crate::allocator::tests::allocator;
-    use crate::allocator::{MAX_EVENTS, POD_WAIT};
+    use crate::allocator::{MAX_EVENTS, MAX_POD_WAIT};
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -235,7 +235,7 @@ mod tests {
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
         let _ = served.allocate(&chosen).unwrap();
         served.wait_for_pod(&request).unwrap().await;
-        assert_eq!(started.elapsed(), POD_WAIT, "no second pod of that size is reported, so the wait times out");
+        assert_eq!(started.elapsed(), MAX_POD_WAIT, "no second pod of that size is reported, so the wait times out");
     }
 
     #[test]

@@ -143,7 +143,8 @@ impl PodObject {
     /// Records the progress of the pod's termination. Returns whether it changed.
     pub fn record_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
         let Some(uid) = &self.metadata.uid else { return false };
-        // A mirror pod is the API server's object for a static pod. Deleting it terminates nothing.
+        // A mirror pod is the API server's object for a static pod. Deleting a mirror pod
+        // terminates no process.
         let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR_POD_ANNOTATION));
         let bound = self.bound_pod(node).filter(|_| !is_mirror);
         let now = Instant::now();

@@ -19,7 +19,7 @@ use serde::Deserialize;
 const CHECKPOINT_FILE: &str = "kubelet_internal_checkpoint";
 
 /// Maximum size of the file in bytes. The file has an entry for each container and resource.
-const MAX_FILE: u64 = 16 << 20;
+const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// Devices by extended resource and id.
 pub type AllocatedDevices = BTreeSet<(String, String)>;
@@ -102,7 +102,7 @@ impl KubeletCheckpoint {
         }
         (self.read, self.devices) = (id, None);
         let Some(found) = found else { return Ok(None) };
-        if found.len() > MAX_FILE {
+        if found.len() > MAX_FILE_BYTES {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("{} bytes", found.len())));
         }
         self.devices = Some(Arc::new(parse_allocated(&tokio::fs::read(&self.path).await?)?));

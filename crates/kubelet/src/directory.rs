@@ -27,7 +27,7 @@ const SOCKET_SUFFIX: &str = ".sock";
 
 /// Maximum length of a socket's path in bytes: `sockaddr_un.sun_path` has 108 bytes and ends with a
 /// zero byte.
-const MAX_SOCKET_PATH: usize = 107;
+const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// Maximum time to wait for an answer on a socket that an earlier process left behind. Without an
 /// answer, the socket counts as in use.
@@ -38,7 +38,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 pub enum DirectoryError {
     /// The path is too long for the address of a unix socket.
     #[error(
-        "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH}"
+        "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH_BYTES}"
     )]
     TooLong {
         /// Path of the directory.
@@ -83,7 +83,7 @@ impl Directory {
         // All names that `socket_name` returns have the same length.
         let longest = path.join(format!("{SOCKET_PREFIX}{:08x}-{:08x}{SOCKET_SUFFIX}", 0, 0));
         let length = longest.as_os_str().as_bytes().len();
-        if length > MAX_SOCKET_PATH {
+        if length > MAX_SOCKET_PATH_BYTES {
             return Err(DirectoryError::TooLong { directory: path.to_owned(), length });
         }
         Ok(Self { path: path.to_owned() })
@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn a_directory_with_too_long_a_path_is_refused_with_its_length() {
         let name = socket_name(&ResourceName::parse("nvidia.com/gpu-mps").expect("a name"));
-        let fits = format!("/{}", "d".repeat(MAX_SOCKET_PATH - name.len() - 2));
+        let fits = format!("/{}", "d".repeat(MAX_SOCKET_PATH_BYTES - name.len() - 2));
         assert!(Directory::new(Path::new(&fits)).is_ok());
         let error = Directory::new(Path::new(&format!("{fits}d"))).expect_err("one byte too long");
         assert!(error.to_string().contains("108 bytes"), "{error}");

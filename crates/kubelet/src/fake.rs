@@ -156,8 +156,8 @@ impl FakeKubelet {
         Ok(at)
     }
 
-    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening, as on a
-    /// slow machine.
+    /// Starts the kubelet like [`run`](Self::run), but waits between binding `kubelet.sock` and
+    /// listening, as on a slow machine.
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
         self.clean_directory()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
@@ -187,7 +187,7 @@ impl FakeKubelet {
         self.run()
     }
 
-    /// `CleanupPluginDirectory`: removes every socket in the directory.
+    /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does.
     fn clean_directory(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.directory)? {
             let entry = entry?;

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::directory::{Change, Directory, DirectoryError, Lock, PollIntervals, SocketId, Watch, socket_name};
-use crate::registration::{Cause, Observation, RegisterError, Step, decide, register, self_dial};
+use crate::registration::{Cause, Observation, RegisterError, Step, call_own_socket, decide, register};
 use crate::resource::{Resource, ResourceName};
 use crate::server::{Served, Session, StreamMode};
 
@@ -569,7 +569,7 @@ impl Plugin {
 
     /// Registers a session and supervises it until it ends.
     async fn run_session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
-        if let Err(error) = self_dial(session.path()).await {
+        if let Err(error) = call_own_socket(session.path()).await {
             self.record_failure("our own device plugin socket does not answer", &error);
             self.wait(self.timings.register.cap).await;
             return SessionEnd::Restart;

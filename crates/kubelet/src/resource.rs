@@ -81,8 +81,8 @@ pub struct InvalidResourceName {
 impl ResourceName {
     /// Maximum length of the domain in bytes. The kubelet checks `requests.<name>` as a qualified
     /// name. The domain of a qualified name may have 253 bytes.
-    const MAX_DOMAIN: usize = 253 - "requests.".len();
-    const MAX_NAME: usize = 63;
+    const MAX_DOMAIN_BYTES: usize = 253 - "requests.".len();
+    const MAX_NAME_BYTES: usize = 63;
 
     /// Parses a name. Accepts the names that the kubelet's `IsExtendedResourceName` accepts.
     pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
@@ -96,10 +96,10 @@ impl ResourceName {
         if name.starts_with("requests.") {
             return refuse("`requests.` is reserved for quotas");
         }
-        if domain.len() > Self::MAX_DOMAIN || !domain.split('.').all(is_label) {
+        if domain.len() > Self::MAX_DOMAIN_BYTES || !domain.split('.').all(is_label) {
             return refuse("the part before `/` is not a DNS subdomain of at most 244 characters");
         }
-        if short.len() > Self::MAX_NAME || !is_short_name(short) {
+        if short.len() > Self::MAX_NAME_BYTES || !is_short_name(short) {
             return refuse(
                 "the part after `/` is not 1 to 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends",
             );

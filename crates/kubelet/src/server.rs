@@ -21,7 +21,7 @@ use crate::resource::{DeviceList, Options, PreferredRequest, Refusal, Resource, 
 
 /// Maximum size of a request in bytes. The kubelet's largest request is `GetPreferredAllocation`
 /// with every free id. 20,000 ids fit in 1 MiB.
-const MAX_REQUEST: usize = 1 << 20;
+const MAX_REQUEST_BYTES: usize = 1 << 20;
 
 /// Maximum time to wait for calls on connections without a stream.
 const IDLE_GRACE: Duration = Duration::from_millis(50);
@@ -61,8 +61,8 @@ impl Session {
         let (count, open) = watch::channel(0);
         let (connections, incoming) = Connections::new();
         let (listener, socket) = listen_at(&path, &connections)?;
-        let service =
-            DevicePluginServer::new(Service { served, order, open: count }).max_decoding_message_size(MAX_REQUEST);
+        let service = DevicePluginServer::new(Service { served, order, open: count })
+            .max_decoding_message_size(MAX_REQUEST_BYTES);
         let shown = path.clone();
         let task = tokio::spawn(async move {
             // Do not use tonic's graceful shutdown: it waits for streams, which never end by

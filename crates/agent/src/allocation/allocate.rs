@@ -9,7 +9,7 @@ use super::pending::Reserved;
 use super::{Allocation, MpsLimits};
 use crate::gpu::layout::{Kind, Pool, parse_slice_id};
 
-/// Maximum length in characters of a caller's text in an error.
+/// Maximum length in characters of another program's text in an error.
 const MAX_QUOTED_CHARS: usize = 80;
 
 /// Pools and reservations of one resource.
@@ -118,7 +118,7 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
     let mut first: Option<&Pool> = None;
     for id in ids {
         let Some(pool) = view.pool(id) else {
-            return invalid(format!("{:?} is not a device of {resource} on this node", quote(id)));
+            return invalid(format!("{:?} is not a device of {resource} on this node", truncate(id)));
         };
         if !sorted.insert(id.clone()) {
             return invalid(format!("{id} is requested twice"));
@@ -159,8 +159,9 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
     })
 }
 
-/// Returns the first [`MAX_QUOTED_CHARS`] characters of a text from another program.
-fn quote(text: &str) -> String {
+/// Returns the first [`MAX_QUOTED_CHARS`] characters of a text from another program, for a
+/// quotation in an error.
+fn truncate(text: &str) -> String {
     text.chars().take(MAX_QUOTED_CHARS).collect()
 }
 
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn if_no_gpu_has_enough_the_fewest_gpus_are_used() {
+    fn if_no_gpu_fits_the_request_the_fewest_gpus_are_used() {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..1), share_ids("GPU-1", 0..3), share_ids("GPU-2", 0..2)].concat();
         assert_eq!(

@@ -15,7 +15,7 @@ use cleave_kubelet::ContainerDevices;
 use crate::gpu::layout::parse_slice_id;
 
 /// Maximum time from an `Allocate` call until the kubelet lists its pod.
-const LIST_DELAY: Duration = Duration::from_secs(2);
+const MAX_LIST_DELAY: Duration = Duration::from_secs(2);
 /// Maximum number of answered `Allocate` calls that are kept while their pods are unknown. A node
 /// admits fewer pods before the watch reports them.
 const MAX_UNMATCHED_CALLS: usize = 128;
@@ -164,7 +164,8 @@ impl PendingAllocations {
     /// Returns whether a known pod has a pending request of this size. Also returns true if the
     /// watch is disabled or unreliable, because the pod may never become known.
     pub fn expects_request(&self, resource: &str, units: u32) -> bool {
-        let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
+        let wanted =
+            |request: &PendingRequest| request.matches(resource, units) && request.state == RequestState::Pending;
         matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
             || self.pods.values().flat_map(|pod| &pod.requests).any(wanted)
     }
@@ -240,7 +241,7 @@ impl PendingAllocations {
             (!same, pod.terminating, request.reservation.is_some(), pod.admission_order())
         };
         let wanted =
-            self.find_requests(|_, request| request.is(resource, units) && request.state == RequestState::Pending);
+            self.find_requests(|_, request| request.matches(resource, units) && request.state == RequestState::Pending);
         let best = wanted.min_by_key(|(_, pod, request)| fit(pod, request)).map(|(key, _, _)| key);
         if let Some(request) = best.and_then(|key| self.request(&key)) {
             (request.state, request.allocated_on) = (RequestState::Answered(now), Some(device.to_owned()));
@@ -280,12 +281,12 @@ impl PendingAllocations {
             // The kubelet does not list this pod, so the call was for a container of a pod that no
             // longer exists.
             for request in &mut pod.requests {
-                if matches!(request.state, RequestState::Answered(at) if at + LIST_DELAY < requested_at) {
+                if matches!(request.state, RequestState::Answered(at) if at + MAX_LIST_DELAY < requested_at) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);
                 }
             }
         }
-        self.unmatched.retain(|answer| answer.at + LIST_DELAY >= requested_at);
+        self.unmatched.retain(|answer| answer.at + MAX_LIST_DELAY >= requested_at);
         self.swap_reservations();
     }
 
@@ -311,11 +312,12 @@ impl PendingAllocations {
             // The call for this request was attributed to another request. Exchange the devices of
             // the two requests.
             let taken = |other: &RequestKey, request: &PendingRequest| {
-                let open =
-                    matches!(request.state, RequestState::Answered(_)) && request.is(&wanted.resource, wanted.units);
+                let open = matches!(request.state, RequestState::Answered(_))
+                    && request.matches(&wanted.resource, wanted.units);
                 open && *other != key && request.allocated_on == here
             };
-            let other = self.all().find(|(other, _, request)| taken(other, request)).map(|(other, _, _)| other);
+            let other =
+                self.all_requests().find(|(other, _, request)| taken(other, request)).map(|(other, _, _)| other);
             if let Some(other) = other.and_then(|other| self.request(&other)) {
                 if allocated_on.is_none() {
                     other.state = RequestState::Pending;
@@ -342,7 +344,7 @@ impl PendingAllocations {
             return;
         }
         let taken = |pod: &Pod, request: &PendingRequest| {
-            request.is(&wanted.resource, wanted.units)
+            request.matches(&wanted.resource, wanted.units)
                 && matches!(request.state, RequestState::Answered(_))
                 && !pod.admitted
         };
@@ -393,7 +395,7 @@ impl PendingAllocations {
                 };
                 let has_reservation = |request: &PendingRequest| {
                     let right = if waiting { request.state == RequestState::Pending } else { elsewhere(request) };
-                    right && request.is(&wanted.resource, wanted.units) && request.reservation == allocated_on
+                    right && request.matches(&wanted.resource, wanted.units) && request.reservation == allocated_on
                 };
                 let other = self.find_requests(|_, request| has_reservation(request)).map(|(key, _, _)| key).next();
                 let Some(other) = other.and_then(|other| self.request(&other)) else { continue };
@@ -412,7 +414,7 @@ impl PendingAllocations {
     }
 
     /// Returns all requests, with their pods.
-    fn all(&self) -> impl Iterator<Item = (RequestKey, &Pod, &PendingRequest)> {
+    fn all_requests(&self) -> impl Iterator<Item = (RequestKey, &Pod, &PendingRequest)> {
         self.pods.iter().flat_map(|(uid, pod)| {
             pod.requests.iter().enumerate().map(move |(index, request)| ((uid.clone(), index), pod, request))
         })
@@ -422,7 +424,7 @@ impl PendingAllocations {
         &'a self,
         which: impl Fn(&Pod, &PendingRequest) -> bool + 'a,
     ) -> impl Iterator<Item = (RequestKey, &'a Pod, &'a PendingRequest)> {
-        self.all().filter(move |(_, pod, request)| which(pod, request))
+        self.all_requests().filter(move |(_, pod, request)| which(pod, request))
     }
 
     /// Returns the request with this key.
@@ -433,7 +435,7 @@ impl PendingAllocations {
 
 impl PendingRequest {
     /// Returns whether the request is for `units` of a resource.
-    fn is(&self, resource: &str, units: u32) -> bool {
+    fn matches(&self, resource: &str, units: u32) -> bool {
         self.wanted.units == units && self.wanted.resource == resource
     }
 }
@@ -564,18 +566,18 @@ mod tests {
     }
 
     #[test]
-    fn a_call_is_forgotten_if_the_kubelet_never_lists_it() {
+    fn an_allocate_call_is_forgotten_if_the_kubelet_never_lists_it() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now);
         pending.record_answer(MPS_RESOURCE, 3, "A", now);
-        pending.record_listed(&[], now + LIST_DELAY);
+        pending.record_listed(&[], now + MAX_LIST_DELAY);
         assert!(!pending.expects_request(MPS_RESOURCE, 3), "it may not be listed yet");
-        pending.record_listed(&[], now + 2 * LIST_DELAY);
+        pending.record_listed(&[], now + 2 * MAX_LIST_DELAY);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
-    fn a_call_may_precede_the_report_of_its_pod() {
+    fn an_allocate_call_may_precede_the_report_of_its_pod() {
         let now = Instant::now();
         let mut pending = PendingAllocations::with_watch();
         pending.record_answer(MPS_RESOURCE, 3, "B", now);
@@ -587,8 +589,8 @@ mod tests {
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
         late.record_answer(MPS_RESOURCE, 3, "A", now);
-        late.record_listed(&[], now + 2 * LIST_DELAY);
-        late.update_pod(bound_pod("a", &[(3, "A")]), now + 2 * LIST_DELAY);
+        late.record_listed(&[], now + 2 * MAX_LIST_DELAY);
+        late.update_pod(bound_pod("a", &[(3, "A")]), now + 2 * MAX_LIST_DELAY);
         assert!(late.expects_request(MPS_RESOURCE, 3), "that call was for another pod");
     }
 
@@ -627,13 +629,13 @@ mod tests {
     #[test]
     fn a_list_from_before_the_pod_describes_an_earlier_pod_of_that_name() {
         let now = Instant::now();
-        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now + LIST_DELAY);
+        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now + MAX_LIST_DELAY);
         pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
-    fn a_changed_reservation_is_followed_and_missing_pods_are_removed() {
+    fn a_changed_reservation_replaces_the_old_one_and_missing_pods_are_removed() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(1, "")])], now);
         pending.update_pod(bound_pod("a", &[(3, "B")]), now);

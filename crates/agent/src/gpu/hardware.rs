@@ -95,8 +95,8 @@ pub struct HardwareTracker {
     driver: Driver,
     /// Why the driver does not answer; `None` if it does. Without the driver, no GPU can be
     /// queried.
-    driver_error: Option<Lost>,
-    gpus: BTreeMap<String, Entry>,
+    driver_error: Option<LossCause>,
+    gpus: BTreeMap<String, TrackedGpu>,
     /// The GPU at each of NVML's indices.
     slots: Vec<Slot>,
     /// Whether the GPUs are from an earlier boot. If so, a GPU that NVML does not list was removed
@@ -108,12 +108,12 @@ pub struct HardwareTracker {
 
 /// A GPU with its history.
 #[derive(Debug)]
-struct Entry {
+struct TrackedGpu {
     gpu: Gpu,
     observed: bool,
     processes: Vec<Process>,
     /// Why NVML cannot query the GPU; `None` if it can.
-    lost: Option<Lost>,
+    lost: Option<LossCause>,
     history: History,
 }
 
@@ -130,7 +130,7 @@ enum Slot {
 
 /// Why a GPU or the driver cannot be queried.
 #[derive(Debug, Clone)]
-struct Lost {
+struct LossCause {
     reason: &'static str,
     message: String,
     since: Time,
@@ -148,7 +148,7 @@ impl Slot {
     }
 }
 
-impl Entry {
+impl TrackedGpu {
     fn new(gpu: Gpu, observed: bool, processes: Vec<Process>) -> Self {
         Self { gpu, observed, processes, lost: None, history: History::default() }
     }
@@ -156,7 +156,7 @@ impl Entry {
     fn mark_lost(&mut self, reason: &'static str, message: String, since: Time, for_good: bool) {
         let before = self.lost.take();
         let (since, was_for_good) = before.map_or((since, false), |lost| (lost.since, lost.for_good));
-        self.lost = Some(Lost { reason, message, since, for_good: for_good || was_for_good });
+        self.lost = Some(LossCause { reason, message, since, for_good: for_good || was_for_good });
     }
 }
 
@@ -164,7 +164,7 @@ impl HardwareTracker {
     /// Restores the GPUs of a checkpoint. The GPUs count as healthy until NVML reports otherwise,
     /// because pods may start before NVML has answered.
     pub fn restore(gpus: Vec<Gpu>, same_boot: bool, clock: Clock) -> Self {
-        let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry::new(gpu, false, Vec::new()));
+        let entry = |gpu: Gpu| (gpu.uuid.clone(), TrackedGpu::new(gpu, false, Vec::new()));
         let gpus = gpus.into_iter().map(entry).collect();
         Self {
             clock,
@@ -222,7 +222,7 @@ impl HardwareTracker {
                 }
                 let since = self.driver_error.take().map_or(since, |error| error.since);
                 self.driver = Driver::Missing(message.clone());
-                self.driver_error = Some(Lost { reason: reason::DRIVER, message, since, for_good: false });
+                self.driver_error = Some(LossCause { reason: reason::DRIVER, message, since, for_good: false });
             }
         }
     }
@@ -244,7 +244,7 @@ impl HardwareTracker {
                     self.slots.fill(Slot::Unknown);
                 }
                 self.record_gpu(gpu, processes);
-                if let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(&uuid) {
+                if let Some(TrackedGpu { gpu, history, .. }) = self.gpus.get_mut(&uuid) {
                     let devices = gpu.mig.iter().flat_map(|mig| &mig.instances);
                     let devices: Vec<&str> = devices.map(|instance| instance.uuid.as_str()).collect();
                     history.record_answer(requested_at, &devices);
@@ -290,7 +290,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Once every index has answered or failed, marks the GPUs without an index as missing.
+    /// Marks the GPUs without an index as missing, once every index has answered or failed.
     fn mark_missing(&mut self, since: &Time) {
         if !matches!(self.driver, Driver::Present(_)) || !self.is_complete() {
             return;
@@ -326,7 +326,7 @@ impl HardwareTracker {
             }
             None => {
                 let uuid = gpu.uuid.clone();
-                let mut entry = Entry::new(gpu, true, processes);
+                let mut entry = TrackedGpu::new(gpu, true, processes);
                 entry.history.quiet = self.quiet;
                 self.gpus.insert(uuid, entry);
             }
@@ -362,7 +362,8 @@ impl HardwareTracker {
 
     /// Returns the records that are not empty, by UUID of the GPU, for the checkpoint.
     pub fn records(&self) -> BTreeMap<String, Record> {
-        let record = |entry: &Entry| entry.history.to_record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
+        let record =
+            |entry: &TrackedGpu| entry.history.to_record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
         records.filter(|(_, record)| !record.is_empty()).collect()
     }
@@ -382,7 +383,7 @@ impl HardwareTracker {
         now: Instant,
     ) -> Class {
         let at = self.stamp(uuid, now);
-        let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
+        let Some(TrackedGpu { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
             return crate::gpu::xid::classify(xid, ignored);
         };
         let instances = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances);
@@ -393,8 +394,9 @@ impl HardwareTracker {
 
     /// Returns the current state of the driver and the GPUs.
     pub fn hardware(&self) -> Hardware {
-        let known = |Entry { gpu, observed, processes, lost, history }: &Entry| {
-            let health = self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), Lost::health);
+        let known = |TrackedGpu { gpu, observed, processes, lost, history }: &TrackedGpu| {
+            let health =
+                self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), LossCause::health);
             let (gpu, processes) = (gpu.clone(), processes.clone());
             KnownGpu { gpu, health, instances: history.instances(), observed: *observed, processes }
         };
@@ -410,7 +412,7 @@ impl HardwareTracker {
     }
 }
 
-impl Lost {
+impl LossCause {
     /// Returns the health of a lost GPU.
     fn health(&self) -> Health {
         Health {

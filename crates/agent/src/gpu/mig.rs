@@ -131,7 +131,7 @@ fn placements_overlap(one: (u32, u32), other: (u32, u32)) -> bool {
 pub enum NextStep {
     /// No change remains, or the remaining changes cannot start yet.
     Nothing,
-    /// Start this change, because nothing known prevents it.
+    /// Start this change: no known condition prevents the change.
     Do(Change),
     /// The change waits, for this reason.
     Wait(Change, String),
@@ -298,7 +298,7 @@ impl MigProgress {
     pub fn record_plan(&mut self, gpu: &str, left: &[Change], next: &NextStep) {
         self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
-            NextStep::Wait(change, why) => Some(step(gpu, change, STEP_WAITING, why.clone())),
+            NextStep::Wait(change, why) => Some(step_status(gpu, change, STEP_WAITING, why.clone())),
             NextStep::Nothing | NextStep::Do(_) => None,
         };
         if let NextStep::Do(change) = next {
@@ -344,7 +344,7 @@ impl MigProgress {
                 if matches!(change, Change::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
-                self.done.push(step(gpu, change, STEP_DONE, String::new()));
+                self.done.push(step_status(gpu, change, STEP_DONE, String::new()));
                 self.unreported += 1;
                 return None;
             }
@@ -404,7 +404,7 @@ impl MigProgress {
 }
 
 /// Returns the status of a step that performs a change.
-fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
+fn step_status(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
     let (gpu, action, result) = (gpu.to_owned(), change.to_string(), result.to_owned());
     StepStatus { gpu, action, result, message, ..StepStatus::default() }
 }

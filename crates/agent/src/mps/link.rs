@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_host_is_followed_through_a_status_an_end_and_a_restart() {
+    async fn the_view_follows_the_mps_hosts_status_exit_and_restart() {
         let (_directory, link) = link();
         let (sender, mut view) = watch::channel(HostView::default());
         let follower = link.clone();

@@ -422,7 +422,7 @@ mod tests {
     }
 
     proptest! {
-        /// With any spec, a slice in use remains unchanged, and deciding again changes nothing.
+        /// No spec changes a slice in use. A repeated decision changes nothing.
         #[test]
         fn a_slice_in_use_is_never_removed(
             units in 1_u32..48, next in 0_u32..50, used in prop::collection::btree_set(0_u32..48, 0..4), sliced: bool,

@@ -21,9 +21,9 @@ use crate::mps::HostView;
 
 /// Maximum time until the MPS server's log names clients. If the log names several clients, no
 /// Event names one of them as the cause.
-const LOG_DELAY: Duration = Duration::from_millis(500);
+const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
 /// Maximum time until the kubelet and the API server report which pod has an allocation.
-const OWNER_DELAY: Duration = Duration::from_secs(2);
+const MAX_OWNER_DELAY: Duration = Duration::from_secs(2);
 /// Maximum number of pods that an Event names.
 const MAX_NAMED_PODS: usize = 8;
 
@@ -157,9 +157,9 @@ impl ReportedFault {
         let patience = if all_known && self.fault.over {
             return None;
         } else if all_known {
-            LOG_DELAY
+            MAX_LOG_DELAY
         } else {
-            OWNER_DELAY
+            MAX_OWNER_DELAY
         };
         patience.checked_sub(age).filter(|wait| !wait.is_zero())
     }
@@ -237,7 +237,7 @@ impl ReportedFault {
     }
 }
 
-/// Describes the cause in the node's Event.
+/// Returns the cause as text for the node's Event.
 fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
         (None, _) => return "a fatal GPU error of a program that MPS did not identify".to_owned(),
@@ -261,7 +261,7 @@ fn note_for_culprit(killed: bool) -> &'static str {
     }
 }
 
-/// Describes the cause in the Event of another affected pod.
+/// Returns the cause as text for the Event of another affected pod.
 fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
         (None, _) => {
@@ -277,7 +277,7 @@ fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&P
     }
 }
 
-/// Describes the affected programs by pod.
+/// Returns the affected programs by pod, as text.
 fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
     let mut names: Vec<String> =
         pods.iter().take(MAX_NAMED_PODS).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
@@ -376,10 +376,10 @@ mod tests {
             let first = self.update(view);
             assert_eq!(
                 (first.events, first.wake_after),
-                (Vec::new(), Some(LOG_DELAY)),
+                (Vec::new(), Some(MAX_LOG_DELAY)),
                 "the log may still name another client"
             );
-            self.now += LOG_DELAY;
+            self.now += MAX_LOG_DELAY;
             self.update(view)
         }
     }
@@ -450,7 +450,7 @@ mod tests {
     fn no_event_names_a_cause_if_the_log_names_several_clients() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
         assert_eq!(test.update(&host_view(7, Some(fault(1, Some(0), 2)))).events, []);
-        test.now += LOG_DELAY / 2;
+        test.now += MAX_LOG_DELAY / 2;
         // The MPS host reports no culprit if the log names two.
         assert_eq!(test.update(&host_view(7, Some(fault(1, None, 2)))).events, []);
         let report = test.update(&host_view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
@@ -466,25 +466,25 @@ mod tests {
     fn events_wait_for_unknown_pods_for_a_limited_time() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &["b"]);
         let report = test.update(&host_view(7, Some(fault(1, None, 2))));
-        assert_eq!((report.events.len(), report.wake_after, report.faults.len()), (0, Some(OWNER_DELAY), 1));
+        assert_eq!((report.events.len(), report.wake_after, report.faults.len()), (0, Some(MAX_OWNER_DELAY), 1));
         test.pending.update_pod(bound_pod("ns", "b"), test.now);
-        test.now += LOG_DELAY / 2;
+        test.now += MAX_LOG_DELAY / 2;
         let report = test.update(&host_view(7, Some(fault(1, None, 2))));
         assert_eq!(
             (report.events.len(), report.wake_after),
-            (0, Some(LOG_DELAY / 2)),
+            (0, Some(MAX_LOG_DELAY / 2)),
             "the log may still name a client"
         );
         // No list contains the pod any more, but the fault keeps its record of the pod.
         test.listed.clear();
-        test.now += LOG_DELAY / 2;
+        test.now += MAX_LOG_DELAY / 2;
         let report = test.update(&host_view(7, Some(fault(1, None, 2))));
         assert_eq!(events(&report).len(), 3);
         assert!(events(&report)[1].2.contains("possibly the pod's own"));
         assert_eq!(report.wake_after, None);
         // No source ever reports these pods.
         test.update(&host_view(7, Some(fault(2, Some(0), 2))));
-        test.now += OWNER_DELAY;
+        test.now += MAX_OWNER_DELAY;
         let report = test.update(&host_view(7, Some(fault(2, Some(0), 2))));
         assert_eq!(events(&report).len(), 1);
         assert!(events(&report)[0].2.contains(
@@ -545,7 +545,7 @@ mod tests {
         assert_eq!(events(&test.update(&host_view(7, Some(fault(1, Some(0), 1))))).len(), 0);
         let report = test.update(&host_view(7, Some(fault(2, Some(0), 1))));
         assert_eq!(events(&report).iter().map(|event| event.1).collect::<Vec<_>>(), ["GpuFault", "NamedInGpuFault"]);
-        assert_eq!(report.wake_after, Some(OWNER_DELAY));
+        assert_eq!(report.wake_after, Some(MAX_OWNER_DELAY));
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! [`Node`] is the agent's model of the node. Inputs update it; [`Node::reconcile`] decides what to
-//! do next. Pure: the time is an argument, and nothing is read or written.
+//! do next. Pure: the time is an argument, and no code here does I/O.
 pub mod absence;
 pub mod cordon;
 mod daemons;
@@ -27,7 +27,7 @@ use self::absence::Absences;
 use self::daemons::{DesiredFileTracker, ReportedDaemons};
 use self::faults::Faults;
 use self::health_events::ReportedHealth;
-use crate::allocation::usage::{Allocations, Collected};
+use crate::allocation::usage::{Allocations, RemovalResult};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::clock::Clock;
@@ -346,8 +346,8 @@ impl Node {
         } else {
             let kubelet_checkpoint = kubelet_checkpoint.clone().unwrap_or_default();
             let busy = |id: &str| busy.contains(id);
-            let Collected { ended, in_kubelet_checkpoint } =
-                allocations.collect(&rows, requested_at, self.grace, busy, &kubelet_checkpoint);
+            let RemovalResult { ended, in_kubelet_checkpoint } =
+                allocations.remove_ended(&rows, requested_at, self.grace, busy, &kubelet_checkpoint);
             self.resend_lists = in_kubelet_checkpoint;
             ended.len()
         };

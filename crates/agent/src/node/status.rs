@@ -444,7 +444,11 @@ fn condition(type_: &str, generation: i64, content: ConditionContent) -> Conditi
 
 /// Sets the times of conditions. A condition with an unchanged status keeps its time from `before`.
 /// All other conditions change at `now`.
-pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_openapi::jiff::Timestamp) -> GpuNodeStatus {
+pub fn with_condition_times(
+    mut status: GpuNodeStatus,
+    before: &[Condition],
+    now: k8s_openapi::jiff::Timestamp,
+) -> GpuNodeStatus {
     for condition in &mut status.conditions {
         let same = before.iter().find(|old| old.type_ == condition.type_ && old.status == condition.status);
         condition.last_transition_time = same.map_or(Time(now), |old| old.last_transition_time.clone());

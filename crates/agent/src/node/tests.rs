@@ -378,7 +378,7 @@ fn an_error_of_the_kubelet_ends_no_allocation() {
 }
 
 #[test]
-fn the_checkpoint_serves_before_other_inputs_answer() {
+fn slices_of_the_checkpoint_are_served_before_other_inputs_answer() {
     let start = Instant::now();
     let (mut first, mut table, desired) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);

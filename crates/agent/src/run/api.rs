@@ -27,7 +27,7 @@ use super::shutdown;
 use crate::args::AgentArgs;
 use crate::event::{NodeEvent, PodEvent, PodRef};
 use crate::metrics::Metrics;
-use crate::node::status::{is_minor_change, with_times};
+use crate::node::status::{is_minor_change, with_condition_times};
 use crate::object::Object;
 use crate::termination::shutdown::Periods;
 
@@ -35,7 +35,7 @@ use crate::termination::shutdown::Periods;
 const MIN_WRITE_INTERVAL: Duration = Duration::from_millis(200);
 /// Delay of a status with only minor changes. Pods often start in bursts, and the operator keeps
 /// their reservations until the status shows their allocations.
-const MINOR_DELAY: Duration = Duration::from_millis(500);
+const MINOR_CHANGE_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed write.
 const WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 /// Maximum number of characters of an Event's note. The API server's limit is 1024.
@@ -155,14 +155,14 @@ async fn write_status(
             };
             let before = written.as_ref().map(|(status, _)| status).or(seen.as_ref());
             let before = before.map(|status| status.conditions.as_slice()).unwrap_or_default();
-            let status = with_times(status, before, Timestamp::now());
+            let status = with_condition_times(status, before, Timestamp::now());
             if on_server == Some(&status) {
                 delayed_since = None;
             } else {
                 let since = *delayed_since.get_or_insert_with(Instant::now);
                 delayed_until = on_server
                     .filter(|written| is_minor_change(written, &status))
-                    .map(|_| since + MINOR_DELAY)
+                    .map(|_| since + MINOR_CHANGE_DELAY)
                     .filter(|until| *until > Instant::now());
                 if delayed_until.is_none() {
                     let version = match write(&api, &name, version, &status).await {
@@ -469,20 +469,20 @@ mod tests {
         for pod in ["a", "b", "c", "d"] {
             pods_so_far.push(pod);
             wanted.send_replace(Some(status_with_allocations(&pods_so_far)));
-            assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err(), "{pod}");
+            assert!(timeout(MINOR_CHANGE_DELAY / 5, api.next_request()).await.is_err(), "{pod}");
         }
         let (_, sent) = answer_request(&mut api, 200, &gpu_node_object(&status_with_allocations(&pods_so_far))).await;
-        assert_eq!((pods(&sent), began.elapsed() <= MINOR_DELAY + Duration::from_millis(2)), (4, true));
+        assert_eq!((pods(&sent), began.elapsed() <= MINOR_CHANGE_DELAY + Duration::from_millis(2)), (4, true));
 
         // One allocation is added, and later another is removed. A third pod may use the freed
         // slices.
         tokio::time::sleep(MIN_WRITE_INTERVAL).await;
         let began = Instant::now();
         wanted.send_replace(Some(status_with_allocations(&["a", "b", "c", "d", "e"])));
-        assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err());
+        assert!(timeout(MINOR_CHANGE_DELAY / 5, api.next_request()).await.is_err());
         wanted.send_replace(Some(status_with_allocations(&["a", "b", "c", "e"])));
         assert_eq!(pods(&answer_request(&mut api, 200, &gpu_node_object(&status_with_allocations(&["a"]))).await.1), 4);
-        assert!(began.elapsed() < MINOR_DELAY / 2, "{:?}", began.elapsed());
+        assert!(began.elapsed() < MINOR_CHANGE_DELAY / 2, "{:?}", began.elapsed());
     }
 
     #[tokio::test(start_paused = true)]

@@ -27,7 +27,8 @@ pub(super) struct FileContents {
     pub(super) sweep: bool,
 }
 
-/// Writes the files on a separate thread, because a disk may be slow. Retries failed writes.
+/// Writes the files on a separate thread, because a disk may be slow to respond. Retries failed
+/// writes.
 pub(super) async fn write(
     args: Arc<AgentArgs>,
     store: Store,
@@ -75,7 +76,7 @@ fn write_once(
         link.remove_directories_except(|id| next.desired.allocations.contains_key(id));
     }
     if args.device_list_strategy == DeviceListStrategy::Cdi && next.nodes != before.nodes {
-        cdi::write(args, &next.nodes)?;
+        cdi::write_specification(args, &next.nodes)?;
     }
     Ok(())
 }

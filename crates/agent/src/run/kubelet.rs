@@ -48,7 +48,7 @@ impl SocketTracker {
     }
 }
 
-/// When to request the PodResources list.
+/// Determines when the agent requests the PodResources list.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ListSchedule {
     /// Time between two requests.

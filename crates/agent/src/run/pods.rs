@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn terminating_pods_are_followed() {
+    fn deletions_of_pods_update_the_terminating_pods() {
         let spec = json!({"containers": [container("main", &json!({MPS_RESOURCE: "1"}))]});
         let guard = |object: Value| serde_json::from_value::<DeserializeGuard<PodObject>>(object).unwrap();
         let deleted = |name: &str| {
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_nodes_pods_are_followed_despite_a_malformed_one() {
+    async fn pods_of_the_node_are_watched_despite_a_malformed_pod() {
         let (service, mut api) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         let allocator = Arc::new(allocator(AllocationTable {
             pending: PendingAllocations::with_watch(),

@@ -98,14 +98,14 @@ impl Findings {
                 continue;
             }
             if evict {
-                self.terminate(&violation, now, &mut changes);
+                self.add_clients_to_terminate(&violation, now, &mut changes);
             }
             self.record(violation, evict, (now, time), &mut changes);
         }
         let pending = |key: &ViolationKey| state(&key.device) == SampleState::Pending;
         self.previous.extend(previous.into_iter().filter(|(key, _)| pending(key)));
         self.remove_expired(state, evicts, names, now);
-        self.report(&mut changes);
+        self.add_findings_to_report(&mut changes);
         changes
     }
 
@@ -127,7 +127,7 @@ impl Findings {
 
     /// Adds the violation's clients to the clients to terminate, except clients with a request in
     /// the last [`MIN_TERMINATION_INTERVAL`].
-    fn terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
+    fn add_clients_to_terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
         for &process in &violation.clients {
             if let Entry::Vacant(entry) = self.terminated.entry(process) {
                 entry.insert(now);
@@ -183,7 +183,7 @@ impl Findings {
     }
 
     /// Adds to `changes` the findings that no Event has reported and that name their pod.
-    fn report(&mut self, changes: &mut Changes) {
+    fn add_findings_to_report(&mut self, changes: &mut Changes) {
         let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
         for finding in self.confirmed.values_mut().filter(ready) {
             finding.reported = true;

@@ -318,7 +318,7 @@ impl Share {
     }
 }
 
-/// Names a process's owner in a sentence.
+/// Returns words that name a process's owner in a sentence.
 fn describe(tenant: &Tenant, owner: Option<&Owner>) -> String {
     match (tenant.pod.as_str(), tenant.container.as_str(), owner) {
         ("", _, None) => "the host (no pod)".to_owned(),

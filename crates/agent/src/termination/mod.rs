@@ -19,7 +19,7 @@ use self::pods::Deadlines;
 
 /// Time from a client's deadline until the agent reports that the client still runs. This time is
 /// shorter than a `preStop` sleep of one second.
-const REPORT_AFTER: Duration = Duration::from_millis(500);
+const REPORT_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed attempt.
 const RETRY_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Interval between attempts to terminate a client that has no context, or that is stopped.
@@ -130,7 +130,7 @@ impl Terminations {
                 attempts.last_error = Some("the process is stopped, and MPS would wait for it".into());
             }
             // A stopped client cannot be terminated in time: report it at once.
-            let report_at = if client.stopped { now } else { attempts.due + REPORT_AFTER };
+            let report_at = if client.stopped { now } else { attempts.due + REPORT_DELAY };
             if !attempts.reported && now >= report_at {
                 attempts.reported = true;
                 let error = attempts.last_error.clone();
@@ -215,7 +215,7 @@ mod tests {
         let mut terminations = Terminations::default();
         let decision = terminations.decide(clients().to_vec(), now);
         assert_eq!(pids(&decision), [1]);
-        assert_eq!(decision.next_check, Some(now + REPORT_AFTER));
+        assert_eq!(decision.next_check, Some(now + REPORT_DELAY));
         terminations.record(&clients()[0].key, &Outcome::Terminated, now + millis(5));
         let decision = terminations.decide(clients().to_vec(), now + millis(5));
         assert_eq!((decision.terminate.len(), decision.next_check), (0, Some(now + secs(28))), "terminated once");
@@ -238,7 +238,7 @@ mod tests {
         // One daemon hangs; the other continues.
         terminations.record(&all[2].key, &Outcome::Terminated, now);
         assert_eq!(pids(&terminations.decide(all.clone(), now)), [4]);
-        let reports = terminations.decide(all.clone(), now + REPORT_AFTER).report;
+        let reports = terminations.decide(all.clone(), now + REPORT_DELAY).report;
         let reports: Vec<(u32, &str)> = reports.iter().map(|(client, why)| (client.key.pid, why.as_str())).collect();
         assert_eq!(reports, [3, 1, 4].map(|pid| (pid, "the MPS host has not answered yet")));
         assert!(terminations.decide(all.clone(), now + secs(9)).report.is_empty(), "once");
@@ -352,7 +352,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-        /// Six pods with two clients each, on two devices.
+        /// Runs random events with six pods of two clients each, on two devices.
         #[test]
         fn clients_of_terminating_pods_are_terminated_or_reported_in_time_and_others_left_alone(steps in steps()) {
             let start = Instant::now();
@@ -427,7 +427,7 @@ mod tests {
                     // A client is overdue from the first step at which it is due.
                     let since = overdue_since[index].or(due.filter(|due| *due <= now).map(|_| now));
                     overdue_since[index] = since;
-                    let overdue = since.is_some_and(|since| now >= since + REPORT_AFTER);
+                    let overdue = since.is_some_and(|since| now >= since + REPORT_DELAY);
                     prop_assert!(
                         !overdue || terminated[index] || reported[index],
                         "client {} is neither terminated nor reported", index

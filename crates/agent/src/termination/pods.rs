@@ -11,13 +11,13 @@ use crate::allocation::allocation_id;
 const RETENTION: Duration = Duration::from_secs(300);
 /// A `preStop` sleep up to this long only gives the agent time to act. A longer sleep gives the
 /// program time to finish its work.
-const AGENT_SLEEP: Duration = Duration::from_secs(2);
+const MAX_AGENT_SLEEP: Duration = Duration::from_secs(2);
 /// Time before the end of the grace period at which clients that survive SIGTERM are terminated.
 /// `terminate_client` takes 3 to 10 ms per client, a GPU has at most 48 clients, and failed
 /// attempts are repeated.
-const MARGIN: Duration = Duration::from_secs(2);
+const MAX_MARGIN: Duration = Duration::from_secs(2);
 /// The margin is at most a quarter of the grace period.
-const MARGIN_PART: u32 = 4;
+const MIN_GRACE_TO_MARGIN_RATIO: u32 = 4;
 
 /// Maximum grace period or sleep. Longer values count as this maximum: a spec may contain any
 /// 64-bit number of seconds, which would overflow an [`Instant`].
@@ -62,9 +62,9 @@ pub struct Deadlines {
 
 impl Deadlines {
     fn new(since: Instant, end: Instant, grace: Duration, sleep: Duration) -> Self {
-        let margin = (grace / MARGIN_PART).min(MARGIN);
+        let margin = (grace / MIN_GRACE_TO_MARGIN_RATIO).min(MAX_MARGIN);
         let last = end.checked_sub(margin).unwrap_or(since).max(since);
-        let before_sigterm = sleep.checked_sub(AGENT_SLEEP).map_or(since, |wait| since + wait);
+        let before_sigterm = sleep.checked_sub(MAX_AGENT_SLEEP).map_or(since, |wait| since + wait);
         Self { since, end, due: (before_sigterm.min(last), last), grace }
     }
 

@@ -195,8 +195,8 @@ impl Node {
         Ok(())
     }
 
-    /// A pod may receive shares that are reserved for another pod of the same size. The ledger then
-    /// swaps the reservations.
+    /// Swaps two reservations as the ledger does, if a pod received shares that were reserved for
+    /// another pod of the same size.
     fn swap_reservations(&mut self, pod: &Pod, number: usize, device: &str) {
         let request = parts(&pod.containers)[number].request;
         let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.request == request;

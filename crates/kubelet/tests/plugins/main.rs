@@ -24,7 +24,7 @@ use tonic::transport::Endpoint as Address;
 /// Deadline for each condition, much longer than any condition takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(20);
 /// A duration that is longer than any test, for timers that must not fire.
-const NEVER_ELAPSES: Duration = Duration::from_secs(3600);
+const LONGER_THAN_ANY_TEST: Duration = Duration::from_secs(3600);
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
@@ -102,18 +102,18 @@ fn resources(of: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc<dy
 }
 
 /// A device plugin directory with timers that do not fire unless a test sets them.
-struct Bench {
+struct Fixture {
     directory: tempfile::TempDir,
     config: Config,
 }
 
-impl Bench {
+impl Fixture {
     fn new() -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let mut config = Config::new(directory.path());
-        config.timings.stream = Backoff { first: NEVER_ELAPSES, cap: NEVER_ELAPSES };
-        config.timings.register_deadline = NEVER_ELAPSES;
-        config.timings.poll_watched = NEVER_ELAPSES;
+        config.timings.stream = Backoff { first: LONGER_THAN_ANY_TEST, cap: LONGER_THAN_ANY_TEST };
+        config.timings.register_deadline = LONGER_THAN_ANY_TEST;
+        config.timings.poll_watched = LONGER_THAN_ANY_TEST;
         Self { directory, config }
     }
 

@@ -141,8 +141,8 @@ impl TestNode {
             }
             Event::Reconcile => self.reconcile(),
             Event::PerformOrder => self.perform_order(),
-            Event::HostApplies => self.host_applies(),
-            Event::HostReadsDesired => self.host_reads_desired(),
+            Event::HostApplies => self.apply_desired_file(),
+            Event::HostReadsDesired => self.read_desired_file(),
             Event::ListAllocations => self.list_allocations(),
             Event::ReadGpu => self.read_gpu(),
             Event::Wait { ms } => self.now += Duration::from_millis(*ms),
@@ -153,8 +153,8 @@ impl TestNode {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// Performing a change checks that it removes nothing in use. Once nothing is in use, the agent
-    /// applies the spec, and further rounds change nothing.
+    /// Each performed change checks that it removes no device in use. Once no device is in use, the
+    /// agent applies the spec. Further rounds change nothing.
     #[test]
     fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(
         sequence in prop::collection::vec(events(), 1..120),
