@@ -158,7 +158,7 @@ pub struct MountArg {
     pub read_only: bool,
 }
 
-/// The text is not `HOST:CONTAINER[:ro]`.
+/// Error for a text that is not `HOST:CONTAINER[:ro]`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not HOST:CONTAINER or HOST:CONTAINER:ro with absolute paths")]
 pub struct NotAMount(String);
@@ -189,7 +189,7 @@ pub struct EnvArg {
     pub value: String,
 }
 
-/// The text is not `NAME=VALUE`.
+/// Error for a text that is not `NAME=VALUE`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not NAME=VALUE")]
 pub struct NotAnEnv(String);

@@ -1,9 +1,9 @@
 //! Finds the pods and the container of a process from its cgroup (cgroups(7)). Pure.
 //!
 //! A container may create cgroups with any name below its own cgroup, and move its processes there.
-//! Therefore only the component nearest the root that names a pod is trusted: above it, only the
-//! kubelet and the container runtime create cgroups. Unless the node itself runs in a pod, no
-//! component below it names a real pod.
+//! Therefore this module trusts only the component nearest the root that names a pod: above it,
+//! only the kubelet and the container runtime create cgroups. Unless the node itself runs in a pod,
+//! no component below it names a real pod.
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,7 +31,7 @@ pub fn parse_owner(text: &str) -> Option<Owner> {
 }
 
 /// Parses `/proc/PID/cgroup` and returns the UIDs of all pods above the process, outermost first.
-/// Only the first pod can be trusted: its containers may have created the other cgroups.
+/// Trust only the first pod: its containers may have created the other cgroups.
 pub fn parse_pod_uids(text: &str) -> Vec<String> {
     // All hierarchies that name pods name the same pods.
     let found = paths(text).map(owners).find(|owners| !owners.is_empty());

@@ -4,8 +4,9 @@
 //! When the kubelet lists or allocates devices, it first drops the devices of deleted pods from
 //! memory. The kubelet writes the file only after an allocation, and for each device list that a
 //! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device.
-//! Therefore it does not allocate devices that only the file lists as allocated. The layout is that
-//! of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
+//! Therefore the restarted kubelet does not allocate devices that only the file lists as allocated.
+//! The layout is that of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public
+//! interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -237,7 +237,7 @@ impl FakeKubelet {
         found.ok()?.ok().map(|seen| seen.clone())
     }
 
-    /// Refuses the next `times` registrations.
+    /// Makes the kubelet refuse the next `times` registrations.
     pub fn refuse_registrations(&self, times: usize) {
         lock(&self.shared.behaviour).refuse = times;
     }
@@ -247,7 +247,7 @@ impl FakeKubelet {
         lock(&self.shared.behaviour).hang = hang;
     }
 
-    /// Opens no stream after the next `times` registrations that it accepts.
+    /// Makes the kubelet open no stream after the next `times` registrations that it accepts.
     pub fn open_no_stream(&self, times: usize) {
         lock(&self.shared.behaviour).no_stream = times;
     }

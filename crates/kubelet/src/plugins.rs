@@ -307,8 +307,7 @@ impl Manager {
             running: BTreeMap::new(),
         };
         self.wanted.mark_changed();
-        // A failed task is restarted after a delay, so that a task that always fails does not use a
-        // whole core.
+        // Restart a failed task after a delay: a task that always fails must not use a whole core.
         let mut restart_at: Option<Instant> = None;
         loop {
             let pause = async {

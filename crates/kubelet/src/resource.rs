@@ -17,10 +17,10 @@ use crate::proto::v1beta1 as wire;
 /// [`pre_start`](Resource::pre_start) must answer from memory. While the kubelet waits, it blocks
 /// the admission of pods, and sometimes its device manager.
 pub trait Resource: Send + Sync + 'static {
-    /// Returns a receiver of the device list. Each published list is sent on the open stream, even
-    /// if it equals the previous list, because the kubelet writes its
-    /// [checkpoint](crate::KubeletCheckpoint) for each list. A list that is the same `Arc` is not
-    /// sent again.
+    /// Returns a receiver of the device list. The open stream sends each published list, even if
+    /// the list equals the previous one, because the kubelet writes its
+    /// [checkpoint](crate::KubeletCheckpoint) for each list. The stream does not send the same
+    /// `Arc` again.
     ///
     /// If the sender is dropped, the last list remains valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;

@@ -45,7 +45,8 @@ pub struct Choice<'a> {
 /// Chooses the slices for a request, lowest numbers first. The answer always contains
 /// `must_include`.
 ///
-/// If a GPU has enough free slices, all slices come from one GPU. GPUs are preferred in this order:
+/// If a GPU has enough free slices, all slices come from one GPU. The function prefers GPUs in this
+/// order:
 /// - a GPU with a reservation for a request of this size, earliest reservation first
 /// - a GPU with enough other free slices to cover its reservations
 /// - the GPU with the fewest free slices

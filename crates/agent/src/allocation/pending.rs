@@ -16,8 +16,8 @@ use crate::gpu::layout::parse_slice_id;
 
 /// Maximum time from an `Allocate` call until the kubelet lists its pod.
 const MAX_LIST_DELAY: Duration = Duration::from_secs(2);
-/// Maximum number of answered `Allocate` calls that are kept while their pods are unknown. A node
-/// admits fewer pods before the watch reports them.
+/// Maximum number of answered `Allocate` calls that the agent keeps while it does not know their
+/// pods. A node admits fewer pods before the watch reports them.
 const MAX_UNMATCHED_CALLS: usize = 128;
 
 /// A pod that is bound to this node and requests slices.
@@ -97,8 +97,8 @@ struct Pod {
     /// Position in the order in which pods became known. The kubelet learns of pods in the same
     /// order, and admits them one by one.
     order: u64,
-    /// When the pod became known. A list that was requested earlier may contain an earlier pod with
-    /// the same name.
+    /// When the pod became known. The answer to an earlier request may list an earlier pod with the
+    /// same name.
     known_since: Instant,
     requests: Vec<PendingRequest>,
 }
@@ -383,7 +383,7 @@ impl PendingAllocations {
                 && request.allocated_on.is_some()
                 && request.allocated_on != request.reservation
         };
-        // Pairs in which both requests are allocated come first.
+        // First swap the pairs in which both requests are allocated.
         for waiting in [false, true] {
             let misplaced: Vec<RequestKey> =
                 self.find_requests(|_, request| elsewhere(request)).map(|(key, _, _)| key).collect();

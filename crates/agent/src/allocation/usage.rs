@@ -58,11 +58,11 @@ impl Allocations {
     /// `requested_at`. An allocation has ended if it was listed before but not now, or was not
     /// listed within `grace`.
     ///
-    /// An allocation is kept while `busy` reports clients for it. An allocation is also kept while
-    /// the kubelet's checkpoint contains one of its slices: a kubelet that restarted now would
-    /// count those slices as allocated.
+    /// Keeps an allocation while `busy` reports clients for it. Also keeps an allocation while the
+    /// kubelet's checkpoint contains one of its slices: a kubelet that restarted now would count
+    /// those slices as allocated.
     ///
-    /// Finally, an allocation is kept while any of its slices is allocated to a container.
+    /// Finally, keeps an allocation while any of its slices is allocated to a container.
     /// PodResources omits init containers. The slices of init containers pass to the other
     /// containers of the pod.
     pub fn remove_ended(

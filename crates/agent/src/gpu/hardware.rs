@@ -269,7 +269,7 @@ impl HardwareTracker {
                         }
                         Slot::Gpu(uuid)
                     }
-                    // The GPU is not served, because its UUID is unknown.
+                    // The agent cannot serve the GPU, because its UUID is unknown.
                     None => Slot::Unnamed(message),
                 }
             }

@@ -148,10 +148,10 @@ pub fn parse_slice_id(id: &str) -> Option<(&str, u32)> {
     (canonical && !device.is_empty()).then_some((device, number))
 }
 
-/// A layout that can be served now, and the GPU changes that the rest of the spec needs.
+/// A layout that the agent can serve now, and the GPU changes that the rest of the spec needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TargetLayout {
-    /// The layout that can be served now.
+    /// The layout that the agent can serve now.
     pub layout: Layout,
     /// The GPU changes that the rest of the spec needs, in order.
     pub changes: Vec<Change>,
@@ -166,9 +166,9 @@ impl From<Layout> for TargetLayout {
     }
 }
 
-/// Returns the layout that `spec` requests. Without a spec, the whole GPU or its existing MIG
-/// instances are served. `was_mig`: an earlier spec partitioned the GPU by MIG, so its instances
-/// are removed.
+/// Returns the layout that `spec` requests. Without a spec, the layout contains the whole GPU or
+/// its existing MIG instances. `was_mig`: an earlier spec partitioned the GPU by MIG, so its
+/// instances are removed.
 ///
 /// # Errors
 /// Returns a clause for the step's message if the GPU cannot have the layout.

@@ -58,8 +58,8 @@ pub enum Target<'a> {
     On(&'a [MigInstanceSpec]),
 }
 
-/// Returns the changes that lead to the target, removals first. Existing instances that match the
-/// target are kept, even if another program created them.
+/// Returns the changes that lead to the target, removals first. The changes keep existing instances
+/// that match the target, even if another program created them.
 ///
 /// # Errors
 /// Returns a clause that states why this GPU can never reach the target.
@@ -236,13 +236,13 @@ struct Attempt {
     change: Change,
     failures: u32,
     busy_checks: u32,
-    /// The time of the next attempt; `None` if the change is not retried.
+    /// The time of the next attempt; `None` if the agent does not retry the change.
     not_before: Option<Instant>,
     step: StepStatus,
 }
 
-/// State that decides whether a failed change is retried: health, MIG mode, pending MIG mode,
-/// instances.
+/// State that decides whether the agent retries a failed change: health, MIG mode, pending MIG
+/// mode, instances.
 type GpuState = (bool, Option<(bool, Option<bool>, Vec<MigInstance>)>);
 
 fn gpu_state(gpu: &Gpu, healthy: bool) -> GpuState {
@@ -263,8 +263,8 @@ impl MigProgress {
         }
     }
 
-    /// Updates the target and the state of the GPU. If either changed, failed changes may be
-    /// retried.
+    /// Updates the target and the state of the GPU. If either has changed, the agent may retry
+    /// failed changes.
     pub fn update(&mut self, wanted: Option<&Partition>, gpu: &Gpu, healthy: bool) {
         if self.wanted.as_ref() != wanted {
             *self = Self { in_progress: self.in_progress.take(), ..Self::new(wanted) };

@@ -122,7 +122,7 @@ impl HostLink {
 
     async fn follow_status(&self, view: &watch::Sender<HostView>) {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
-        // Any change in the directory causes a read. An unchanged view is not sent.
+        // Any change in the directory causes a read. `refresh` sends no unchanged view.
         watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, || self.refresh(view), unwatched).await;
     }
 

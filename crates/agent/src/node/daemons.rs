@@ -113,7 +113,7 @@ impl ReportedDaemons {
                     events.push(unavailable(&why));
                     ReportedState::Unavailable
                 }
-                // A normal start is not reported, and a failure is reported only once.
+                // A normal start causes no event. A failure causes only one event.
                 (reported @ (ReportedState::Nothing | ReportedState::Unavailable), Err(_)) => reported,
             };
             self.0.insert(device, next);

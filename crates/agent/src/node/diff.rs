@@ -40,7 +40,7 @@ pub struct Rules {
 }
 
 /// Decides the layout of each GPU separately. Ignores GPUs in the spec that the node does not have.
-/// While `usage` is unknown, no served slice is removed.
+/// While `usage` is unknown, removes no served slice.
 pub fn decide(
     hardware: &Hardware,
     spec: Option<&GpuNodeSpec>,

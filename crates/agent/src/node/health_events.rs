@@ -41,7 +41,7 @@ impl ReportedHealth {
             }
             now.insert(device, severity);
         }
-        // A decrease of the severity is not reported, but a later increase is.
+        // A decrease of the severity causes no Event, but a later increase does.
         for device in self.0.keys().filter(|device| !now.contains_key(*device)) {
             found.push(recovered(format!("GPU {device} is healthy again")));
         }

@@ -40,7 +40,7 @@ use crate::mps;
 use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Time for which slices are listed as Unhealthy before they are removed. The kubelet may be
+/// Time for which the agent lists slices as Unhealthy before it removes them. The kubelet may be
 /// allocating such a slice at this moment. A pod that starts with a removed slice would fail
 /// permanently.
 pub const WITHDRAWAL_TIME: Duration = Duration::from_millis(300);
@@ -83,7 +83,7 @@ pub struct Actions {
 #[derive(Debug)]
 pub struct Node {
     boot_id: String,
-    /// Time for which an allocation is kept before the kubelet lists it.
+    /// Time for which the agent keeps an allocation that the kubelet has not listed yet.
     grace: Duration,
     tracker: HardwareTracker,
     inventoried: bool,
@@ -106,8 +106,8 @@ pub struct Node {
     adopted: BTreeMap<String, wire::Daemon>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
-    /// Slices that will be removed, by resource and id, with the time at which each was first
-    /// listed as Unhealthy.
+    /// Slices that the agent will remove, by resource and id, with the time at which the agent
+    /// first listed each as Unhealthy.
     withdrawing: BTreeMap<(String, String), Instant>,
     /// Whether MIG mode must not be changed.
     keep_mig_mode: bool,
@@ -115,8 +115,7 @@ pub struct Node {
     mig_partitioned: BTreeSet<String>,
     /// Progress of MIG changes, by GPU.
     mig_progress: BTreeMap<String, MigProgress>,
-    /// When each GPU was last observed after a change. Answers that were requested earlier are
-    /// outdated.
+    /// When each GPU was last observed after a change. Answers to earlier requests are outdated.
     changed: BTreeMap<String, Instant>,
     /// Whether a checkpoint was found. If so, all earlier allocations are known.
     has_checkpoint: bool,
@@ -124,7 +123,7 @@ pub struct Node {
     pending_events: Vec<NodeEvent>,
     last_foreign_poll: Option<Instant>,
     acknowledged: DesiredFileTracker,
-    /// Daemons with a short absence that is not reported.
+    /// Daemons with a short absence that the agent does not report.
     absences: Absences,
     reported_daemons: ReportedDaemons,
     /// Reported GPU faults.

@@ -243,7 +243,7 @@ impl Node {
         orders
     }
 
-    /// Checks that the MPS daemon of a device has exited and will not start again. The error states
+    /// Checks that the MPS daemon of a device has exited and will not restart. The error states
     /// why not.
     fn check_daemon_exited(&self, device: &str) -> Result<(), String> {
         if self.adopted.contains_key(device) {

@@ -77,7 +77,7 @@ pub struct StatusInput<'a> {
     pub allocations: &'a Allocations,
     /// State of the MPS host.
     pub view: &'a HostView,
-    /// Daemons with a short absence that is not reported.
+    /// Daemons with a short absence that the agent does not report.
     pub absences: &'a Absences,
     /// Steps of changes.
     pub steps: &'a [StepStatus],

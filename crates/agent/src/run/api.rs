@@ -202,7 +202,7 @@ async fn write_status(
 
 /// Writes a status and returns the new resource version. Replacing a known version costs the API
 /// server a third less than a patch. Without a known version, or after a conflict with another
-/// writer, the status is patched.
+/// writer, this function patches the status.
 async fn write(
     api: &Api<GpuNode>,
     name: &str,

@@ -27,7 +27,7 @@ pub(super) struct FileContents {
     pub(super) sweep: bool,
 }
 
-/// Writes the files on a separate thread, because a disk may be slow to respond. Retries failed
+/// Writes the files on a separate thread, because a disk may be slow. Retries failed
 /// writes.
 pub(super) async fn write(
     args: Arc<AgentArgs>,

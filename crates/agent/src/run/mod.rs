@@ -1,4 +1,4 @@
-//! The tasks of the agent. Only tasks wait, and only [`main_loop`] decides.
+//! The tasks of the agent. Only these tasks wait, and only [`main_loop`] makes decisions.
 mod api;
 mod connect;
 mod files;

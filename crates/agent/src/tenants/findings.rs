@@ -12,10 +12,10 @@ use k8s_openapi::jiff::Timestamp;
 use super::names::PodNames;
 use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
-/// Time for which a finding is reported after its violation was last seen. The operator must not
-/// miss the finding, and an intermittent violation must remain one finding.
+/// Time for which the agent reports a finding after the last sample that shows its violation. The
+/// operator must not miss the finding, and an intermittent violation must remain one finding.
 pub const RETENTION: Duration = Duration::from_secs(10);
-/// Time for which a finding is reported while no sample contains its device.
+/// Time for which the agent reports a finding while no sample contains its device.
 const RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;

@@ -115,7 +115,7 @@ pub struct Assessment {
     pub clients: BTreeSet<ProcessId>,
 }
 
-/// Compares a sample with the limits in `snapshot`. Devices that are not in `snapshot` are ignored.
+/// Compares a sample with the limits in `snapshot`. Ignores devices that are not in `snapshot`.
 pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names: &PodNames) -> Assessment {
     let mut assessment = Assessment::default();
     for (uuid, processes) in &sample.devices {

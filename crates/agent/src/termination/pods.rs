@@ -6,8 +6,9 @@ use cleave_kubelet::ContainerDevices;
 
 use crate::allocation::allocation_id;
 
-/// Time for which a pod is tracked after the API server has removed it. The programs of a pod that
-/// was deleted by force may still run: the kubelet grants them the grace period of the spec.
+/// Time for which the agent tracks a pod after the API server has removed the pod. The programs of
+/// a pod that was deleted by force may still run: the kubelet grants them the grace period of the
+/// spec.
 const RETENTION: Duration = Duration::from_secs(300);
 /// A `preStop` sleep up to this long only gives the agent time to act. A longer sleep gives the
 /// program time to finish its work.

@@ -28,7 +28,7 @@ pub struct Period {
     pub seconds: u32,
 }
 
-/// A period is not of the form `PRIORITY=SECONDS`.
+/// Error for a text that is not `PRIORITY=SECONDS`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not PRIORITY=SECONDS with at most 86400 seconds")]
 pub struct InvalidPeriod(String);

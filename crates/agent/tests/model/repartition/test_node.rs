@@ -20,7 +20,7 @@ use cleave_kubelet::ContainerDevices;
 use super::simulated_gpu::{GPU_UUID, SharedGpu};
 use crate::fixtures::record_answer;
 
-/// Time that a new agent waits for the kubelet's list before it removes allocations.
+/// Time for which a new agent keeps allocations before the kubelet lists them.
 pub(super) const GRACE: Duration = Duration::from_secs(30);
 
 /// Number of rounds, enough for every expected change.
