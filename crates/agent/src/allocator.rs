@@ -73,7 +73,7 @@ impl Allocator {
             return;
         }
         self.metrics.count_wait(false);
-        self.table().pending.wait_timed_out();
+        self.table().pending.record_wait_timeout();
         tracing::info!(
             resource,
             units,

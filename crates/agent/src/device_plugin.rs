@@ -7,7 +7,7 @@ use cleave_kubelet::{ContainerResponse, DeviceList, DeviceNode, Mount, Options, 
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
-use crate::allocation::allocate::{Choice, Denied, ResourceView, prefer};
+use crate::allocation::allocate::{ChoiceRequest, Denied, ResourceView, prefer};
 use crate::allocator::Allocator;
 use crate::container_edits::ContainerEdits;
 use crate::gpu::layout::{Kind, Pool, parse_slice_id};
@@ -41,7 +41,7 @@ pub fn response(edits: ContainerEdits) -> ContainerResponse {
     }
 }
 
-impl<'a> From<&PreferredRequest<'a>> for Choice<'a> {
+impl<'a> From<&PreferredRequest<'a>> for ChoiceRequest<'a> {
     fn from(&PreferredRequest { available, must_include, size }: &PreferredRequest<'a>) -> Self {
         Self { available, must_include, size }
     }
@@ -110,7 +110,7 @@ impl Resource for ServedResource {
     fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
-        let reserved = table.pending.reserved(&self.resource);
+        let reserved = table.pending.open_reservations(&self.resource);
         Ok(prefer(&ResourceView { resource: &self.resource, pools, reserved: &reserved }, &request.into()))
     }
 

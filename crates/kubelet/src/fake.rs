@@ -100,7 +100,7 @@ struct Running {
 struct Shared {
     directory: PathBuf,
     seen: watch::Sender<FakeKubeletState>,
-    behaviour: Mutex<Behaviour>,
+    faults: Mutex<InjectedFaults>,
     clients: Mutex<Clients>,
 }
 
@@ -121,7 +121,7 @@ struct Client {
 
 /// Faults that a test has set.
 #[derive(Clone, Copy, Default)]
-struct Behaviour {
+struct InjectedFaults {
     refuse: usize,
     hang: bool,
     no_stream: usize,
@@ -138,7 +138,7 @@ impl FakeKubelet {
         let shared = Arc::new(Shared {
             directory: directory.to_owned(),
             seen: watch::Sender::new(FakeKubeletState::default()),
-            behaviour: Mutex::default(),
+            faults: Mutex::default(),
             clients: Mutex::default(),
         });
         let mut kubelet = Self { directory: directory.to_owned(), shared, running: None };
@@ -239,23 +239,23 @@ impl FakeKubelet {
 
     /// Makes the kubelet refuse the next `times` registrations.
     pub fn refuse_registrations(&self, times: usize) {
-        lock(&self.shared.behaviour).refuse = times;
+        lock(&self.shared.faults).refuse = times;
     }
 
     /// Sets whether the kubelet leaves registrations unanswered.
     pub fn set_hanging(&self, hang: bool) {
-        lock(&self.shared.behaviour).hang = hang;
+        lock(&self.shared.faults).hang = hang;
     }
 
     /// Makes the kubelet open no stream after the next `times` registrations that it accepts.
     pub fn open_no_stream(&self, times: usize) {
-        lock(&self.shared.behaviour).no_stream = times;
+        lock(&self.shared.faults).no_stream = times;
     }
 
     /// Delays the disconnection of a client after its stream ended, which widens the kubelet's
     /// race.
     pub fn disconnect_slowly(&self, delay: Duration) {
-        lock(&self.shared.behaviour).slow_disconnect = delay;
+        lock(&self.shared.faults).slow_disconnect = delay;
     }
 
     /// Ends a resource's stream while the kubelet continues.
@@ -347,10 +347,10 @@ impl Shared {
     /// Connects to a plugin that registers.
     async fn connect(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
         let (refuse, hang) = {
-            let mut behaviour = lock(&self.behaviour);
-            let refuse = behaviour.refuse > 0;
-            behaviour.refuse = behaviour.refuse.saturating_sub(1);
-            (refuse, behaviour.hang)
+            let mut faults = lock(&self.faults);
+            let refuse = faults.refuse > 0;
+            faults.refuse = faults.refuse.saturating_sub(1);
+            (refuse, faults.hang)
         };
         if hang {
             std::future::pending::<()>().await;
@@ -391,9 +391,9 @@ impl Shared {
             endpoint.listed = None;
         });
         let no_stream = {
-            let mut behaviour = lock(&self.behaviour);
-            let no_stream = behaviour.no_stream > 0;
-            behaviour.no_stream = behaviour.no_stream.saturating_sub(1);
+            let mut faults = lock(&self.faults);
+            let no_stream = faults.no_stream > 0;
+            faults.no_stream = faults.no_stream.saturating_sub(1);
             no_stream
         };
         if !no_stream {
@@ -421,7 +421,7 @@ impl Shared {
                 });
             }
         }
-        let delay = lock(&self.behaviour).slow_disconnect;
+        let delay = lock(&self.faults).slow_disconnect;
         tokio::time::sleep(delay).await;
         // Like the kubelet up to 1.36, this identifies the client by the name alone. The fake also
         // uses the kubelet's order: the client disconnects, and then the endpoint stops.
@@ -442,12 +442,12 @@ impl Shared {
 
 /// A fake of the kubelet's PodResources API.
 pub struct FakePodResources {
-    shared: Arc<PodsShared>,
+    shared: Arc<SharedLists>,
     _running: Running,
 }
 
 #[derive(Default)]
-struct PodsShared {
+struct SharedLists {
     list: Mutex<pods::ListPodResourcesResponse>,
     allocatable: Mutex<pods::AllocatableResourcesResponse>,
     hang: std::sync::atomic::AtomicBool,
@@ -459,7 +459,7 @@ impl FakePodResources {
         if std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(socket)?;
         }
-        let shared = Arc::new(PodsShared::default());
+        let shared = Arc::new(SharedLists::default());
         let (connections, incoming) = Connections::new();
         let listener = connections.accept_from(UnixListener::bind(socket)?);
         let service = PodResourcesListerServer::new(PodResourcesService(Arc::clone(&shared)));
@@ -504,7 +504,7 @@ impl FakePodResources {
     }
 }
 
-struct PodResourcesService(Arc<PodsShared>);
+struct PodResourcesService(Arc<SharedLists>);
 
 impl PodResourcesService {
     async fn maybe_hang(&self) {

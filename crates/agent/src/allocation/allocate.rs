@@ -5,7 +5,7 @@
 //! start waits for the daemon.
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::pending::Reserved;
+use super::pending::OpenReservation;
 use super::{Allocation, MpsLimits};
 use crate::gpu::layout::{Kind, Pool, parse_slice_id};
 
@@ -20,7 +20,7 @@ pub struct ResourceView<'a> {
     /// Pools of the resource on all devices.
     pub pools: &'a [Pool],
     /// Reservations of the resource that are not allocated yet.
-    pub reserved: &'a [Reserved<'a>],
+    pub reserved: &'a [OpenReservation<'a>],
 }
 
 impl<'a> ResourceView<'a> {
@@ -33,7 +33,7 @@ impl<'a> ResourceView<'a> {
 
 /// A request to choose `size` of the available slices.
 #[derive(Debug, Clone, Copy)]
-pub struct Choice<'a> {
+pub struct ChoiceRequest<'a> {
     /// Ids to choose from, including `must_include`, in any order.
     pub available: &'a [String],
     /// Ids that the answer must contain.
@@ -54,7 +54,7 @@ pub struct Choice<'a> {
 ///
 /// If no GPU has enough free slices, slices come first from the GPUs with the most free slices, so
 /// that the request uses as few GPUs as possible.
-pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
+pub fn prefer(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
     for id in request.available {
@@ -72,7 +72,8 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
         let free = room(device);
         let fits = free >= missing && (started.is_empty() || started.len() == 1 && started.contains(device));
         let reserved = || view.reserved.iter().filter(|reserved| reserved.device == device);
-        let is_for_this = |reserved: &Reserved<'_>| reserved.sizes.iter().any(|size| *size as usize == request.size);
+        let is_for_this =
+            |reserved: &OpenReservation<'_>| reserved.sizes.iter().any(|size| *size as usize == request.size);
         // The size must match an expected call, not the reservation: an init container's request
         // uses only a part of its reservation.
         let rank = view.reserved.iter().position(|reserved| reserved.device == device && is_for_this(reserved));
@@ -197,8 +198,8 @@ mod tests {
         numbers.into_iter().map(|number| slice_id(device, number)).collect()
     }
 
-    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> Choice<'a> {
-        Choice { available, must_include, size }
+    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> ChoiceRequest<'a> {
+        ChoiceRequest { available, must_include, size }
     }
 
     #[test]
@@ -214,7 +215,7 @@ mod tests {
     fn a_gpu_with_a_reservation_of_the_same_size_is_preferred_and_other_reservations_stay_free() {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..10), share_ids("GPU-1", 0..4), share_ids("GPU-2", 0..5)].concat();
-        let keep = |device, units, sizes: &[u32]| Reserved { device, units, sizes: sizes.to_vec() };
+        let keep = |device, units, sizes: &[u32]| OpenReservation { device, units, sizes: sizes.to_vec() };
         let reserved = [keep("GPU-0", 3, &[3]), keep("GPU-1", 4, &[4])];
         let with_kept = ResourceView { reserved: &reserved, ..resource_view(&pools) };
         assert_eq!(

@@ -57,7 +57,7 @@ pub struct ContainerRequest {
 
 /// The part of a reservation that is not allocated to a container yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reserved<'a> {
+pub struct OpenReservation<'a> {
     /// The GPU or MIG device.
     pub device: &'a str,
     /// Number of slices that are not allocated yet.
@@ -155,7 +155,7 @@ impl PendingAllocations {
     }
 
     /// Records that a request timed out because the API server did not report its pod.
-    pub fn wait_timed_out(&mut self) {
+    pub fn record_wait_timeout(&mut self) {
         if self.watch == PodWatch::Failing {
             self.watch = PodWatch::Unreliable;
         }
@@ -172,10 +172,10 @@ impl PendingAllocations {
 
     /// Returns the reservations of one resource that are not allocated yet, in the order in which
     /// the kubelet will call `Allocate`.
-    pub fn reserved(&self, resource: &str) -> Vec<Reserved<'_>> {
+    pub fn open_reservations(&self, resource: &str) -> Vec<OpenReservation<'_>> {
         let mut staying: Vec<&Pod> = self.pods.values().filter(|pod| !pod.terminating).collect();
         staying.sort_by_key(|pod| pod.admission_order());
-        staying.into_iter().flat_map(|pod| pod.reserved(resource)).collect()
+        staying.into_iter().flat_map(|pod| pod.open_reservations(resource)).collect()
     }
 
     /// Returns the UID of a pod on this node.
@@ -448,7 +448,7 @@ impl Pod {
     }
 
     /// Returns the reservations of the pod's groups that are not allocated yet.
-    fn reserved(&self, resource: &str) -> impl Iterator<Item = Reserved<'_>> {
+    fn open_reservations(&self, resource: &str) -> impl Iterator<Item = OpenReservation<'_>> {
         let groups: BTreeSet<usize> = self
             .requests
             .iter()
@@ -465,7 +465,7 @@ impl Pod {
                 .max();
             let device = wanted().next_back()?.reservation.as_deref()?;
             let units = whole.saturating_sub(allocated_on.unwrap_or(0));
-            Some(Reserved { device, units, sizes: wanted().map(|request| request.wanted.units).collect() })
+            Some(OpenReservation { device, units, sizes: wanted().map(|request| request.wanted.units).collect() })
         })
     }
 }
@@ -508,7 +508,7 @@ mod tests {
 
     fn reserved_units(pending: &PendingAllocations) -> Vec<(&str, u32, Vec<u32>)> {
         pending
-            .reserved(MPS_RESOURCE)
+            .open_reservations(MPS_RESOURCE)
             .into_iter()
             .map(|reserved| (reserved.device, reserved.units, reserved.sizes))
             .collect()
@@ -530,7 +530,7 @@ mod tests {
                 && !pending.expects_request(MPS_RESOURCE, 4)
                 && !pending.expects_request("other", 3)
         );
-        assert!(pending.reserved("other").is_empty());
+        assert!(pending.open_reservations("other").is_empty());
         pending.record_answer(MPS_RESOURCE, 3, "A", now);
         assert_eq!(reserved_units(&pending), [("B", 2, vec![2])]);
         assert!(!pending.expects_request(MPS_RESOURCE, 3), "the reservation is used");
@@ -653,11 +653,11 @@ mod tests {
         assert!(pending.expects_request(MPS_RESOURCE, 1), "there is no API server");
         let mut pending = PendingAllocations::with_watch();
         assert!(!pending.expects_request(MPS_RESOURCE, 1));
-        pending.wait_timed_out();
+        pending.record_wait_timeout();
         assert!(!pending.expects_request(MPS_RESOURCE, 1), "the next pod may be reported in time");
         pending.set_watch_working(false);
         assert!(!pending.expects_request(MPS_RESOURCE, 1), "the watch may recover in time");
-        pending.wait_timed_out();
+        pending.record_wait_timeout();
         assert!(pending.expects_request(MPS_RESOURCE, 1), "the watch did not recover");
         pending.set_watch_working(true);
         assert!(!pending.expects_request(MPS_RESOURCE, 1));

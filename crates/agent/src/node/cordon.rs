@@ -32,7 +32,7 @@ pub fn withheld_slices(
                 })
                 .map(|(_, id, _)| id)
                 .collect();
-            let reserved = pending.reserved(&pool.resource);
+            let reserved = pending.open_reservations(&pool.resource);
             let reserved: u32 =
                 reserved.iter().filter(|reserved| reserved.device == pool.device).map(|reserved| reserved.units).sum();
             let free = pool.ids().filter(|id| !used.contains(id.as_str()));

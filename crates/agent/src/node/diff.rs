@@ -101,7 +101,7 @@ impl Decision {
             }
         }
         let mut blocked = match (usage, before) {
-            (Some(usage), _) => blocked_by_pods(gpu, before, &layout, &changes, usage),
+            (Some(usage), _) => devices_blocked_by_pods(gpu, before, &layout, &changes, usage),
             // A first layout removes nothing.
             (None, None) => BTreeMap::new(),
             (None, Some(before)) if *before == layout => BTreeMap::new(),
@@ -110,7 +110,7 @@ impl Decision {
                 BTreeMap::from([(gpu.uuid.clone(), why)])
             }
         };
-        let foreign = blocked_by_processes(gpu, before, &changes, rules);
+        let foreign = devices_blocked_by_processes(gpu, before, &changes, rules);
         self.foreign |= !foreign.is_empty();
         let in_use = !foreign.is_empty() || usage.is_some() && !blocked.is_empty();
         for (device, why) in foreign {
@@ -179,7 +179,7 @@ fn describe(layout: &Layout) -> String {
 }
 
 /// Returns the devices on which slices in use would change, and the pods that use these slices.
-fn blocked_by_pods(
+fn devices_blocked_by_pods(
     gpu: &Gpu,
     before: Option<&Layout>,
     after: &Layout,
@@ -221,7 +221,7 @@ fn blocked_by_pods(
 
 /// Returns the served devices that would be destroyed while processes outside of Kubernetes use
 /// them.
-fn blocked_by_processes(
+fn devices_blocked_by_processes(
     gpu: &Gpu,
     before: Option<&Layout>,
     changes: &[Change],

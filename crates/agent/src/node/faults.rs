@@ -317,12 +317,12 @@ mod tests {
         now: Instant,
     }
 
-    fn nth_device_id(number: usize) -> String {
+    fn nth_slice_id(number: usize) -> String {
         format!("GPU-a::{number}")
     }
 
     fn nth_allocation_id(number: usize) -> String {
-        allocation(&[&nth_device_id(number)]).id()
+        allocation(&[&nth_slice_id(number)]).id()
     }
 
     fn client(number: usize) -> Client {
@@ -354,7 +354,7 @@ mod tests {
             for (number, (namespace, name)) in pods.iter().enumerate() {
                 rows.push(ContainerDevices {
                     namespace: (*namespace).to_owned(),
-                    ..container_devices(name, &[&nth_device_id(number)])
+                    ..container_devices(name, &[&nth_slice_id(number)])
                 });
                 if !unknown.contains(name) {
                     pending.update_pod(bound_pod(namespace, name), now);
@@ -551,8 +551,8 @@ mod tests {
     #[test]
     fn an_init_containers_slices_belong_to_its_pod() {
         let mut test = FaultTest::new(&[("ns", "a")], &[]);
-        test.listed = vec![container_devices("a", &[&nth_device_id(0)])];
-        let first = allocation(&[&nth_device_id(0), &nth_device_id(1)]);
+        test.listed = vec![container_devices("a", &[&nth_slice_id(0)])];
+        let first = allocation(&[&nth_slice_id(0), &nth_slice_id(1)]);
         let client = Client { pid: 1, allocation: Some(first.id()) };
         test.allocations.insert(first, test.now);
         let fault = Fault { number: 1, culprit: Some(client.clone()), affected: vec![client], ..Fault::default() };

@@ -329,7 +329,7 @@ mod tests {
             timeout(std::time::Duration::from_secs(60), arrived).await.unwrap_or_else(|_| panic!("never: {what}"));
         };
         until("the listed pod", &|pending| {
-            pending.reserved(MPS_RESOURCE).iter().any(|reserved| reserved.device == "GPU-a")
+            pending.open_reservations(MPS_RESOURCE).iter().any(|reserved| reserved.device == "GPU-a")
         })
         .await;
         let mut completed = pod_object("a", "", &spec(3));
@@ -342,7 +342,8 @@ mod tests {
         let (_, reply) = timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
         reply.send_response(http::Response::new(Body::from(text.into_bytes())));
         until("the change", &|pending| {
-            pending.reserved(MPS_RESOURCE).iter().map(|reserved| reserved.device).collect::<Vec<_>>() == ["GPU-b"]
+            pending.open_reservations(MPS_RESOURCE).iter().map(|reserved| reserved.device).collect::<Vec<_>>()
+                == ["GPU-b"]
         })
         .await;
     }

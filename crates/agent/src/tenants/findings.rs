@@ -86,7 +86,7 @@ impl Findings {
         (now, time): (Instant, Timestamp),
     ) -> Changes {
         let mut changes = Changes::default();
-        self.remember_clients(clients, now);
+        self.record_clients(clients, now);
         let previous = std::mem::take(&mut self.previous);
         let violations: Vec<Violation> =
             violations.into_iter().filter_map(|violation| self.without_recent_clients(violation)).collect();
@@ -110,7 +110,7 @@ impl Findings {
     }
 
     /// Adds the MPS clients of a sample and removes old processes.
-    fn remember_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
+    fn record_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
         self.clients.extend(clients.into_iter().map(|process| (process, now)));
         self.clients.retain(|_, at| now.saturating_duration_since(*at) < RECENT_CLIENT_EXEMPTION);
         self.terminated.retain(|_, at| now.saturating_duration_since(*at) < MIN_TERMINATION_INTERVAL);

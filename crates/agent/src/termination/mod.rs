@@ -322,21 +322,22 @@ mod tests {
         /// The daemon of a device behaves like this from now on.
         Daemon {
             device: usize,
-            behaviour: Behaviour,
+            behaviour: DaemonBehaviour,
         },
         Nothing,
     }
 
     /// How an MPS daemon answers requests.
     #[derive(Debug, Clone, Copy, PartialEq)]
-    enum Behaviour {
+    enum DaemonBehaviour {
         Work,
         Fail,
         Hang,
     }
 
     fn steps() -> impl Strategy<Value = Vec<Step>> {
-        let behaviour = prop_oneof![Just(Behaviour::Work), Just(Behaviour::Fail), Just(Behaviour::Hang)];
+        let behaviour =
+            prop_oneof![Just(DaemonBehaviour::Work), Just(DaemonBehaviour::Fail), Just(DaemonBehaviour::Hang)];
         let step = prop_oneof![
             2 => (0..6_usize, prop_oneof![Just(0), Just(1), Just(5), Just(30)])
                 .prop_map(|(pod, grace)| Step::Delete { pod, grace }),
@@ -361,7 +362,7 @@ mod tests {
             for pod in 0..6 {
                 pods.observe(PodObservation { sleep: secs(0), ..observation(&name(pod), None) }, start);
             }
-            let (mut stopped, mut daemons, mut terminated) = ([false; 12], [Behaviour::Work; 2], [false; 12]);
+            let (mut stopped, mut daemons, mut terminated) = ([false; 12], [DaemonBehaviour::Work; 2], [false; 12]);
             let (mut deleted, mut reported, mut overdue_since) = ([false; 6], [false; 12], [None; 12]);
             let mut terminations = Terminations::default();
             let mut hanging: [Option<usize>; 2] = [None; 2];
@@ -384,7 +385,7 @@ mod tests {
                 let pid = |index: usize| u32::try_from(index).unwrap();
                 let key = |index: usize| ClientKey { device: index.rem_euclid(2).to_string(), pid: pid(index) };
                 for device in 0..2 {
-                    if daemons[device] != Behaviour::Hang && let Some(index) = hanging[device].take() {
+                    if daemons[device] != DaemonBehaviour::Hang && let Some(index) = hanging[device].take() {
                         terminations.record(&key(index), &Outcome::Failed("hung".into()), now);
                     }
                 }
@@ -409,12 +410,14 @@ mod tests {
                         prop_assert!(!terminated[index] && !stopped[index]);
                         prop_assert_eq!(hanging[index % 2], None, "the daemon is busy");
                         match daemons[index % 2] {
-                            Behaviour::Work => {
+                            DaemonBehaviour::Work => {
                                 terminated[index] = true;
                                 terminations.record(&client.key, &Outcome::Terminated, now);
                             }
-                            Behaviour::Fail => terminations.record(&client.key, &Outcome::Failed("no".into()), now),
-                            Behaviour::Hang => hanging[index % 2] = Some(index),
+                            DaemonBehaviour::Fail => {
+                                terminations.record(&client.key, &Outcome::Failed("no".into()), now);
+                            }
+                            DaemonBehaviour::Hang => hanging[index % 2] = Some(index),
                         }
                     }
                     if count == 0 {

@@ -213,13 +213,13 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
 }
 
 /// Returns ten shares on each GPU.
-fn ten_shares_each(gpus: &[String]) -> Vec<GpuSpec> {
+fn ten_share_specs(gpus: &[String]) -> Vec<GpuSpec> {
     gpus.iter().map(|gpu| mps_spec(gpu, 10)).collect()
 }
 
 #[tokio::test]
 async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
-    let machine = Machine::start(&["4xH200"], ten_shares_each);
+    let machine = Machine::start(&["4xH200"], ten_share_specs);
     machine.wait_for_healthy(MPS_RESOURCE, 40).await;
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
     trigger_gpu_read(&machine);
@@ -263,7 +263,7 @@ async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
 async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
     let mut machine = Machine::new(&["4xH200"]);
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
-    machine.set_spec("first", ten_shares_each(&machine.uuids));
+    machine.set_spec("first", ten_share_specs(&machine.uuids));
     machine.start_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 30).await;

@@ -8,7 +8,7 @@ use cleave_plan::ledger::{Container, Kind as When, device_requests, parts};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
-use cleave_agent::allocation::allocate::{Choice, ResourceView, grant, prefer};
+use cleave_agent::allocation::allocate::{ChoiceRequest, ResourceView, grant, prefer};
 use cleave_agent::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
 use cleave_agent::gpu::layout::{Kind, Pool, slice_id};
 
@@ -170,9 +170,9 @@ impl Node {
                 "the pod is known and has no allocation"
             );
             let available = [free, must.clone()].concat();
-            let reserved = self.pending.reserved(MPS_RESOURCE);
+            let reserved = self.pending.open_reservations(MPS_RESOURCE);
             let view = ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &reserved };
-            prefer(&view, &Choice { available: &available, must_include: &must, size })
+            prefer(&view, &ChoiceRequest { available: &available, must_include: &must, size })
         };
         let granted = grant(&ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &[] }, &ids);
         prop_assert!(granted.is_ok(), "{granted:?} for {size} of {pod:?}; reservations: {:?}", self.reservations);

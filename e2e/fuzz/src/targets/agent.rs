@@ -291,7 +291,7 @@ pub(super) const PODS: Target = Target {
                     pending.update_pod(bound, now);
                 }
             }
-            pending.reserved("nvidia.com/gpu-mps");
+            pending.open_reservations("nvidia.com/gpu-mps");
             seen = ReadResult::Read;
         }
         if let Ok(mut pod) = serde_json::from_slice::<operator::PodObject>(bytes) {

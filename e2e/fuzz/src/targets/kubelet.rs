@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 use cleave_agent::allocation::allocate::{ResourceView, grant, prefer};
 use cleave_agent::allocation::allocation_id;
-use cleave_agent::allocation::pending::Reserved;
+use cleave_agent::allocation::pending::OpenReservation;
 use cleave_agent::gpu::layout::{Kind, Pool};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
@@ -79,7 +79,7 @@ pub(super) const DEVICE_PLUGIN: Target = Target {
 fn device_plugin(bytes: &[u8]) -> ReadResult {
     let pools = pools();
     let device = fixtures::uuid(1);
-    let reserved = [Reserved { device: &device, units: 2, sizes: vec![2] }];
+    let reserved = [OpenReservation { device: &device, units: 2, sizes: vec![2] }];
     let view = ResourceView { resource: MPS_RESOURCE, pools: &pools, reserved: &reserved };
     let mut seen = ReadResult::Refused;
     if let Some(request) = message::<plugin::PreferredAllocationRequest>(bytes) {
