@@ -10,7 +10,8 @@
 //!   <https://github.com/NVIDIA/k8s-device-plugin>
 //! - [`CHECKS`]: "Health Validation: Xid Checks",
 //!   <https://docs.nvidia.com/health-validation/reference/checks/xid.md>
-//! - [`ALIBABA`]: Alibaba Cloud's node conditions for GPUs, those that a reboot of the node resolves
+//! - [`ALIBABA`]: Alibaba Cloud's node conditions for GPUs, those that a reboot of the node
+//!   resolves
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, HEALTH_SUSPECT};
 use serde::{Deserialize, Serialize};
 
