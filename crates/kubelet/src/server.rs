@@ -66,7 +66,7 @@ impl Session {
         let shown = path.clone();
         let task = tokio::spawn(async move {
             // Do not use tonic's graceful shutdown: it waits for streams, which never end by
-            // themselves. [`Session::close`] ends the streams.
+            // themselves. `Session::close` ends the streams.
             let end = tonic::transport::Server::builder().serve_with_incoming(service, incoming).await;
             if let Err(error) = end {
                 tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server failed");
