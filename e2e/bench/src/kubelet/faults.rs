@@ -90,7 +90,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -
     report.add(Figure::new(CASE_NAME, "GPU lost: lists sent", messages, "").published(80.0).at_most(8.0));
 
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
-    let ids = preferred(&mut client, &endpoint.healthy(), 5).await?;
+    let ids = preferred(&mut client, &endpoint.healthy_ids(), 5).await?;
     let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
     client.allocate(allocate_request(&ids)).await.context("Allocate on a healthy GPU")?;
 
@@ -98,11 +98,12 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -
     let good = total - here;
     plugin.kubelet.stop();
     plugin.kubelet.run().context("kubelet.sock")?;
-    let rest = |endpoint: &Endpoint| endpoint.devices.len() == total && endpoint.healthy().len() == good;
+    let rest = |endpoint: &Endpoint| endpoint.devices.len() == total && endpoint.healthy_ids().len() == good;
     let endpoint = plugin.wait_for_endpoint("the other GPUs after a restart of the kubelet", rest).await?;
     let label = "healthy devices, the kubelet having restarted";
     report.add(
-        Figure::new(CASE_NAME, format!("GPU lost: {label}"), to_figure(endpoint.healthy().len()), "").published(0.0),
+        Figure::new(CASE_NAME, format!("GPU lost: {label}"), to_figure(endpoint.healthy_ids().len()), "")
+            .published(0.0),
     );
     let before = plugin.kubelet.state().borrow().registrations.len();
     plugin.replace().await?;
@@ -114,7 +115,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -
         })
         .await?;
     let label = "healthy devices, the plugin having restarted";
-    let healthy = to_figure(plugin.endpoint().healthy().len());
+    let healthy = to_figure(plugin.endpoint().healthy_ids().len());
     report.add(Figure::new(CASE_NAME, format!("GPU lost: {label}"), healthy, "").published(0.0));
 
     let since = Instant::now();

@@ -182,7 +182,7 @@ pub(super) async fn measure_call_latencies(
     report: &mut Report,
 ) -> Result<()> {
     let endpoint = plugin.endpoint();
-    let all = endpoint.healthy();
+    let all = endpoint.healthy_ids();
     let mut rng = fastrand::Rng::with_seed(seed);
     let client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
 
@@ -321,7 +321,7 @@ pub(super) async fn measure_random_occupancy(
     const CASE_NAME: &str = "splits";
     const UNITS: usize = 5;
     let endpoint = plugin.endpoint();
-    let all = endpoint.healthy();
+    let all = endpoint.healthy_ids();
     let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut rng = fastrand::Rng::with_seed(seed);
@@ -346,7 +346,7 @@ pub(super) async fn measure_random_occupancy(
 pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
     const CASE_NAME: &str = "splits";
     let endpoint = plugin.endpoint();
-    let all = endpoint.healthy();
+    let all = endpoint.healthy_ids();
     let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut churn = Churn::new(&all, seed);

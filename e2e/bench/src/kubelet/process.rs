@@ -157,8 +157,9 @@ impl Plugin {
     /// Waits until the kubelet has devices of the resource, and all of them are healthy.
     pub(super) async fn wait_until_served(&mut self) -> Result<FakeKubeletState> {
         let resource = self.resource.clone();
-        let all =
-            |endpoint: &Endpoint| !endpoint.devices.is_empty() && endpoint.healthy().len() == endpoint.devices.len();
+        let all = |endpoint: &Endpoint| {
+            !endpoint.devices.is_empty() && endpoint.healthy_ids().len() == endpoint.devices.len()
+        };
         self.wait_for_kubelet(&format!("devices of {resource}"), |seen| seen.endpoints.get(&resource).is_some_and(all))
             .await
     }

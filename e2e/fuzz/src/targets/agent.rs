@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use cleave_agent::allocation::pending::PendingAllocations;
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::allocation::{Allocation, MpsLimits};
-use cleave_agent::cgroup::{owner, parse_pod_uids};
+use cleave_agent::cgroup::{parse_owner, parse_pod_uids};
 use cleave_agent::checkpoint::Checkpoint;
 use cleave_agent::mps::{HostView, parse_status};
 use cleave_agent::node::{Actions, Node};
@@ -287,13 +287,13 @@ pub(super) const PODS: Target = Target {
             for pod in [staying.as_ref(), Some(&pod), Some(&pod)].into_iter().flatten() {
                 pod.record_termination("n1", &mut terminating, &mut shutdown);
                 shutdown.update(&mut terminating, now);
-                pod.named();
-                if let Some(bound) = pod.bound("n1") {
+                pod.uid_and_names();
+                if let Some(bound) = pod.bound_pod("n1") {
                     assert!(!bound.requests.is_empty());
                     pending.update_pod(bound, now);
                 }
             }
-            pending.reserved("nvidia.com/gpu-mps");
+            pending.open_reservations("nvidia.com/gpu-mps");
             seen = ReadResult::Read;
         }
         if let Ok(mut pod) = serde_json::from_slice::<operator::PodObject>(bytes) {
@@ -337,7 +337,7 @@ pub(super) const PROC: Target = Target {
         if let Some((parent, start)) = stat {
             assert!(text.contains(&parent.to_string()) && text.contains(&start.to_string()));
         }
-        let found = owner(&text);
+        let found = parse_owner(&text);
         if let Some(owner) = &found {
             assert!(matches!(owner.pod.len(), 32 | 36), "{owner:?}");
             assert!(
@@ -350,7 +350,11 @@ pub(super) const PROC: Target = Target {
                 // A tenant can create a cgroup of any name below its container's cgroup.
                 let lie =
                     format!("{}/kubepods/pod00000000-1111-4222-8333-444444444444/ffffffffffffffff", text.trim_end());
-                assert_eq!(super::agent::owner(&lie).as_ref().map(|other| &other.pod), Some(&owner.pod), "{lie:?}");
+                assert_eq!(
+                    super::agent::parse_owner(&lie).as_ref().map(|other| &other.pod),
+                    Some(&owner.pod),
+                    "{lie:?}"
+                );
             }
         }
         if stat.is_some() || found.is_some() { ReadResult::Read } else { ReadResult::Refused }

@@ -4,11 +4,11 @@ use std::fmt::Debug;
 
 use cleave_agent::allocation::allocate::{ResourceView, grant, prefer};
 use cleave_agent::allocation::allocation_id;
-use cleave_agent::allocation::pending::Reserved;
+use cleave_agent::allocation::pending::OpenReservation;
 use cleave_agent::gpu::layout::{Kind, Pool};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
-use cleave_kubelet::{PreferredRequest, allocated, container_devices};
+use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated};
 use prost::Message;
 
 use super::fixtures;
@@ -79,7 +79,7 @@ pub(super) const DEVICE_PLUGIN: Target = Target {
 fn run_device_plugin(bytes: &[u8]) -> ReadResult {
     let pools = sample_pools();
     let device = fixtures::gpu_uuid(1);
-    let reserved = [Reserved { device: &device, units: 2, sizes: vec![2] }];
+    let reserved = [OpenReservation { device: &device, units: 2, sizes: vec![2] }];
     let view = ResourceView { resource: MPS_RESOURCE, pools: &pools, reserved: &reserved };
     let mut seen = ReadResult::Refused;
     if let Some(request) = decode_message::<plugin::PreferredAllocationRequest>(bytes) {
@@ -179,7 +179,7 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
         vec![file(serde_json::json!([entry("main", &one), entry("beside", &two)])), file(serde_json::Value::Null)]
     },
     inputs: 10_000,
-    run: |bytes| match allocated(bytes) {
+    run: |bytes| match parse_allocated(bytes) {
         Err(error) => {
             assert_printable(&error.to_string());
             ReadResult::Refused
