@@ -154,7 +154,7 @@ impl Device {
     }
 
     /// Waits for the [`ControlLock`], the right to change the server's limits.
-    pub(crate) async fn control(&self) -> MutexGuard<'_, ControlLock> {
+    pub(crate) async fn lock_control(&self) -> MutexGuard<'_, ControlLock> {
         self.control.lock().await
     }
 
@@ -169,8 +169,8 @@ impl Device {
             restarts: report.restarts,
             enforcement: phase.enforcement,
             message: report.message.clone(),
-            clients: self.clients.borrow().listed(),
-            fault: self.faults.borrow().last().cloned(),
+            clients: self.clients.borrow().listed_clients(),
+            fault: self.faults.borrow().last_fault().cloned(),
         }
     }
 
@@ -208,7 +208,7 @@ impl Device {
         let mut report = self.report.borrow_mut();
         if report.message != message {
             message.clone_into(&mut report.message);
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
     }
 
@@ -226,7 +226,7 @@ impl Device {
             self.set_message(message);
         }
         if before != state {
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
     }
 }

@@ -105,7 +105,7 @@ impl Door {
     }
 
     /// Returns whether this is a door of the device.
-    pub(crate) fn is_of(&self, device: &str) -> bool {
+    pub(crate) fn is_on_device(&self, device: &str) -> bool {
         self.device.name == device
     }
 
@@ -202,12 +202,12 @@ impl Door {
 
     fn count_admitted(&self) {
         self.admitted.set(self.admitted.get() + 1);
-        self.context.status_changed();
+        self.context.notify_status_change();
     }
 
     fn count_refused(&self) {
         self.refused.set(self.refused.get() + 1);
-        self.context.status_changed();
+        self.context.notify_status_change();
     }
 }
 
@@ -225,7 +225,7 @@ impl<'a> Waiting<'a> {
     fn begin_connection(&self) {
         if !self.counted.replace(true) {
             self.door.waiting.set(self.door.waiting.get() + 1);
-            self.door.context.status_changed();
+            self.door.context.notify_status_change();
         }
     }
 }
@@ -234,7 +234,7 @@ impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         if self.counted.get() {
             self.door.waiting.set(self.door.waiting.get() - 1);
-            self.door.context.status_changed();
+            self.door.context.notify_status_change();
         }
     }
 }

@@ -72,7 +72,7 @@ pub(crate) enum DaemonError {
     #[error("{setting} was not accepted: it reads back as {actual:?}")]
     NotAccepted { setting: String, actual: String },
     #[error("the MPS server was not ready within {} s: {last}", .after.as_secs())]
-    ServerNotReady { after: Duration, last: LastSeen },
+    ServerNotReady { after: Duration, last: LastServerState },
     #[error("MPS server {server} exited while it was {state:?}, before it was ready")]
     ServerExited { server: u32, state: ServerState },
     #[error("MPS server {server} did not shut down within {} s", .after.as_secs())]
@@ -95,12 +95,12 @@ fn after_colon(line: &str) -> String {
 
 /// The last state that a daemon reported for a starting server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LastSeen {
+pub(crate) enum LastServerState {
     NoServer,
     Server(u32, ServerState),
 }
 
-impl std::fmt::Display for LastSeen {
+impl std::fmt::Display for LastServerState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::NoServer => f.write_str("no server was started"),

@@ -143,7 +143,7 @@ impl Gpus for Nvml {
             .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
         let clients = if_supported("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?;
         let are_clients_known = clients.is_some();
-        Ok(DeviceProcesses { processes: merge(&all, &clients.unwrap_or_default()), are_clients_known })
+        Ok(DeviceProcesses { processes: merge_processes(&all, &clients.unwrap_or_default()), are_clients_known })
     }
 
     fn vitals(&self, uuid: &str) -> Result<Vitals, NvmlError> {
@@ -295,7 +295,7 @@ fn numa_node(pci: &str) -> Option<u32> {
 
 /// Merges NVML's list of all processes with its list of MPS clients. A client is in both lists,
 /// possibly with different memory values. The larger value is used.
-fn merge(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
+fn merge_processes(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
     let mut processes: BTreeMap<(u32, Option<u32>), Process> = BTreeMap::new();
     for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {
         let memory = match info.used_gpu_memory {
@@ -345,13 +345,13 @@ mod tests {
     fn a_process_in_both_lists_is_one_mps_client() {
         let info =
             |pid, bytes| ProcessInfo { pid, used_gpu_memory: bytes, gpu_instance_id: None, compute_instance_id: None };
-        let merged = merge(
+        let merged = merge_processes(
             &[info(7, UsedGpuMemory::Used(5)), info(3, UsedGpuMemory::Unavailable)],
             &[info(7, UsedGpuMemory::Used(9)), info(8, UsedGpuMemory::Used(1))],
         );
         let process = |pid, memory, mps| Process { pid, memory, mps, gpu_instance: None };
         assert_eq!(merged, [process(3, None, false), process(7, Some(9), true), process(8, Some(1), true)]);
         let inside = |gpu_instance_id| ProcessInfo { gpu_instance_id, ..info(7, UsedGpuMemory::Used(5)) };
-        assert_eq!(merge(&[inside(Some(1)), inside(Some(2))], &[]).len(), 2, "it uses both instances");
+        assert_eq!(merge_processes(&[inside(Some(1)), inside(Some(2))], &[]).len(), 2, "it uses both instances");
     }
 }

@@ -9,8 +9,8 @@ use sim_machine::Effect;
 use sim_mps::handshake::{self, Subject};
 use sim_mps::wire::{self as words, FromContext, ToContext};
 
-use crate::node::{Client, Node, kill, limits_in};
-use crate::{ALLOCATION_A, ALLOCATION_B, two_tenants};
+use crate::node::{Client, Node, kill, parse_limits};
+use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
 
 /// Arguments of a client that runs a kernel and then makes an illegal access.
 const FAULT_ARGUMENTS: [&str; 3] = ["--kernel-ms", "1", "--fault"];
@@ -58,7 +58,7 @@ fn exit_signal(status: ExitStatus) -> Option<i32> {
 
 #[test]
 fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let before = node.daemon_status(0);
     assert_eq!(before.fault, None);
     let mut exits = start_running_client(&node, ALLOCATION_B, &["--hold", "forever"]);
@@ -120,7 +120,7 @@ fn a_server_that_does_not_recover_is_replaced() {
         status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.over)
     });
     assert!(meanwhile > 0);
-    assert_eq!(limits_in(&waits.read_line()), (26, Some(8192)));
+    assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
     let (fault, after) = wait_until_fault_is_over(&node, 0);
     assert_eq!((after.pid, after.restarts, fault.ended), (before.pid, 0, vec![]));
     assert_ne!(after.server_pid, before.server_pid);
@@ -135,7 +135,7 @@ fn a_server_that_does_not_recover_is_replaced() {
 
 #[test]
 fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let before = node.daemon_status(0);
     for call in ["mps:heal", "mps:command:shutdown_server", "mps:command:quit"] {
         node.inject_fault(call, Some(0), Effect::Code(1), None);
@@ -178,7 +178,7 @@ fn count_replacements(node: &Node) -> usize {
 
 #[test]
 fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let uuid = node.uuid(0);
     let before = node.daemon_status(0).server_pid;
     let has_clients = |count: usize| {
@@ -222,7 +222,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
 
 #[test]
 fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     for round in 1..=3 {
         let mut killed = start_busy_client(&node, ALLOCATION_A, "1000");
         killed.signal(Signal::KILL);
@@ -241,7 +241,7 @@ fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
 
 #[test]
 fn a_client_killed_while_its_kernels_ran_is_reported_as_the_cause() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut neighbour = start_running_client(&node, ALLOCATION_B, &["--hold", "forever"]);
     let mut killed = start_busy_client(&node, ALLOCATION_A, "1000");
     let cause = reported_client(&killed, ALLOCATION_A);
@@ -256,7 +256,7 @@ fn a_client_killed_while_its_kernels_ran_is_reported_as_the_cause() {
 
 #[test]
 fn killing_a_server_in_fault_ends_the_fault() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut lingers = wait_until_running(
         node.start_client_ignoring_sigterm(ALLOCATION_B, &["--hold", "forever", "--linger", "forever"]),
     );
@@ -272,7 +272,7 @@ fn killing_a_server_in_fault_ends_the_fault() {
 
 #[test]
 fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut command = Command::new("sleep");
     command.arg("600");
     let mut bystander = Client::spawn(command);

@@ -10,7 +10,7 @@ use sim_mps::handshake::{self, CREDENTIALS, Closed, Entrance, KIND_CLIENT, Subje
 use sim_mps::seqpacket::Connection;
 
 use crate::node::{Node, wait_until};
-use crate::{ALLOCATION_A, ALLOCATION_B, two_tenants};
+use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
 
 /// Returns a client that has received the server's socket.
 fn client_with_socket(node: &Node, allocation: &str) -> Entrance {
@@ -28,7 +28,7 @@ fn assert_unharmed(node: &Node, before: Option<u32>) {
 
 #[test]
 fn a_client_that_dies_with_the_socket_affects_no_other_client() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for _ in 0..3 {
         drop(client_with_socket(&node, ALLOCATION_A));
@@ -38,7 +38,7 @@ fn a_client_that_dies_with_the_socket_affects_no_other_client() {
 
 #[test]
 fn a_client_that_stalls_with_the_socket_is_disconnected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let stalled = client_with_socket(&node, ALLOCATION_A);
     assert_unharmed(&node, server);
@@ -50,7 +50,7 @@ fn a_client_that_stalls_with_the_socket_is_disconnected() {
 
 #[test]
 fn a_client_that_introduces_itself_in_part_is_disconnected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for words in 1..3 {
         let client = client_with_socket(&node, ALLOCATION_A);
@@ -73,7 +73,7 @@ fn shutdown_violations() -> Vec<String> {
 
 #[test]
 fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut neighbour = node.start_client(ALLOCATION_B, &["--busy-forever", "--kernel-ms", "1"]);
     neighbour.read_line();
     assert_eq!(neighbour.read_line()["launched"], true);
@@ -95,7 +95,7 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
 
 #[test]
 fn a_client_that_claims_to_be_refused_is_disconnected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid.unwrap();
     let liar = client_with_socket(&node, ALLOCATION_A);
     let channel = liar.channel().unwrap();
@@ -116,7 +116,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
 
 #[test]
 fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for words in 0..3 {
         let liar = client_with_socket(&node, ALLOCATION_A);
@@ -136,7 +136,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
 
 #[test]
 fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let before = node.count_host_descriptors();
     let (channel, socket) = client_with_socket(&node, ALLOCATION_A).enter(Subject::Process).unwrap();
@@ -155,7 +155,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
 
 #[test]
 fn connections_are_limited_per_allocation() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let enter = || {
         handshake::connect_to_server(&node.paths.door(ALLOCATION_A))
@@ -172,7 +172,7 @@ fn connections_are_limited_per_allocation() {
 
 #[test]
 fn a_client_that_claims_to_be_connected_is_detected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let liar = client_with_socket(&node, ALLOCATION_A);
     liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
@@ -184,7 +184,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
 
 #[test]
 fn a_client_that_connects_late_but_in_time_is_admitted() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let client = client_with_socket(&node, ALLOCATION_A);
     let entered = client.enter(Subject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
@@ -193,7 +193,7 @@ fn a_client_that_connects_late_but_in_time_is_admitted() {
 
 #[test]
 fn allocations_take_turns_even_if_one_sends_many_clients() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let door = node.paths.door(ALLOCATION_A);
     let before = node.daemon_status(0).server_pid;
     // Each client receives its socket and does not use it.

@@ -246,7 +246,7 @@ impl Node {
         let line = client.read_line();
         // Wait for the exit: after a kill, the MPS host would replace the server.
         client.wait();
-        limits_in(&line)
+        parse_limits(&line)
     }
 
     pub(crate) fn inject_fault(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
@@ -313,7 +313,7 @@ pub(crate) fn default_daemon() -> Daemon {
 }
 
 /// Reads the SMs and the memory limit from a line that a program printed.
-pub(crate) fn limits_in(line: &Value) -> (u64, Option<u64>) {
+pub(crate) fn parse_limits(line: &Value) -> (u64, Option<u64>) {
     assert_eq!(line["viaMps"], true, "{line}");
     (line["sms"].as_u64().unwrap(), line["limitMiB"].as_u64())
 }

@@ -7,7 +7,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::net::unix::pipe;
 
 use super::Device;
-use crate::mps::log::{LogEvent, LogLine, log_line};
+use crate::mps::log::{LogEvent, LogLine, parse_log_line};
 use crate::mps::wire::DaemonState;
 
 /// Maximum length of a line in bytes. Longer lines are split.
@@ -23,7 +23,7 @@ impl Device {
             match read_line(&mut output, &mut line).await {
                 Ok(true) => {
                     let text = String::from_utf8_lossy(&line);
-                    let line = log_line(&text);
+                    let line = parse_log_line(&text);
                     if line.event != LogEvent::Chatter {
                         line.text.clone_into(&mut last_line.borrow_mut());
                     }
@@ -49,7 +49,7 @@ impl Device {
             }
             LogEvent::ClientDisconnected(client) => {
                 tracing::debug!(device, source, pid, "{text}");
-                self.clients.borrow_mut().disconnected(client);
+                self.clients.borrow_mut().remove_disconnected(client);
                 self.probe_soon();
             }
             LogEvent::ClientLost(client) => {
@@ -64,7 +64,7 @@ impl Device {
                 tracing::error!(device, source, pid, "{text}");
                 // In other states the server has no clients that could break.
                 let serves = matches!(self.phase.borrow().state, DaemonState::Active | DaemonState::Fault);
-                if serves && self.fault_logged(client) {
+                if serves && self.handle_logged_fault(client) {
                     self.set_state(DaemonState::Fault, None);
                 }
                 self.probe_soon();

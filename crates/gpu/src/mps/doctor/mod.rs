@@ -108,7 +108,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let library_path = args.paths.mps_library_path.as_deref();
     let mut facts = Facts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
-        cgroups: facts::cgroups(Path::new("/sys/fs/cgroup")),
+        cgroups: facts::cgroup_versions(Path::new("/sys/fs/cgroup")),
         driver,
         cuda: cuda.map(|(major, minor)| format!("{major}.{minor}")),
         control_version: match &control {
@@ -123,7 +123,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let are_others_visible = preconditions.others == ForeignProcesses::Visible;
     let seen = match (&skip_reason, &facts.control) {
         (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?,
-        (reason, _) => Observations::none(reason.as_deref().unwrap_or_default()),
+        (reason, _) => Observations::untested(reason.as_deref().unwrap_or_default()),
     };
     if let Outcome::Observed(log) = &seen.log {
         facts.control_version = log.version.or(facts.control_version);
@@ -135,8 +135,11 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
 }
 
 fn print(report: &Report, json: bool) -> Result<(), DoctorError> {
-    let text =
-        if json { serde_json::to_string_pretty(report).map_err(io::Error::from)? + "\n" } else { report::text(report) };
+    let text = if json {
+        serde_json::to_string_pretty(report).map_err(io::Error::from)? + "\n"
+    } else {
+        report::format_report(report)
+    };
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
@@ -190,7 +193,7 @@ fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_other
 async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
     // Install signal handlers before starting anything that has to be stopped.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let mut seen = Observations::none("the daemon does not answer");
+    let mut seen = Observations::untested("the daemon does not answer");
     let mut daemon = match OwnDaemon::start(setup) {
         Ok(daemon) => daemon,
         Err(error) => {
@@ -209,11 +212,11 @@ async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
 
 /// Runs the tests and records what they observe.
 async fn observe(setup: &Setup, daemon: &mut OwnDaemon, seen: &mut Observations) {
-    match daemon.first_answer().await {
+    match daemon.wait_for_first_answer().await {
         Err(error) => seen.start = Outcome::Failed(error.to_string()),
         Ok(answer) => {
             if !answer.is_known {
-                *seen = Observations::none(
+                *seen = Observations::untested(
                     "the daemon's protocol is unknown, so Cleave sends commands with the driver's own tool",
                 );
             }

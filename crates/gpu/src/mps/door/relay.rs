@@ -23,7 +23,7 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
                 biased;
                 sent = server.send_credentials(&data, who) => if sent.is_err() { return },
                 // Also wait for the close: a server that never reads would block the send forever.
-                () = client.closed() => return,
+                () = client.wait_until_closed() => return,
             }
         }
     };
