@@ -6,14 +6,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::DaemonState;
-use sim_mps::handshake::{self, CREDENTIALS, Closed, Entrance, KIND_CLIENT, Subject, own_credentials};
+use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, ConnectError, KIND_CLIENT, Subject, own_credentials};
 use sim_mps::seqpacket::Connection;
 
 use crate::node::{Node, wait_until};
 use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
 
 /// Returns a client that has received the server's socket.
-fn client_with_socket(node: &Node, allocation: &str) -> Entrance {
+fn client_with_socket(node: &Node, allocation: &str) -> ClientSockets {
     handshake::connect_to_server(&node.paths.door(allocation)).unwrap()
 }
 
@@ -27,7 +27,7 @@ fn assert_unharmed(node: &Node, before: Option<u32>) {
 }
 
 #[test]
-fn a_client_that_dies_with_the_socket_affects_no_other_client() {
+fn a_client_that_exits_before_its_introduction_to_the_server_affects_no_other_client() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for _ in 0..3 {
@@ -37,14 +37,14 @@ fn a_client_that_dies_with_the_socket_affects_no_other_client() {
 }
 
 #[test]
-fn a_client_that_stalls_with_the_socket_is_disconnected() {
+fn a_client_that_never_introduces_itself_to_the_server_is_disconnected() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let stalled = client_with_socket(&node, ALLOCATION_A);
     assert_unharmed(&node, server);
     // An open connection would let the stalled client run under limits that were set later for
     // other clients.
-    assert!(matches!(stalled.enter(Subject::Process), Err(Closed::ByServer)));
+    assert!(matches!(stalled.enter(Subject::Process), Err(ConnectError::ByServer)));
     assert_unharmed(&node, server);
 }
 
@@ -56,7 +56,7 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
         let client = client_with_socket(&node, ALLOCATION_A);
         let channel = client.channel().unwrap();
         client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
-        for word in Subject::Process.words().iter().take(words - 1) {
+        for word in Subject::Process.introduction_words().iter().take(words - 1) {
             client.server.send(word).unwrap();
         }
         drop((client, channel));
@@ -100,7 +100,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     let liar = client_with_socket(&node, ALLOCATION_A);
     let channel = liar.channel().unwrap();
     liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
-    for word in Subject::Process.words() {
+    for word in Subject::Process.introduction_words() {
         liar.server.send(&word).unwrap();
     }
     assert_eq!(liar.server.recv(64).unwrap().unwrap().data, [0; 4]);
@@ -124,7 +124,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
         if words > 0 {
             liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         }
-        for word in Subject::Process.words().iter().take(words.max(1) - 1) {
+        for word in Subject::Process.introduction_words().iter().take(words.max(1) - 1) {
             liar.server.send(word).unwrap();
         }
         liar.server.shutdown();
@@ -158,12 +158,11 @@ fn connections_are_limited_per_allocation() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let enter = || {
-        handshake::connect_to_server(&node.paths.door(ALLOCATION_A))
-            .and_then(|entrance| entrance.enter(Subject::Process))
+        handshake::connect_to_server(&node.paths.door(ALLOCATION_A)).and_then(|sockets| sockets.enter(Subject::Process))
     };
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
     let descriptors = node.count_host_descriptors();
-    assert!(matches!(enter(), Err(Closed::ByDaemon)));
+    assert!(matches!(enter(), Err(ConnectError::ByDaemon)));
     assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
     drop(held);
     wait_until("the clients' descriptors are closed", || node.count_host_descriptors() + 512 <= descriptors);
@@ -177,7 +176,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
     let liar = client_with_socket(&node, ALLOCATION_A);
     liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
     assert_unharmed(&node, server);
-    assert!(matches!(liar.enter(Subject::Process), Err(Closed::ByServer)));
+    assert!(matches!(liar.enter(Subject::Process), Err(ConnectError::ByServer)));
     let status = node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }

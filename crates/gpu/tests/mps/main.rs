@@ -215,7 +215,7 @@ fn a_hung_command_does_not_delay_the_other_gpu() {
 }
 
 #[test]
-fn clients_that_lie_or_stall_are_refused_and_delay_no_other_client() {
+fn invalid_and_stalled_handshakes_are_refused_and_delay_no_other_client() {
     let node = node_with_two_tenants();
     let lies = [
         "stall=0",
@@ -330,7 +330,7 @@ fn clients_wait_while_the_server_is_in_fault() {
 }
 
 #[test]
-fn a_host_cleans_up_after_one_that_was_killed() {
+fn an_mps_host_cleans_up_after_a_killed_mps_host() {
     let mut node = node_with_two_tenants();
     let before = node.daemon_status(0);
     node.stop_host(Signal::KILL);
@@ -350,7 +350,7 @@ fn a_host_cleans_up_after_one_that_was_killed() {
 }
 
 #[test]
-fn a_host_that_stops_leaves_nothing_behind() {
+fn an_mps_host_that_stops_removes_its_processes_and_files() {
     let mut node = node_with_two_tenants();
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();
@@ -476,7 +476,7 @@ fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
 }
 
 #[test]
-fn a_second_host_in_the_same_directory_does_not_start() {
+fn a_second_mps_host_in_the_same_directory_does_not_start() {
     let node = Node::with_host(1);
     let output = node.host_command().output().unwrap();
     assert!(!output.status.success());
@@ -511,13 +511,13 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
     let packet = through.recv_fd(64).unwrap().unwrap();
     assert_eq!(packet.data, mps::DESCRIPTOR);
-    let entrance = mps::Entrance { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
-    let _client = entrance.enter(mps::Subject::Process).unwrap();
+    let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
+    let _client = sockets.enter(mps::Subject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
 }
 
 #[test]
-fn the_readiness_probe_succeeds_only_while_the_host_answers() {
+fn the_readiness_probe_succeeds_only_while_the_mps_host_answers() {
     let mut node = Node::with_host(1);
     let ready = |node: &Node| {
         let mut probe = Command::new(node::host_program());
@@ -619,7 +619,7 @@ fn orphans_are_reaped() {
 }
 
 #[test]
-fn the_host_uses_less_than_4_mib_of_anonymous_memory() {
+fn the_mps_host_uses_less_than_4_mib_of_anonymous_memory() {
     let node = node_with_two_tenants();
     let start = Instant::now();
     for _ in 0..20 {

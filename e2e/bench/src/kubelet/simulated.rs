@@ -23,7 +23,7 @@ pub(super) enum Sharing {
 }
 
 /// The simulated hardware of a run.
-pub(super) struct Simulated {
+pub(super) struct SimulatedHardware {
     resource: String,
     sharing: Sharing,
     gpus: u32,
@@ -33,7 +33,7 @@ pub(super) struct Simulated {
     mps_host: PathBuf,
 }
 
-impl Simulated {
+impl SimulatedHardware {
     /// Uses the simulated NVML and MPS in the directory of the `cleave` program.
     pub(super) fn new(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let beside = |name: &str| {
@@ -73,7 +73,7 @@ impl Simulated {
     }
 
     /// Creates the machine, and the spec for its GPUs.
-    pub(super) fn prepare(&self, directory: &Path) -> Result<Machine> {
+    pub(super) fn create_machine(&self, directory: &Path) -> Result<Machine> {
         let gpu = GpuDescription { model: GPU_MODEL.to_owned(), count: Some(self.gpus), ..GpuDescription::default() };
         let description =
             Description { name: "bench".to_owned(), driver: Driver::default(), gpus: vec![gpu], models: Vec::new() };

@@ -1,7 +1,7 @@
 //! The choice of a placement policy, and how it learns.
 use cleave_plan::placement::{GPU, Learned, Observed, Score};
 
-use super::cluster::{Cluster, MPS_RESOURCE, Placed, device_requests};
+use super::cluster::{Cluster, MPS_RESOURCE, PodPlacement, device_requests};
 use super::lists::Pod;
 use super::policies::{BestFit, Fgd, Random};
 
@@ -34,7 +34,7 @@ pub(super) trait PlacementPolicy: Score + Default {
     fn learn(cluster: &mut Cluster<Self>, seen: &Observed, waiting: &[&Pod]);
 
     /// Decides where to place a pod.
-    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
+    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
         cluster.place(pod)
     }
 }
@@ -63,7 +63,7 @@ impl PlacementPolicy for BestFit {
 impl PlacementPolicy for Random {
     fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 
-    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
+    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
         let next = cluster.chooser.score(MPS_RESOURCE, GPU).map_or_else(Self::default, Self::next);
         cluster.set_score(next);
         cluster.place(pod)

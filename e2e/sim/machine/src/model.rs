@@ -130,7 +130,7 @@ impl Placement {
 impl Model {
     /// Returns whether the model supports MIG.
     #[must_use]
-    pub fn mig_capable(&self) -> bool {
+    pub fn is_mig_capable(&self) -> bool {
         self.mig_memory_slices > 0
     }
 

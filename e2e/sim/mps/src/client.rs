@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::handshake::{self, Closed, Subject};
+use crate::handshake::{self, ConnectError, Subject};
 use crate::limits::{self, DeviceName};
 use crate::seqpacket::Connection;
 use crate::wire::{self, Device, FromContext, ToContext};
@@ -36,7 +36,7 @@ pub struct Environment {
 
 impl Environment {
     /// Reads the variables of this process.
-    pub fn own() -> Self {
+    pub fn of_this_process() -> Self {
         let text = |name| std::env::var(name).ok();
         Self { threads: text("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), memory: text("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") }
     }
@@ -71,11 +71,11 @@ impl Mps {
         if handshake::probe(control).is_err() {
             return Ok(None);
         }
-        let (devices, (channel, socket)) = match enter(control, Subject::Process, &ToContext::Devices) {
+        let (devices, (channel, socket)) = match connect_with_retries(control, Subject::Process, &ToContext::Devices) {
             Ok((FromContext::Devices(devices), entered)) => (devices, entered),
-            Ok(_) | Err(Closed::ByServer) => return Err(CONNECTION_FAILED),
-            Err(Closed::ByDaemon) => return Ok(None),
-            Err(Closed::Refused(code)) => return Err(code),
+            Ok(_) | Err(ConnectError::ByServer) => return Err(CONNECTION_FAILED),
+            Err(ConnectError::ByDaemon) => return Ok(None),
+            Err(ConnectError::Refused(code)) => return Err(code),
         };
         Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
@@ -93,16 +93,16 @@ impl Mps {
         let device = visible.get(ordinal).ok_or(NO_DEVICE)?.clone();
         let create = ToContext::Create {
             device: device.uuid.clone(),
-            threads: environment.threads.as_deref().and_then(limits::percentage),
+            threads: environment.threads.as_deref().and_then(limits::parse_percentage),
             command: command_name(),
             namespace: pid_namespace(),
         };
         let entered =
-            match handshake::connect_to_server(&self.control).and_then(|entrance| entrance.enter(Subject::Context)) {
+            match handshake::connect_to_server(&self.control).and_then(|sockets| sockets.enter(Subject::Context)) {
                 Ok(entered) => entered,
-                Err(Closed::Refused(code)) => return Err(code),
-                Err(Closed::ByServer) => return Err(RPC_FAILURE),
-                Err(Closed::ByDaemon) => return Err(CONNECTION_FAILED),
+                Err(ConnectError::Refused(code)) => return Err(code),
+                Err(ConnectError::ByServer) => return Err(RPC_FAILURE),
+                Err(ConnectError::ByDaemon) => return Err(CONNECTION_FAILED),
             };
         let (channel, socket) = (Arc::new(entered.0), entered.1);
         wire::send(&channel, &create).map_err(|_| RPC_FAILURE)?;
@@ -123,7 +123,7 @@ impl Mps {
         let (answers, replies) = mpsc::channel();
         let state = Arc::new(FirstError::default());
         let reader = (Arc::clone(&channel), Arc::clone(&state));
-        thread::spawn(move || read(&reader.0, &reader.1, &answers));
+        thread::spawn(move || read_messages(&reader.0, &reader.1, &answers));
         let (replies, allocated) = (Mutex::new(replies), AtomicU64::new(0));
         Ok(MpsContext { channel, _socket: socket, replies, state, device, sms, limit, overhead, allocated })
     }
@@ -137,24 +137,24 @@ impl Drop for Mps {
 }
 
 /// Performs the handshake and sends a first request. Retries if the server exits before it answers.
-fn enter(
+fn connect_with_retries(
     control: &Path,
     subject: Subject,
     question: &ToContext,
-) -> Result<(FromContext, (Connection, Connection)), Closed> {
+) -> Result<(FromContext, (Connection, Connection)), ConnectError> {
     let once = || {
         let entered = handshake::connect_to_server(control)?.enter(subject)?;
-        wire::send(&entered.0, question).map_err(|_| Closed::ByServer)?;
-        let answer = wire::recv(&entered.0).ok().flatten().ok_or(Closed::ByServer)?;
+        wire::send(&entered.0, question).map_err(|_| ConnectError::ByServer)?;
+        let answer = wire::recv(&entered.0).ok().flatten().ok_or(ConnectError::ByServer)?;
         Ok((answer, entered))
     };
     for _ in 0..MAX_RETRIES {
         match once() {
-            Err(Closed::ByServer) => thread::sleep(RETRY_INTERVAL),
+            Err(ConnectError::ByServer) => thread::sleep(RETRY_INTERVAL),
             other => return other,
         }
     }
-    Err(Closed::ByServer)
+    Err(ConnectError::ByServer)
 }
 
 /// A context that an MPS server serves. Dropping it closes it cleanly. If the process exits, the
@@ -194,7 +194,7 @@ impl MpsContext {
     /// The `CUresult` of the failure.
     pub fn free_memory(&self) -> Result<u64, i32> {
         let free = self.request(&ToContext::Query)?;
-        Ok(self.limit_left().map_or(free, |left| left.min(free)))
+        Ok(self.remaining_limit().map_or(free, |left| left.min(free)))
     }
 
     /// Allocates `bytes` bytes of device memory.
@@ -203,7 +203,7 @@ impl MpsContext {
     /// The `CUresult` of the failure.
     pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
         // The library enforces the limit. The server only checks the device's memory.
-        if self.limit_left().is_some_and(|left| bytes > left) {
+        if self.remaining_limit().is_some_and(|left| bytes > left) {
             return Err(OUT_OF_MEMORY);
         }
         self.request(&ToContext::Allocate(bytes))?;
@@ -242,7 +242,7 @@ impl MpsContext {
     }
 
     /// Waits until an error breaks the context, at most for `timeout`.
-    pub fn wait_error(&self, timeout: Duration) -> Option<i32> {
+    pub fn wait_for_error(&self, timeout: Duration) -> Option<i32> {
         let deadline = Instant::now() + timeout;
         let mut error = self.state.lock();
         loop {
@@ -257,7 +257,7 @@ impl MpsContext {
         }
     }
 
-    fn limit_left(&self) -> Option<u64> {
+    fn remaining_limit(&self) -> Option<u64> {
         self.limit.map(|limit| limit.saturating_sub(self.overhead + self.allocated.load(Ordering::Relaxed)))
     }
 
@@ -307,7 +307,7 @@ impl FirstError {
 }
 
 /// Reads the server's messages during the life of a context: answers and notifications.
-fn read(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
+fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
     let end = loop {
         match wire::recv(socket) {
             Ok(Some(FromContext::Broken(code))) => state.set(code),

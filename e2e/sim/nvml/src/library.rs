@@ -163,7 +163,7 @@ impl View {
 }
 
 fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
-    match machine.injected(name, device)? {
+    match machine.apply_faults(name, device)? {
         // A fault may inject a code that NVML does not define. Callers must cope with it.
         Some(code) => Err(Code(code.unsigned_abs())),
         None => Ok(()),
@@ -219,7 +219,7 @@ pub(crate) fn on_gpu(
 }
 
 /// Runs a call that changes a GPU and requires root.
-pub(crate) fn as_root(
+pub(crate) fn on_gpu_as_root(
     name: &str,
     device: Handle,
     body: impl FnOnce(&View, &Gpu, &Model) -> Result<()>,

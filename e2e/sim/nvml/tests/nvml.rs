@@ -78,7 +78,7 @@ fn wait_until(machine: &Machine, done: impl Fn(&State) -> bool) {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         assert!(!left.is_zero(), "timed out waiting for the condition");
-        machine.wait_change(state.generation, left).unwrap();
+        machine.wait_for_change(state.generation, left).unwrap();
     }
 }
 

@@ -69,7 +69,7 @@ fn start_holder(simgpu: &Simgpu, device: &str) -> Holder {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         assert!(!left.is_zero(), "timed out waiting for a process on {device}");
-        machine.wait_change(seen, left).unwrap();
+        machine.wait_for_change(seen, left).unwrap();
     }
 }
 

@@ -4,8 +4,8 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::{ControlLock, Device, Limits};
-use crate::mps::error::DaemonError;
 use crate::mps::control::ControlError;
+use crate::mps::error::DaemonError;
 use crate::mps::process::PidFd;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, Unexpected};

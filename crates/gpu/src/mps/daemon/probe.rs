@@ -5,8 +5,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::Device;
-use crate::mps::error::DaemonError;
 use crate::mps::control::ControlError;
+use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command, ServerState};
 use crate::mps::wire::{Daemon, DaemonState};

@@ -4,8 +4,8 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::Device;
-use crate::mps::error::TerminateError;
 use crate::mps::control::ANSWER_DEADLINE;
+use crate::mps::error::TerminateError;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, TerminateResult};
 

@@ -27,7 +27,7 @@ use crate::handshake::{self, Peer, Refusal};
 use crate::limits::Settings;
 use crate::log::Log;
 use crate::seqpacket::{Connection, Listener};
-use state::{Pending, State};
+use state::{PendingClient, State};
 
 /// The environment variable that marks the background process of `-d`.
 const DETACHED_ENV: &str = "SIM_MPS_DETACHED";
@@ -62,15 +62,15 @@ struct Daemon {
 }
 
 /// `-f`: runs in the foreground until `quit`.
-pub fn foreground(config: Config) -> anyhow::Result<ExitCode> {
+pub fn run_in_foreground(config: Config) -> anyhow::Result<ExitCode> {
     run(config, &Sinks::Stdout, || {})
 }
 
 /// `-d`: starts the daemon in the background and returns when it listens.
-pub fn background(config: Config) -> anyhow::Result<ExitCode> {
+pub fn start_in_background(config: Config) -> anyhow::Result<ExitCode> {
     if std::env::var_os(DETACHED_ENV).is_some() {
         rustix::process::setsid()?;
-        return detached(config);
+        return run_detached(config);
     }
     let mut daemon = Command::new(std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
@@ -91,7 +91,7 @@ pub fn background(config: Config) -> anyhow::Result<ExitCode> {
 }
 
 /// Runs the daemon of `-d`. Until it listens, its messages go to the process that started it.
-fn detached(config: Config) -> anyhow::Result<ExitCode> {
+fn run_detached(config: Config) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
         // Errors are ignored: the parent may have exited, and the daemon continues.
         let _ = writeln!(io::stdout(), "{text}");
@@ -126,7 +126,7 @@ impl Sinks {
 fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(!config.multi_user || rustix::process::geteuid().is_root(), "-multiuser-server requires root");
     let faults = InjectedFaults::new(config.visible.clone());
-    if let Some(code) = faults.injected("mps:start") {
+    if let Some(code) = faults.apply_faults("mps:start") {
         return Ok(exit_code(code));
     }
     let directory = &config.pipe_directory;
@@ -196,14 +196,14 @@ impl Daemon {
     }
 
     /// Serves one connection. Returns a client that must be queued.
-    fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<Pending> {
+    fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<PendingClient> {
         let hello =
-            if self.faults.injected("mps:handshake").is_some() { handshake::OTHER_HELLO } else { handshake::HELLO };
+            if self.faults.apply_faults("mps:handshake").is_some() { handshake::OTHER_HELLO } else { handshake::HELLO };
         match handshake::read_peer_kind(&connection, hello) {
             Ok(Peer::Client(credentials)) => {
-                if self.faults.injected("mps:client").is_none() {
+                if self.faults.apply_faults("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;
-                    return self.serve_client(Pending::new(connection, credentials, failed_before));
+                    return self.serve_client(PendingClient::new(connection, credentials, failed_before));
                 }
             }
             Ok(Peer::Administrator(_)) => {
@@ -226,7 +226,7 @@ impl Daemon {
     }
 
     fn log(&self, text: &str) {
-        self.log.line("Control", std::process::id(), text);
+        self.log.write_line("Control", std::process::id(), text);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -278,7 +278,7 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
         let mut reader = BufReader::new(reader);
         let mut line = Vec::new();
         while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
-            log.raw(&line);
+            log.write_raw(&line);
             line.clear();
         }
     });
