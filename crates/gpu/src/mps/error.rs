@@ -1,8 +1,8 @@
 //! Errors of the MPS host, one enum per step.
 //!
-//! [`HostError`] ends the process. [`DaemonError`] ends one life of a daemon, which is then
-//! restarted. After a [`DesiredError`] nothing changes. [`TerminateError`] and [`NotReady`] answer
-//! a request of the agent. A failed exchange with a daemon is a [`ControlError`].
+//! [`HostError`] ends the process. After a [`DaemonError`], the MPS host replaces the daemon. After
+//! a [`DesiredError`] nothing changes. [`TerminateError`] and [`NotReady`] answer a request of the
+//! agent. A failed exchange with a daemon is a [`ControlError`].
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -52,7 +52,7 @@ pub(crate) struct Child {
 }
 
 impl Children {
-    /// Starts to reap child processes. Call it on a `LocalSet`, once per process.
+    /// Starts to reap child processes. Call this function on a `LocalSet`, once per process.
     pub(crate) fn start() -> io::Result<Rc<Self>> {
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
         let children = Rc::new(Self::default());
@@ -69,7 +69,7 @@ impl Children {
         Ok(children)
     }
 
-    /// Collects the exit status of all ended processes, also of orphans.
+    /// Collects the exit status of all processes that have exited, including orphans.
     fn reap(&self) {
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
             let Some(exit) = parse_exit(status) else { continue };

@@ -31,7 +31,7 @@ pub(crate) async fn processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
     run_on_own_thread(move || all_pids().filter(|&pid| is_mps(pid) && serves_device(pid, &uuid)).collect()).await
 }
 
-/// Runs a search on its own thread. Reading the environment of a process that hangs in the driver
+/// Runs a search on a new thread. Reading the environment of a process that hangs in the driver
 /// hangs too, and must not block other devices. A thread that hangs is abandoned.
 async fn run_on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (found, answer) = oneshot::channel();

@@ -41,7 +41,7 @@ pub(crate) fn listen(path: &Path) -> Result<UnixListener, HostError> {
     Ok(listener)
 }
 
-/// Asks the MPS host at this socket for its status.
+/// Requests the status from the MPS host at this socket.
 pub(crate) async fn probe(path: &Path) -> Result<(), HostError> {
     let exchange = async {
         let mut stream = UnixStream::connect(path).await?;

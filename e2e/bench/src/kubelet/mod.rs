@@ -2,8 +2,9 @@
 //! real unix sockets.
 //!
 //! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`.
-//! Without either, the plugin is this program, which serves MPS shares of synthetic GPUs. The
-//! plugin uses the kubelet's protocol and the agent's choice of devices, but no NVML.
+//! Without `--agent` and a program, the plugin is this program, which serves MPS shares of
+//! synthetic GPUs. The plugin uses the kubelet's protocol and the agent's choice of devices, but no
+//! NVML.
 mod faults;
 mod measure;
 mod occupancy;

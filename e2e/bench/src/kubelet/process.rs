@@ -257,7 +257,7 @@ pub(super) struct ProcessLoad {
     pub(super) threads: usize,
 }
 
-/// Reads the work of all threads of a process.
+/// Reads the processor time and context switches of all threads of a process.
 pub(super) fn read_load(pid: u32) -> Result<ProcessLoad> {
     let mut work = ProcessLoad { time: Duration::ZERO, switches: 0, threads: 0 };
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).context("threads")? {

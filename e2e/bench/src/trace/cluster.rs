@@ -1,5 +1,5 @@
-//! A simulated cluster that places pods by the operator's path: nodes of the ledger, the chooser
-//! that ranks them, and a reservation for each placed pod.
+//! A simulated cluster that places pods as the operator does: the chooser ranks the nodes of the
+//! ledger, and each placed pod has a reservation.
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::{
@@ -19,7 +19,7 @@ pub(super) struct PodPlacement {
     pod: String,
     /// Index of the node.
     pub(super) node: usize,
-    /// Indices of its GPUs.
+    /// Indices of the pod's GPUs.
     pub(super) devices: Vec<usize>,
 }
 
@@ -29,7 +29,7 @@ pub(super) struct Cluster<S: Score> {
     by_name: BTreeMap<String, usize>,
     ledger: Ledger,
     pub(super) chooser: Chooser<S>,
-    /// The score before one is learned.
+    /// The initial score, until the policy has learned one.
     score: S,
     /// Allocations of each node, as its agent reports them.
     allocations: Vec<Vec<Allocation>>,
@@ -43,7 +43,7 @@ pub(super) struct Cluster<S: Score> {
 pub(super) enum CpuPodPlacement {
     /// The placement policy under test places them too, as the published policies do.
     Policy,
-    /// The node with the most free CPU and memory gets them, as with the default scheduler.
+    /// The pod goes to the node with the most free CPU and memory, as with the default scheduler.
     Scheduler,
 }
 
@@ -203,8 +203,8 @@ pub(super) fn device_requests(pod: &Pod) -> Vec<DeviceRequest> {
     (0..pod.demand.gpus).filter_map(|_| ask.clone()).collect()
 }
 
-/// The node of a score.
 impl Host {
+    /// Converts the host to the form in which a score ranks it.
     pub(super) fn node(&self) -> placement::Node {
         placement::Node { model: self.model.clone(), cpu_total: self.cpu_total, cpu: self.cpu, gpus: self.gpus.clone() }
     }

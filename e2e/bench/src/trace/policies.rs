@@ -74,8 +74,8 @@ impl Score for Fgd {
     }
 }
 
-/// Chooses a node and GPUs that fit at random. The ranks last for one decision: the score is
-/// replaced before the next one.
+/// Chooses at random among the nodes and GPUs that fit. A score makes one decision: the benchmark
+/// replaces the score before the next decision.
 #[derive(Debug, Clone)]
 pub(super) struct Random(RefCell<Rng>);
 

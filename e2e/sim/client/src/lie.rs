@@ -49,11 +49,11 @@ pub(crate) enum HandshakeViolation {
     Mute(usize),
     /// Shuts a socket down after this many steps of the handshake with the server. 0 is before the
     /// client receives anything, 1 after it has received the descriptors. 2 to 4 are after one to
-    /// three words. 5 is after the answer but before the last word to the daemon.
+    /// three words. 5 is after the answer but before the last packet to the daemon.
     Shutdown(SocketPart, u32),
-    /// Sends no last word to the daemon.
+    /// Does not send the last packet of the handshake to the daemon.
     NoLastWord,
-    /// Sends this last word to the daemon.
+    /// Sends this value as the last packet of the handshake to the daemon.
     LastWord(u32),
     /// Completes this many handshakes and keeps the connections open without using them.
     Enter(usize),

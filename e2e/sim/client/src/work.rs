@@ -29,7 +29,8 @@ enum StopReason {
 /// Runs the program and returns its exit status.
 pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
     let control = sim_mps::tool::pipe_directory().join("control");
-    // Must live as long as the contexts: the server identifies the process by it.
+    // Keep this value until the contexts are dropped: the server identifies the process by its
+    // connection.
     let cuda = Cuda::init(&control, &DeviceSelection::from_environment());
     let contexts = match &cuda {
         Ok(cuda) => (0..arguments.contexts).map(|_| cuda.context()).collect::<Result<Vec<_>, _>>(),
@@ -105,7 +106,7 @@ impl Program<'_> {
         self.contexts.first().ok_or(StopReason::Error(invalid_context_error()))
     }
 
-    /// Runs kernels one after the other during `span`. Without a kernel length it only waits.
+    /// Runs kernels one after the other during `span`. Without a kernel length, waits instead.
     fn run_kernels(&self, span: Option<Span>) -> Result<(), StopReason> {
         let Some(span) = span else { return Ok(()) };
         let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait(span) };

@@ -18,8 +18,8 @@ use libc::{c_char, c_int, c_long, c_void, clockid_t, time_t, timespec, timeval};
 const OFFSET_FILE: &CStr = c"/dev/shm/sim-clock";
 const OFFSET_VARIABLE: &CStr = c"SIM_CLOCK";
 
-/// Reads the offset in seconds. May call only functions that are safe in signal handlers and do not
-/// query the time.
+/// Reads the offset in seconds. This function may call only functions that are safe in signal
+/// handlers and do not query the time.
 fn read_offset() -> time_t {
     let mut text = [0_u8; 24];
     // SAFETY: both strings end with a zero byte, as does the result of `getenv`. No code here

@@ -1,5 +1,5 @@
-//! The state directory: one file that is replaced atomically under a lock, a generation number, and
-//! waiting for changes.
+//! Reads, changes and watches the state directory. A lock protects the state file, and each change
+//! replaces the file atomically and increases a generation number.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{ErrorKind, Read, Write};
@@ -241,8 +241,8 @@ impl Machine {
     }
 
     /// Consumes one call of a fault. Returns false if another process consumed the last call. A
-    /// consumed fault that hangs remains in the list with 0 calls. Clearing the fault releases the
-    /// calls that hang.
+    /// consumed fault that hangs remains in the list with 0 calls. The calls that hang continue
+    /// once the fault is cleared.
     fn consume_fault(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
@@ -310,7 +310,8 @@ impl Machine {
     }
 }
 
-/// Opens a file for reading and writing. A new file is writable by all users, whatever the umask.
+/// Opens a file for reading and writing. A new file is writable by all users, regardless of the
+/// umask.
 pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
     let file = if new {

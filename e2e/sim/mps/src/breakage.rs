@@ -9,7 +9,7 @@ pub const RULE_ENV: &str = "SIM_MPS_BREAK";
 /// The environment variable of the initial count of exits with kernels of 1 to 100 ms.
 pub const SEED_ENV: &str = "SIM_MPS_SEED";
 
-/// One in this many exits with kernels of 1 to 100 ms breaks the neighbours.
+/// Number of exits with kernels of 1 to 100 ms after which one exit breaks the neighbours.
 const EXITS_PER_BREAKAGE: u64 = 12;
 
 /// Which exits break the neighbours.

@@ -58,15 +58,17 @@ pub struct Mps {
 }
 
 impl Mps {
-    /// Searches for a daemon like the CUDA library's initialisation. Waits without a deadline
-    /// for the daemon's answer.
+    /// Searches for a daemon, as the CUDA library does when it initialises. Waits for the daemon's
+    /// answer without a deadline.
     ///
     /// `None` is not an error: the program then runs as plain CUDA without limits. This was
-    /// measured for a `control` that is missing, dead, or accepts and closes. A daemon that closes
-    /// later in the handshake is assumed to have the same effect, which is the worst case.
+    /// measured for a `control` that is missing, dead, or accepts and closes. This simulation
+    /// assumes the same effect for a daemon that closes later in the handshake, which is the worst
+    /// case.
     ///
     /// # Errors
-    /// A `CUresult` from the server, or one that reports that no server stayed alive.
+    /// A `CUresult` from the server, or [`CONNECTION_FAILED`] if every server exited during the
+    /// handshake.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
         if handshake::probe(control).is_err() {
             return Ok(None);
@@ -157,8 +159,8 @@ fn connect_with_retries(
     Err(ConnectError::ByServer)
 }
 
-/// A context that an MPS server serves. Dropping it closes it cleanly. If the process exits, the
-/// server detects the exit.
+/// A context that an MPS server serves. A dropped context is closed cleanly. If the process exits
+/// instead, the server detects the exit.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,

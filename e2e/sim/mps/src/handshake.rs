@@ -191,7 +191,7 @@ pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
 /// A client's connections during the handshake.
 #[derive(Debug)]
 pub struct ClientSockets {
-    /// The connection to the daemon, which waits for the last word.
+    /// The connection to the daemon, which waits for the last packet of the handshake.
     pub daemon: Connection,
     /// The socket to the server. The client keeps it open until it exits.
     pub server: Connection,
@@ -233,8 +233,8 @@ impl ClientSockets {
     }
 
     /// Performs the rest of the client's side: introduces `subject` to the server, reads the
-    /// answer, and forwards it to the daemon as the last word. Returns the channel to the server
-    /// and the socket of the handshake.
+    /// answer, and sends the same answer to the daemon as the last packet. Returns the channel to
+    /// the server and the socket of the handshake.
     pub fn enter(self, subject: Subject) -> Result<(Connection, Connection), ConnectError> {
         self.enter_as(subject, own_credentials())
     }

@@ -37,7 +37,7 @@ pub struct Connection(OwnedFd);
 pub struct Packet {
     /// The bytes, at most as many as requested.
     pub data: Vec<u8>,
-    /// Whether the packet was longer than requested. The rest is lost.
+    /// Whether the packet was longer than requested. The kernel has discarded the remaining bytes.
     pub truncated: bool,
     /// The sender, if the message carried its credentials.
     pub credentials: Option<Credentials>,
@@ -156,8 +156,8 @@ impl Connection {
         self.recv_with(most, &Ancillary::Credentials)
     }
 
-    /// Waits for one packet with a descriptor. Do not call this on a connection that
-    /// [attests](Self::attest): the buffer has no space for both.
+    /// Waits for one packet with a descriptor. Do not call this method after
+    /// [`Self::enable_credentials`]: the buffer has no space for both.
     pub fn recv_fd(&self, most: usize) -> io::Result<Option<Packet>> {
         self.recv_with(most, &Ancillary::Descriptor)
     }

@@ -51,8 +51,8 @@ pub(super) struct Clients {
 }
 
 impl Clients {
-    /// Registers a client of an allocation. A program connects several times and is registered
-    /// once.
+    /// Registers a client of an allocation. A program connects several times, and this method
+    /// registers the program once.
     pub(super) fn admit(&mut self, pid: u32, allocation: &str, pidfd: Option<PidFd>) {
         let is_new = self.listed.insert(pid);
         if let Some(admitted) = self.admitted.get_mut(&pid).filter(|admitted| !admitted.has_exited()) {
@@ -65,7 +65,7 @@ impl Clients {
         }
     }
 
-    /// Records the pids that MPS lists. Returns whether they have changed.
+    /// Records the pids that MPS lists. Returns whether the list has changed.
     pub(super) fn set_listed(&mut self, pids: BTreeSet<u32>) -> bool {
         for (pid, admitted) in &mut self.admitted {
             if admitted.identity == Identity::Unproven && pids.contains(pid) {
@@ -83,7 +83,8 @@ impl Clients {
         self.terminated.remove(&pid);
     }
 
-    /// Forgets all clients, because their server has exited. Returns whether MPS had listed any.
+    /// Removes all clients, because their server has exited. Returns whether MPS had listed a
+    /// client.
     pub(super) fn clear(&mut self) -> bool {
         let had_listed = !self.listed.is_empty();
         *self = Self::default();

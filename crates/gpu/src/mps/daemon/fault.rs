@@ -158,8 +158,8 @@ impl FaultTracker {
         Some(now.saturating_duration_since(current.began))
     }
 
-    /// Records a client that exited with an open context. Do not call it during a fault, in which
-    /// all clients exit with open contexts.
+    /// Records a client that exited with an open context. Do not call this method during a fault,
+    /// in which all clients exit with open contexts.
     pub(super) fn record_exit(&mut self, client: Client, now: Instant) {
         self.unclean = true;
         self.exited.retain(|exited| {

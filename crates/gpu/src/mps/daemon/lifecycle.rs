@@ -81,7 +81,7 @@ impl Device {
         }
     }
 
-    /// Runs one life of the daemon, from its start until all its processes have exited.
+    /// Runs one instance of the daemon, from its start until all its processes have exited.
     async fn run_once(self: &Rc<Self>, settings: &Daemon, desired: &mut watch::Receiver<Option<Daemon>>) -> EndReason {
         let mut child = None;
         let end = match self.start(settings, &mut child).await {
@@ -113,7 +113,8 @@ impl Device {
         end
     }
 
-    /// Requests the daemon to quit. Kills a daemon that does not exit in time.
+    /// Sends the daemon the command to quit. Reports a daemon that does not exit in time; the
+    /// caller kills that daemon.
     async fn quit(&self, child: &Child) {
         if let Err(error) = self.send_command_within(&QUIT, QUIT_DEADLINE).await {
             tracing::warn!(device = self.name, %error, "MPS daemon refused the command to quit");

@@ -15,7 +15,7 @@ use crate::mps::wire::{Daemon, DaemonState};
 /// stopped client delays the answer.
 const MAX_TERMINATE_TIME: Duration = Duration::from_secs(30);
 
-/// Why one life of a daemon ends.
+/// Why the MPS host stops or replaces a running daemon.
 pub(super) enum EndReason {
     NotDesired,
     NewSettings,
@@ -24,7 +24,7 @@ pub(super) enum EndReason {
 
 impl Device {
     /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns the
-    /// reason if this life of the daemon ends.
+    /// reason if the MPS host has to stop or replace this daemon.
     pub(super) async fn probe(
         &self,
         settings: &Daemon,
@@ -60,7 +60,7 @@ impl Device {
         Ok(end)
     }
 
-    /// Returns the reason to end this life of the daemon: new settings, or a daemon that is no
+    /// Returns the reason to stop or replace this daemon: new settings, or a daemon that is no
     /// longer desired.
     fn compare_settings(&self, settings: &Daemon, desired: Option<&Daemon>) -> Option<EndReason> {
         let clients = self.clients.borrow().count();
@@ -111,7 +111,8 @@ impl Device {
         Ok(())
     }
 
-    /// Returns the server that the daemon lists. If none exists and all users share one, starts it.
+    /// Returns the server that the daemon lists. If the daemon lists none and all users share one
+    /// server, starts the server.
     async fn find_server(&self, listed: Option<u32>, settings: &Daemon) -> Result<Option<u32>, DaemonError> {
         if listed.is_some() {
             return Ok(listed);

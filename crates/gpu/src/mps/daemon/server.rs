@@ -1,4 +1,4 @@
-//! Starts the server of a daemon, and forgets a server that has exited.
+//! Starts the server of a daemon, and clears the state of a server that has exited.
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};

@@ -41,9 +41,9 @@ use crate::nvml::{DriverInfo, Gpu, Library, NvmlError, Search, Worker};
 
 /// Check that this node's GPU driver enforces limits as Cleave expects.
 ///
-/// Starts its own MPS daemon on an idle GPU. On a GPU that is in use it starts nothing and reports
-/// only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and 2 if there
-/// is no result. Run it as root in the node's PID namespace.
+/// Starts its own MPS daemon on an idle GPU. On a GPU that is in use, the command starts nothing
+/// and reports only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and
+/// 2 if there is no result. Run the command as root in the node's PID namespace.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DoctorArgs {
     /// Index or UUID of the GPU. Default: the first GPU.
@@ -171,7 +171,7 @@ fn choose_gpu(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>)
     Err(DoctorError::NoGpu { wanted, available: available.join(", ") })
 }
 
-/// Returns what the tests need to run.
+/// Returns the settings of the tests.
 fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
     let words = args.client.as_deref().map(|client| client.split_whitespace().map(OsString::from).collect());
     Setup {

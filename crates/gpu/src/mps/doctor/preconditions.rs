@@ -18,7 +18,7 @@ pub(super) struct Preconditions {
     root: bool,
     mig: bool,
     compute_mode: Option<ComputeMode>,
-    /// Why the GPU may belong to Cleave. `None` if it does not.
+    /// Why Cleave may use the GPU. `None` if Cleave does not use the GPU.
     cleave: Option<String>,
     /// Pids of MPS processes that may serve the GPU. `None` if the search failed.
     mps: Option<Vec<u32>>,
@@ -89,7 +89,7 @@ pub(super) async fn check(
     }
 }
 
-/// Returns why the GPU may belong to Cleave. Returns `None` if it does not.
+/// Returns why Cleave may use the GPU. Returns `None` if Cleave does not use the GPU.
 fn reason_cleave_uses_gpu(run: &Path, uuid: &str) -> Option<String> {
     let path = Paths::new(run).desired();
     let desired = match std::fs::read(&path) {

@@ -6,7 +6,8 @@ use serde::Serialize;
 use super::facts::Facts;
 use super::judge::{Finding, Verdict};
 
-/// What the doctor found. The serialized form of a report is the command's JSON output.
+/// The doctor's facts, reasons and findings. The serialized form of a report is the command's JSON
+/// output.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {

@@ -131,8 +131,8 @@ fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<Ex
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
-    // Locked until the daemon exits for any reason. A killed daemon thus never blocks its
-    // successor.
+    // Locked until the daemon exits for any reason. So a killed daemon never blocks the next
+    // daemon.
     let _lock = lock_file(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
@@ -159,7 +159,7 @@ fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<Ex
 }
 
 impl Daemon {
-    /// Serves without end. `quit` exits the process.
+    /// Serves all connections. Returns only after an error: the command `quit` exits the process.
     fn serve(self: Arc<Self>, listeners: &[(Listener, bool)]) -> anyhow::Result<ExitCode> {
         let mut pending = VecDeque::new();
         loop {

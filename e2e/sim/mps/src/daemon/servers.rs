@@ -26,8 +26,8 @@ impl Daemon {
         }
     }
 
-    /// Passes a client on to a server and waits for the client's last word. Returns a client that
-    /// must be queued.
+    /// Passes a client on to a server and waits for the last packet of the client's handshake.
+    /// Returns a client that must be queued.
     pub(super) fn serve_client(self: &Arc<Self>, mut client: PendingClient) -> Option<PendingClient> {
         let mut state = self.lock();
         let PendingClient { pid, uid, .. } = client;
@@ -187,7 +187,7 @@ fn pass_to_server(mut state: MutexGuard<'_, State>, server: u32, client: &Connec
     let _ = server.link.send_fd(&message, servers.as_fd());
     drop(servers);
     drop(state);
-    // Waits for the last word, like the real daemon.
+    // Wait for the last packet of the handshake, as the real daemon does.
     let _ = client.recv(64);
 }
 

@@ -223,7 +223,8 @@ impl Clients {
         effects
     }
 
-    /// Removes a closed connection. `orderly` means that the client sent a goodbye.
+    /// Removes a closed connection. `orderly` means that the client closed the connection cleanly,
+    /// with [`ToContext::Goodbye`](crate::wire::ToContext::Goodbye).
     pub fn remove_connection(&mut self, connection: u64, orderly: bool) -> Vec<Effect> {
         let Some(client) = self.connected.remove(&connection) else { return Vec::new() };
         let mut effects = Vec::new();

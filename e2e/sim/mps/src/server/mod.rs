@@ -272,7 +272,8 @@ impl Server {
         Ok(())
     }
 
-    /// Serves a client's requests until it disconnects. Returns whether the client sent a goodbye.
+    /// Serves a client's requests until it disconnects. Returns whether the client sent
+    /// [`ToContext::Goodbye`].
     fn serve_client(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
         // Messages from before the close still count, up to a limit.
         let mut last_messages = 64;
@@ -293,7 +294,8 @@ impl Server {
                         return false;
                     }
                 }
-                // A close or an invalid message is not a goodbye.
+                // A client that closes the connection or sends an invalid message has sent no
+                // `Goodbye`.
                 Ok(None) | Err(_) => return false,
             }
         }

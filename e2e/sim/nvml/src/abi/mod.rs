@@ -31,7 +31,8 @@ macro_rules! exports {
 }
 pub(crate) use exports;
 
-/// Returns the version of a structure like NVML's macro: the size, with the number in the top byte.
+/// Returns the version of a structure, as NVML's macro computes it: the size, with the number in
+/// the top byte.
 pub(crate) fn version<T>(number: u32) -> u32 {
     u32::try_from(size_of::<T>()).unwrap_or(0) | number << 24
 }
@@ -329,8 +330,8 @@ fn handle_by_bus_id(name: &str, bus: Text, out: Out<Handle>) -> Return {
 
 /// Writes the bits of a list of numbers to the caller's words.
 fn put_bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
-    // 65,536 bits are more than any machine needs. The limit keeps a garbage size from filling
-    // memory.
+    // 65,536 bits are more than any machine needs. The limit prevents a call with an invalid size
+    // from using all memory.
     let words = (size as usize).min(1024);
     if words == 0 {
         return Err(Code::INSUFFICIENT_SIZE);
