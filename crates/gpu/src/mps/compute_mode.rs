@@ -83,7 +83,7 @@ impl Record {
     }
 
     /// Returns an error of an operation on the record's file.
-    fn error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
+    fn record_error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
         move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
     }
 
@@ -98,16 +98,16 @@ impl Record {
                 None => Err(ComputeModeError::UnknownRecord { path: self.0.clone(), content: shorten(content.trim()) }),
             },
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(self.error("read")(error)),
+            Err(error) => Err(self.record_error("read")(error)),
         }
     }
 
     fn write(&self, mode: Mode) -> Result<(), ComputeModeError> {
-        replace_file(&self.0, mode.name().as_bytes()).map_err(self.error("write"))
+        replace_file(&self.0, mode.name().as_bytes()).map_err(self.record_error("write"))
     }
 
     fn remove(&self) -> Result<(), ComputeModeError> {
-        std::fs::remove_file(&self.0).map_err(self.error("remove"))
+        std::fs::remove_file(&self.0).map_err(self.record_error("remove"))
     }
 }
 

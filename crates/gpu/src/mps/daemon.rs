@@ -189,13 +189,13 @@ impl Device {
         match enforcement {
             Enforcement::Hard => control::send_command(&self.pipe, command, deadline).await,
             Enforcement::Advisory => {
-                control::send_by_tool(&self.context.children, self.tool(), command, deadline).await
+                control::send_by_tool(&self.context.children, self.control_tool(), command, deadline).await
             }
         }
     }
 
     /// Returns the driver's control tool for this daemon.
-    fn tool(&self) -> Process {
+    fn control_tool(&self) -> Process {
         let options = &self.context.options;
         tool::command(&options.mps_control, options.library_path.as_deref(), &self.pipe, &self.name)
     }

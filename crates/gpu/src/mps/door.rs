@@ -211,13 +211,13 @@ impl Door {
     }
 }
 
-/// Counts a client as waiting, from [`Waiting::begin`] until this value is dropped.
-struct Waiting<'a> {
+/// Counts a client as waiting, from [`WaitingCount::begin_connection`] until this value is dropped.
+struct WaitingCount<'a> {
     door: &'a Door,
     counted: Cell<bool>,
 }
 
-impl<'a> Waiting<'a> {
+impl<'a> WaitingCount<'a> {
     fn new(door: &'a Door) -> Self {
         Self { door, counted: Cell::new(false) }
     }
@@ -230,7 +230,7 @@ impl<'a> Waiting<'a> {
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaitingCount<'_> {
     fn drop(&mut self) {
         if self.counted.get() {
             self.door.waiting.set(self.door.waiting.get() - 1);

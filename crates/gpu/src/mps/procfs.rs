@@ -136,7 +136,7 @@ fn process_state(pid: u32) -> Option<char> {
 }
 
 /// Returns the user id of a process.
-pub(crate) fn owner(pid: u32) -> Option<u32> {
+pub(crate) fn owner_uid(pid: u32) -> Option<u32> {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata(format!("/proc/{pid}")).ok().map(|metadata| metadata.uid())
 }

@@ -79,7 +79,7 @@ impl Reconciler {
 
     /// Starts, stops and changes daemons and doors as the new desired file requires.
     fn apply(&self, new: Desired) {
-        let changes = diff::changes(&self.desired.borrow(), &new);
+        let changes = diff::changes_between(&self.desired.borrow(), &new);
         let hash = new.hash();
         if changes != Changes::default() {
             let Changes { close, stop, run, open, limit } = &changes;

@@ -54,7 +54,7 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
     let server = node.daemon_status(0).server_pid;
     for words in 1..3 {
         let client = client_with_socket(&node, ALLOCATION_A);
-        let channel = client.channel().unwrap();
+        let channel = client.receive_channel().unwrap();
         client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         for word in Subject::Process.introduction_words().iter().take(words - 1) {
             client.server.send(word).unwrap();
@@ -98,7 +98,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid.unwrap();
     let liar = client_with_socket(&node, ALLOCATION_A);
-    let channel = liar.channel().unwrap();
+    let channel = liar.receive_channel().unwrap();
     liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
     for word in Subject::Process.introduction_words() {
         liar.server.send(&word).unwrap();
@@ -120,7 +120,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
     let server = node.daemon_status(0).server_pid;
     for words in 0..3 {
         let liar = client_with_socket(&node, ALLOCATION_A);
-        let channel = liar.channel().unwrap();
+        let channel = liar.receive_channel().unwrap();
         if words > 0 {
             liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         }

@@ -133,7 +133,7 @@ fn administrators_are_refused_and_counted() {
 #[test]
 fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     let mut node = Node::without_host(1);
-    node.env("SIM_MPS_SERVER_START_MS", "1500");
+    node.set_env("SIM_MPS_SERVER_START_MS", "1500");
     node.desire_daemon(0, default_daemon());
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.write_desired();

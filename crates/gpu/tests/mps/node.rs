@@ -71,7 +71,7 @@ impl Node {
     }
 
     /// Sets a variable for MPS hosts started from now on.
-    pub(crate) fn env(&mut self, name: &str, value: &str) {
+    pub(crate) fn set_env(&mut self, name: &str, value: &str) {
         self.env.push((name.to_owned(), value.to_owned()));
     }
 

@@ -54,14 +54,14 @@ impl SimulatedHardware {
     }
 
     /// Returns the directory of the simulated machine.
-    fn machine(directory: &Path) -> PathBuf {
+    fn machine_directory(directory: &Path) -> PathBuf {
         directory.join("machine")
     }
 
     /// Returns the environment by which the agent and the MPS host find the simulated hardware.
     pub(super) fn environment(&self, directory: &Path) -> [(&'static str, OsString); 3] {
         [
-            (STATE_ENV, Self::machine(directory).into()),
+            (STATE_ENV, Self::machine_directory(directory).into()),
             ("CLEAVE_NVML_LIBRARY", self.nvml.clone().into()),
             ("CLEAVE_MPS_CONTROL", self.mps_control.clone().into()),
         ]
@@ -77,7 +77,7 @@ impl SimulatedHardware {
         let gpu = GpuDescription { model: GPU_MODEL.to_owned(), count: Some(self.gpus), ..GpuDescription::default() };
         let description =
             Description { name: "bench".to_owned(), driver: Driver::default(), gpus: vec![gpu], models: Vec::new() };
-        let machine = Machine::init(Self::machine(directory), &description).context("a simulated machine")?;
+        let machine = Machine::init(Self::machine_directory(directory), &description).context("a simulated machine")?;
         let state = machine.snapshot().context("a simulated machine")?;
         let mut gpus = Vec::new();
         for gpu in &state.gpus {

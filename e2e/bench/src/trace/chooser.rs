@@ -64,7 +64,7 @@ impl PlacementPolicy for Random {
     fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 
     fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
-        let next = cluster.chooser.score(MPS_RESOURCE, GPU).map_or_else(Self::default, Self::next);
+        let next = cluster.chooser.score(MPS_RESOURCE, GPU).map_or_else(Self::default, Self::next_score);
         cluster.set_score(next);
         cluster.place(pod)
     }

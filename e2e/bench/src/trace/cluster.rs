@@ -59,7 +59,7 @@ impl<S: Score + Default> Cluster<S> {
             pods: 0,
             without_gpus,
         };
-        (0..cluster.hosts.len()).for_each(|node| cluster.report(node));
+        (0..cluster.hosts.len()).for_each(|node| cluster.report_to_ledger(node));
         cluster.ledger.synchronize(&mut cluster.chooser);
         cluster
     }
@@ -141,7 +141,7 @@ impl<S: Score + Default> Cluster<S> {
                     })
                 }));
             }
-            self.report(placed.node);
+            self.report_to_ledger(placed.node);
         }
         self.report_cpu(placed.node);
     }
@@ -154,7 +154,7 @@ impl<S: Score + Default> Cluster<S> {
             if let Some(allocations) = self.allocations.get_mut(placed.node) {
                 allocations.retain(|allocation| allocation.pod != placed.pod);
             }
-            self.report(placed.node);
+            self.report_to_ledger(placed.node);
         }
         self.report_cpu(placed.node);
     }
@@ -175,7 +175,7 @@ impl<S: Score + Default> Cluster<S> {
     }
 
     /// Passes a node's report to the ledger, as its `GpuNode` does.
-    fn report(&mut self, node: usize) {
+    fn report_to_ledger(&mut self, node: usize) {
         let (Some(host), Some(allocations)) = (self.hosts.get(node), self.allocations.get(node)) else { return };
         let device = |(index, free): (usize, &u32)| DeviceFacts {
             device: index.to_string(),

@@ -81,7 +81,7 @@ pub(super) struct Random(RefCell<Rng>);
 
 impl Random {
     /// Returns the score for the next decision.
-    pub(super) fn next(&self) -> Self {
+    pub(super) fn next_score(&self) -> Self {
         Self(RefCell::new(Rng(self.0.borrow_mut().next())))
     }
 }

@@ -57,9 +57,9 @@ impl Cuda {
     ///
     /// # Errors
     /// The `CUresult` of the failure.
-    pub(crate) fn context(&self) -> Result<Context, i32> {
+    pub(crate) fn create_context(&self) -> Result<Context, i32> {
         if let Some(mps) = &self.mps {
-            return mps.context(&Environment::of_this_process(), &self.devices, 0).map(Context::Mps);
+            return mps.create_context(&Environment::of_this_process(), &self.devices, 0).map(Context::Mps);
         }
         let machine = self.machine.clone().ok_or(NO_DEVICE)?;
         let device = self.devices.first().ok_or(NO_DEVICE)?.clone();

@@ -186,7 +186,7 @@ fn violate_with_server(sockets: ClientSockets, lie: HandshakeViolation) -> io::R
         return Ok(vec![daemon, server]);
     }
     // The descriptors stay open until the violation ends.
-    let channel = sockets.channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
+    let channel = sockets.receive_channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
     let ClientSockets { daemon, server } = &sockets;
     let [first, second] = Subject::Process.introduction_words();
     let say = |words: usize| -> io::Result<()> {

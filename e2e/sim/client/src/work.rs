@@ -33,7 +33,7 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
     // connection.
     let cuda = Cuda::init(&control, &DeviceSelection::from_environment());
     let contexts = match &cuda {
-        Ok(cuda) => (0..arguments.contexts).map(|_| cuda.context()).collect::<Result<Vec<_>, _>>(),
+        Ok(cuda) => (0..arguments.contexts).map(|_| cuda.create_context()).collect::<Result<Vec<_>, _>>(),
         Err(code) => Err(*code),
     };
     let outcome = match &contexts {

@@ -91,7 +91,12 @@ impl Mps {
     ///
     /// # Errors
     /// The `CUresult` of the failure.
-    pub fn context(&self, environment: &Environment, visible: &[Device], ordinal: usize) -> Result<MpsContext, i32> {
+    pub fn create_context(
+        &self,
+        environment: &Environment,
+        visible: &[Device],
+        ordinal: usize,
+    ) -> Result<MpsContext, i32> {
         let device = visible.get(ordinal).ok_or(NO_DEVICE)?.clone();
         let create = ToContext::Create {
             device: device.uuid.clone(),

@@ -219,7 +219,7 @@ pub fn connect_to_server(control: &Path) -> Result<ClientSockets, ConnectError> 
 
 impl ClientSockets {
     /// Receives the server's descriptors. The first one is the channel between client and server.
-    pub fn channel(&self) -> Result<Connection, ConnectError> {
+    pub fn receive_channel(&self) -> Result<Connection, ConnectError> {
         // Turns off attestation: credentials would use the space of the descriptors.
         rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| ConnectError::ByServer)?;
         let mut channel = None;
@@ -241,7 +241,7 @@ impl ClientSockets {
 
     /// Like [`enter`](Self::enter), with the credentials of another process. This requires root.
     pub fn enter_as(self, subject: Subject, who: Credentials) -> Result<(Connection, Connection), ConnectError> {
-        let channel = self.channel()?;
+        let channel = self.receive_channel()?;
         let [first, second] = subject.introduction_words();
         let said = self
             .server

@@ -99,13 +99,13 @@ pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlRet
 
 /// Creates a GPU instance.
 pub(crate) fn create_gpu_instance(view: &View, uuid: &str, profile: u32, at: Option<Placement>) -> Result<Handle> {
-    let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
+    let id = change_gpu(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
     Ok(handle(Object::GpuInstance(uuid.to_owned(), id)))
 }
 
 /// Destroys a GPU instance.
 pub(crate) fn destroy_gpu_instance(view: &View, uuid: &str, id: u32) -> Result<()> {
-    change(&view.machine, uuid, |gpu, _| Ok(gpu.destroy_gpu_instance(id)?))
+    change_gpu(&view.machine, uuid, |gpu, _| Ok(gpu.destroy_gpu_instance(id)?))
 }
 
 /// Creates a compute instance.
@@ -116,7 +116,7 @@ pub(crate) fn create_compute_instance(
     profile: u32,
     at: Option<Placement>,
 ) -> Result<Handle> {
-    let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
+    let id = change_gpu(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
     Ok(handle(Object::ComputeInstance(uuid.to_owned(), gi, id)))
 }
 
@@ -133,7 +133,7 @@ pub(crate) fn destroy_compute_instance(view: &View, uuid: &str, gi: u32, id: u32
 }
 
 /// Changes a GPU's instances and records an event.
-fn change<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<T>) -> Result<T> {
+fn change_gpu<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<T>) -> Result<T> {
     machine.update(|state| {
         let (gpu, model) = gpu_to_change(state, uuid)?;
         let done = change(gpu, &model)?;

@@ -93,12 +93,12 @@ fn holder() {
     }
 }
 
-fn library() -> PathBuf {
+fn library_path() -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("libnvidia_ml.so")
 }
 
 fn load() -> Result<Nvml, NvmlError> {
-    Nvml::builder().lib_path(library().as_os_str()).init()
+    Nvml::builder().lib_path(library_path().as_os_str()).init()
 }
 
 fn nvml() -> Nvml {

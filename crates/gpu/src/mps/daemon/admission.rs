@@ -53,7 +53,7 @@ impl Device {
         let servers = protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?;
         match servers.first() {
             None => self.start_server(uid).await.map(Some),
-            Some(&server) if procfs::owner(server) == Some(uid) => Ok(Some(server)),
+            Some(&server) if procfs::owner_uid(server) == Some(uid) => Ok(Some(server)),
             // The server belongs to another user. Shut it down once it has no clients.
             Some(&server) => {
                 if protocol::parse_pids(&self.send_command(&Command::Clients(server)).await?)?.is_empty() {

@@ -170,7 +170,7 @@ impl FaultTracker {
 
     /// Returns the step to perform now against the current fault, and the time since the fault
     /// began.
-    pub(super) fn escalate(&mut self, clients: usize, now: Instant) -> Option<(Step, Duration)> {
+    pub(super) fn next_step(&mut self, clients: usize, now: Instant) -> Option<(Step, Duration)> {
         let current = self.current.as_mut()?;
         let at = now.saturating_duration_since(current.began);
         Some((current.escalation.advance(at, clients)?, at))

@@ -187,7 +187,7 @@ impl Device {
     }
 
     fn spawn(&self, settings: &Daemon) -> Result<(Child, pipe::Receiver), DaemonError> {
-        let mut command = self.tool();
+        let mut command = self.control_tool();
         command.arg("-f");
         if settings.multi_user {
             command.arg("-multiuser-server");

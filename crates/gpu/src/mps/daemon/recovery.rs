@@ -22,7 +22,7 @@ impl Device {
     /// [`super::ControlLock`]. Returns within the step's deadline.
     pub(super) async fn escalate(&self, daemon: &Child) {
         let clients = self.clients.borrow().count();
-        let Some((step, at)) = self.faults.borrow_mut().escalate(clients, Instant::now()) else { return };
+        let Some((step, at)) = self.faults.borrow_mut().next_step(clients, Instant::now()) else { return };
         tracing::warn!(device = self.name, ?step, ?at, clients, "MPS server stays in FAULT");
         let message = match step {
             Step::Wait => return,

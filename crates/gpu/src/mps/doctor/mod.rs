@@ -99,7 +99,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let library = Library::find(search);
     let nvml = Worker::start(&library, "nvml")?;
     let DriverInfo { driver, count } = nvml.call(NVML_DEADLINE, |gpus| gpus.driver_info()).await?;
-    let gpu = choose_gpu(describe(&library, count).await?, args.gpu.as_deref())?;
+    let gpu = choose_gpu(describe_gpus(&library, count).await?, args.gpu.as_deref())?;
     let (uuid, of) = (gpu.uuid.clone(), gpu.uuid.clone());
     let compute_mode = nvml.call(NVML_DEADLINE, move |gpus| gpus.compute_mode(&uuid)).await.ok();
     let processes = nvml.call(NVML_DEADLINE, move |gpus| gpus.processes(&of)).await.ok();
@@ -118,11 +118,14 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
         control,
         gpu: facts::gpu_facts(&gpu, compute_mode, processes.map(|processes| processes.len())),
     };
-    let preconditions = preconditions::check(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
+    let preconditions =
+        preconditions::check_preconditions(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
     let skip_reason = preconditions.skip_reason();
     let are_others_visible = preconditions.others == ForeignProcesses::Visible;
     let seen = match (&skip_reason, &facts.control) {
-        (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?,
+        (None, Some(control)) => {
+            test_driver(&build_setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?
+        }
         (reason, _) => Observations::untested(reason.as_deref().unwrap_or_default()),
     };
     if let Outcome::Observed(log) = &seen.log {
@@ -130,11 +133,11 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     }
     let findings = judge::findings(&seen, TestedGpu { sms: gpu.sms.0, compute_mode });
     let as_expected = findings.iter().all(|finding| finding.verdict != Verdict::Differs);
-    print(&Report { facts, skip_reason, as_expected, findings }, args.json)?;
+    print_report(&Report { facts, skip_reason, as_expected, findings }, args.json)?;
     Ok(as_expected)
 }
 
-fn print(report: &Report, json: bool) -> Result<(), DoctorError> {
+fn print_report(report: &Report, json: bool) -> Result<(), DoctorError> {
     let text = if json {
         serde_json::to_string_pretty(report).map_err(io::Error::from)? + "\n"
     } else {
@@ -148,7 +151,7 @@ fn print(report: &Report, json: bool) -> Result<(), DoctorError> {
 
 /// Describes every GPU, by index. Each GPU has its own worker, so a GPU that hangs does not delay
 /// the others.
-async fn describe(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
+async fn describe_gpus(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
     let mut calls = JoinSet::new();
     for index in 0..count {
         let worker = Worker::start(library, format!("nvml-gpu-{index}"))?;
@@ -172,7 +175,7 @@ fn choose_gpu(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>)
 }
 
 /// Returns the settings of the tests.
-fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
+fn build_setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
     let words = args.client.as_deref().map(|client| client.split_whitespace().map(OsString::from).collect());
     Setup {
         uuid: gpu.uuid.clone(),
@@ -190,7 +193,7 @@ fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_other
 }
 
 /// Starts a daemon, runs the tests and stops the daemon.
-async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
+async fn test_driver(setup: &Setup) -> Result<Observations, DoctorError> {
     // Install signal handlers before starting anything that has to be stopped.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let mut seen = Observations::untested("the daemon does not answer");

@@ -65,7 +65,7 @@ impl Preconditions {
 }
 
 /// Checks the preconditions. `assume_idle` is `--idle`.
-pub(super) async fn check(
+pub(super) async fn check_preconditions(
     run_dir: &Path,
     assume_idle: bool,
     facts: &Facts,

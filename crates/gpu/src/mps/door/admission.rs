@@ -10,7 +10,7 @@ use tokio::time::{sleep, timeout};
 
 use super::handshake::{Introduction, Refusal, introduce_for, receive_introduction};
 use super::relay::relay;
-use super::{Door, MAX_SERVER_CONNECTIONS, Waiting};
+use super::{Door, MAX_SERVER_CONNECTIONS, WaitingCount};
 use crate::mps::control::{self, AcceptedClient, ControlError};
 use crate::mps::daemon::{ControlLock, Limits, Phase};
 use crate::mps::error::DaemonError;
@@ -151,7 +151,7 @@ impl Door {
     async fn admit_when_possible(&self, client: &Socket, who: Credentials) -> Option<Refusal> {
         // From here on the pidfd refers to this process, even if it exits.
         let mut pidfd = PidFd::open(who.pid);
-        let waiting = Waiting::new(self);
+        let waiting = WaitingCount::new(self);
         loop {
             let mut phase = self.device.phase();
             let is_open = phase.borrow().is_open();

@@ -63,7 +63,7 @@ struct Daemon {
 
 /// `-f`: runs in the foreground until `quit`.
 pub fn run_in_foreground(config: Config) -> anyhow::Result<ExitCode> {
-    run(config, &Sinks::Stdout, || {})
+    run(config, &LogSinks::Stdout, || {})
 }
 
 /// `-d`: starts the daemon in the background and returns when it listens.
@@ -96,7 +96,7 @@ fn run_detached(config: Config) -> anyhow::Result<ExitCode> {
         // Errors are ignored: the parent may have exited, and the daemon continues.
         let _ = writeln!(io::stdout(), "{text}");
     };
-    let sinks = Sinks::Files(config.log_directory.clone());
+    let sinks = LogSinks::Files(config.log_directory.clone());
     let outcome = run(config, &sinks, || send(READY_MESSAGE));
     if let Err(error) = &outcome {
         send(&format!("{error:#}"));
@@ -105,12 +105,12 @@ fn run_detached(config: Config) -> anyhow::Result<ExitCode> {
 }
 
 /// The destinations of the daemon's log and the servers' log.
-enum Sinks {
+enum LogSinks {
     Stdout,
     Files(PathBuf),
 }
 
-impl Sinks {
+impl LogSinks {
     fn open(&self, name: &str) -> anyhow::Result<Log> {
         match self {
             Self::Stdout => Ok(Log::stdout()),
@@ -123,7 +123,7 @@ impl Sinks {
     }
 }
 
-fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
+fn run(config: Config, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(!config.multi_user || rustix::process::geteuid().is_root(), "-multiuser-server requires root");
     let faults = InjectedFaults::new(config.visible.clone());
     if let Some(code) = faults.apply_faults("mps:start") {

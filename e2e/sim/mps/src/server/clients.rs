@@ -61,7 +61,7 @@ pub enum Effect {
     /// Notify a client that [`ILLEGAL_ADDRESS`] broke its context.
     Break(u64),
     /// Request a client to end its context.
-    AskToEnd(u64),
+    RequestEnd(u64),
     /// Free the memory of a context that has ended.
     Release(u64),
     /// Answer a `terminate_client`: 0 for success, [`INVALID_VALUE`] for an unknown client,
@@ -92,7 +92,7 @@ impl Clients {
 
     /// Adds a process, or returns the `CUresult` that refuses it.
     pub fn add_process(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
-        self.add(connection, pid, Stage::Process)
+        self.add_connection(connection, pid, Stage::Process)
     }
 
     /// Reserves a context for a process. Returns the context's number within the process, from 1,
@@ -102,11 +102,11 @@ impl Clients {
             return Err(MAX_CLIENTS_REACHED);
         }
         let own = self.contexts().filter(|other| other.pid == pid).count();
-        self.add(connection, pid, Stage::Reserved)?;
+        self.add_connection(connection, pid, Stage::Reserved)?;
         Ok(u32::try_from(own + 1).unwrap_or(u32::MAX))
     }
 
-    fn add(&mut self, connection: u64, pid: u32, stage: Stage) -> Result<(), i32> {
+    fn add_connection(&mut self, connection: u64, pid: u32, stage: Stage) -> Result<(), i32> {
         if self.status == Status::Fault {
             return Err(NOT_READY);
         }
@@ -193,7 +193,7 @@ impl Clients {
         for (connection, client) in &mut self.connected {
             if client.pid == pid && client.has_context() && !client.terminating {
                 client.terminating = true;
-                effects.push(Effect::AskToEnd(*connection));
+                effects.push(Effect::RequestEnd(*connection));
             }
         }
         if self.connected.values().any(|client| client.pid == pid && client.terminating) {
@@ -348,7 +348,7 @@ mod tests {
     fn the_death_of_a_terminated_client_breaks_no_client() {
         let mut clients = clients_with_contexts(2);
         clients.start_kernels(1, 1000.0);
-        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
+        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1)]);
         assert_eq!(clients.handle_context_end(1), [Effect::Release(1), Effect::Answer(7, 0)]);
         assert_eq!(clients.terminate(8, 101), [Effect::Answer(8, INVALID_CONTEXT)]);
         assert_eq!(clients.remove_connection(1, false), []);
@@ -358,7 +358,7 @@ mod tests {
     fn terminate_waits_for_every_context_of_the_process_only() {
         let mut clients = clients_with_contexts(2);
         add_context(&mut clients, 3, 101, 2);
-        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1), Effect::AskToEnd(3)]);
+        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1), Effect::RequestEnd(3)]);
         assert_eq!(clients.terminate(8, 101), []);
         assert_eq!(clients.handle_context_end(1), [Effect::Release(1)]);
         assert_eq!(
@@ -374,7 +374,7 @@ mod tests {
     fn a_terminated_broken_client_keeps_the_fault_until_it_exits() {
         let mut clients = clients_with_contexts(1);
         clients.break_all_contexts();
-        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
+        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1)]);
         assert_eq!(clients.handle_context_end(1), [Effect::Answer(7, 0)]);
         assert_eq!(clients.broken_pids(), [101]);
         assert_eq!(clients.remove_connection(1, false), [Effect::Release(1), Effect::Status(Status::Active)]);

@@ -433,7 +433,7 @@ impl Server {
         for effect in effects {
             match effect {
                 Effect::Break(connection) => inner.notify(connection, &FromContext::Broken(clients::ILLEGAL_ADDRESS)),
-                Effect::AskToEnd(connection) => inner.notify(connection, &FromContext::Terminate),
+                Effect::RequestEnd(connection) => inner.notify(connection, &FromContext::Terminate),
                 Effect::Release(connection) => {
                     if let Some(entry) = inner.connections.get_mut(&connection) {
                         entry.context = None;

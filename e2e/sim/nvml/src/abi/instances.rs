@@ -8,7 +8,7 @@ use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{ComputeProfile, DeviceRef, GpuProfile, Placement};
 
 use super::raw::{In, Out, to_c_chars};
-use super::{Return, exports, parse_switch, to_u32, version};
+use super::{Return, exports, parse_switch, struct_version, to_u32};
 use crate::library::{
     Code, Handle, Object, Result, View, call_on, catch_panic, handle, on_device, on_gpu, on_gpu_as_root, require_root,
 };
@@ -249,7 +249,7 @@ fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -
     type V3 = sys::nvmlGpuInstanceProfileInfo_v3_t;
     let wanted = out.cast::<c_uint>().get()?;
     let name = to_c_chars(&format!("MIG {}", p.name));
-    if wanted == version::<V2>(2) {
+    if wanted == struct_version::<V2>(2) {
         out.put(V2 {
             version: wanted,
             id: p.id,
@@ -265,7 +265,7 @@ fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -
             memorySizeMB: p.memory_mib,
             name,
         })
-    } else if wanted == version::<V3>(3) {
+    } else if wanted == struct_version::<V3>(3) {
         out.cast::<V3>().put(V3 {
             version: wanted,
             id: p.id,
@@ -295,7 +295,7 @@ fn put_compute_profile(
     type V3 = sys::nvmlComputeInstanceProfileInfo_v3_t;
     let wanted = out.cast::<c_uint>().get()?;
     let name = to_c_chars(&format!("MIG {}", p.name));
-    if wanted == version::<V2>(2) {
+    if wanted == struct_version::<V2>(2) {
         out.put(V2 {
             version: wanted,
             id: p.id,
@@ -309,7 +309,7 @@ fn put_compute_profile(
             sharedOfaCount: shared.ofa,
             name,
         })
-    } else if wanted == version::<V3>(3) {
+    } else if wanted == struct_version::<V3>(3) {
         out.cast::<V3>().put(V3 {
             version: wanted,
             id: p.id,

@@ -33,7 +33,7 @@ pub(crate) use exports;
 
 /// Returns the version of a structure, as NVML's macro computes it: the size, with the number in
 /// the top byte.
-pub(crate) fn version<T>(number: u32) -> u32 {
+pub(crate) fn struct_version<T>(number: u32) -> u32 {
     u32::try_from(size_of::<T>()).unwrap_or(0) | number << 24
 }
 
@@ -137,7 +137,7 @@ exports! {
     });
     nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<sys::nvmlMemory_v2_t>) |own| on_device(own, device, |view, d| {
         let version = out.cast::<c_uint>().get()?;
-        if version != self::version::<sys::nvmlMemory_v2_t>(2) {
+        if version != self::struct_version::<sys::nvmlMemory_v2_t>(2) {
             return Err(Code::FUNCTION_NOT_FOUND);
         }
         let m = device::memory(view, &d)?;
@@ -152,13 +152,13 @@ exports! {
         on_device(own, device, |_, d| mode.put(device::compute_mode(d.gpu.compute_mode)));
     nvmlDeviceSetComputeMode(device: Handle, mode: sys::nvmlComputeMode_t) |own| on_gpu_as_root(own, device, |view, gpu, _| {
         let mode = device::parse_compute_mode(mode)?;
-        change(view, gpu, move |gpu| if gpu.mig { Err(Code::NOT_SUPPORTED) } else { gpu.compute_mode = mode; Ok(()) })
+        change_gpu(view, gpu, move |gpu| if gpu.mig { Err(Code::NOT_SUPPORTED) } else { gpu.compute_mode = mode; Ok(()) })
     });
     nvmlDeviceGetPersistenceMode(device: Handle, mode: Out<c_uint>) |own|
         on_gpu(own, device, |_, gpu, _| mode.put(gpu.persistence.into()));
     nvmlDeviceSetPersistenceMode(device: Handle, mode: c_uint) |own| on_gpu_as_root(own, device, |view, gpu, _| {
         let on = parse_switch(mode)?;
-        change(view, gpu, move |gpu| { gpu.persistence = on; Ok(()) })
+        change_gpu(view, gpu, move |gpu| { gpu.persistence = on; Ok(()) })
     });
 
     nvmlDeviceGetComputeRunningProcesses(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v1_t>) |own|
@@ -344,7 +344,7 @@ fn count_ecc_errors(gpu: &Gpu, kind: c_uint) -> Result<u64> {
     gpu.ecc.get(kind as usize).copied().ok_or(Code::INVALID_ARGUMENT)
 }
 
-fn change(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
+fn change_gpu(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
     view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
 }
 
