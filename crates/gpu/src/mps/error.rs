@@ -69,7 +69,7 @@ pub(crate) enum DaemonError {
     StuckInFault(Exit),
     #[error("{0}")]
     Control(#[from] ControlError),
-    #[error("{setting} was not accepted: it reads back as {actual:?}")]
+    #[error("the MPS daemon did not accept {setting}: the daemon reports {actual:?}")]
     NotAccepted { setting: String, actual: String },
     #[error("the MPS server was not ready within {} s: {last}", .after.as_secs())]
     ServerNotReady { after: Duration, last: LastServerState },

@@ -110,7 +110,7 @@ fn no_client_is_admitted_if_defaults_are_not_accepted() {
     node.write_desired();
     node.start();
     let backing_off = node.wait_for_state(0, DaemonState::BackOff);
-    assert!(backing_off.message.contains("was not accepted"), "{backing_off:#?}");
+    assert!(backing_off.message.contains("did not accept"), "{backing_off:#?}");
     let mut client = node.start_client(ALLOCATION_A, &[]);
     let waits = node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     assert_eq!(waits.allocations[ALLOCATION_A].admitted, 0);

@@ -53,8 +53,8 @@ pub(super) struct Churn<'a> {
 }
 
 impl<'a> Churn<'a> {
-    /// Starts with these shares free. The mean lifetime is proportional to the number of shares:
-    /// 12.5 arrivals for 40 shares, which uses about two thirds of them.
+    /// Creates a simulation in which all these shares are free. The mean lifetime is proportional
+    /// to the number of shares: 12.5 arrivals for 40 shares, which uses about two thirds of them.
     pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
         Self {
             free: all.iter().copied().collect(),

@@ -15,7 +15,7 @@ use super::simulated::{Sharing, SimulatedHardware};
 /// Time limit for any reaction of the plugin. NVIDIA's plugin retries after 30 s.
 pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 
-/// How to start a plugin.
+/// The settings with which the benchmark starts a plugin.
 pub(super) struct Launcher {
     resource: String,
     program: PathBuf,

@@ -278,7 +278,7 @@ fn a_socket_of_another_protocol_is_not_mps() {
     let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
     let talk = move || {
         while let Ok(connection) = listener.accept() {
-            // Errors are ignored: the first connection closes before it reads.
+            // Ignore errors: the first connection closes before it reads.
             let _ = connection.send(b"HTTP/1.1 200 OK");
         }
     };

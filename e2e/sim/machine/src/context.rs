@@ -177,7 +177,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         // A forked child inherits the lock, so closing the file is not enough. Unlock it.
         let _ = flock(&self.lock, FlockOperation::Unlock);
-        // A failure here is harmless: the unlocked lease already marks the context as dead.
+        // A failure here is harmless: other processes ignore a context whose lease is not locked.
         let _ = self.machine.update::<_, Error>(|state| {
             if state.boot == self.boot {
                 state.processes.retain(|p| p.id != self.id);

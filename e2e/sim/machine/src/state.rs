@@ -418,10 +418,10 @@ impl State {
         }
     }
 
-    /// Reboots the machine. The GPUs, the driver and, if the board stores it, MIG mode survive
-    /// (Ampere: the pending mode becomes current; Hopper: off). As on a real machine, processes,
-    /// MIG instances, events, ECC counts, compute modes and lost GPUs do not survive. Injected
-    /// faults remain until cleared: they belong to the test, not to the machine.
+    /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode; other
+    /// boards (Hopper) turn MIG mode off. As on a real machine, a reboot clears processes, MIG
+    /// instances, events, ECC counts and compute modes, and restores lost GPUs. Injected faults
+    /// remain until the test clears them.
     pub fn reboot(&mut self) {
         self.boot += 1;
         self.processes.clear();

@@ -203,13 +203,13 @@ impl Machine {
         held && !process.pid.is_dead()
     }
 
-    /// Removes the contexts of dead processes and their lease files. Call it only within
-    /// [`Machine::update`].
+    /// Removes the contexts of processes that have exited, and their lease files. Call it only
+    /// within [`Machine::update`].
     pub(crate) fn prune(&self, state: &mut State) {
         state.processes.retain(|p| {
             let alive = self.is_alive(p);
             if let (false, Some(lease)) = (alive, &p.lease) {
-                // A leftover file is harmless, so errors are ignored.
+                // Ignore errors: a leftover file is harmless.
                 let _ = fs::remove_file(self.path(LEASES_DIRECTORY).join(lease));
             }
             alive

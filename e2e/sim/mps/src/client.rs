@@ -52,7 +52,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 pub struct Mps {
     control: PathBuf,
     devices: Vec<Device>,
-    /// The server notices when this connection closes, at the latest when the process exits.
+    /// The server detects the close of this connection, at the latest when the process exits.
     channel: Connection,
     _socket: Connection,
 }
@@ -62,9 +62,9 @@ impl Mps {
     /// answer without a deadline.
     ///
     /// `None` is not an error: the program then runs as plain CUDA without limits. This was
-    /// measured for a `control` that is missing, dead, or accepts and closes. This simulation
-    /// assumes the same effect for a daemon that closes later in the handshake, which is the worst
-    /// case.
+    /// measured for a `control` that is missing, that no process serves, or that accepts and
+    /// closes. This simulation assumes the same effect for a daemon that closes later in the
+    /// handshake, which is the worst case.
     ///
     /// # Errors
     /// A `CUresult` from the server, or [`CONNECTION_FAILED`] if every server exited during the
@@ -120,7 +120,7 @@ impl Mps {
         };
         let names: Vec<DeviceName<'_>> =
             visible.iter().enumerate().map(|(ordinal, device)| DeviceName { ordinal, uuid: &device.uuid }).collect();
-        let own = limits::client_memory(environment.memory.as_deref(), &names, ordinal);
+        let own = limits::parse_client_memory(environment.memory.as_deref(), &names, ordinal);
         let limit = limits::effective_memory(limit, own);
         let overhead = limits::context_overhead(sms);
         if limit.is_some_and(|limit| limit < overhead) {
@@ -138,7 +138,7 @@ impl Mps {
 
 impl Drop for Mps {
     fn drop(&mut self) {
-        // Errors are ignored: the server may have exited.
+        // Ignore errors: the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
     }
 }
@@ -289,7 +289,7 @@ impl MpsContext {
 
 impl Drop for MpsContext {
     fn drop(&mut self) {
-        // Errors are ignored: the server may have exited.
+        // Ignore errors: the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
         self.channel.shutdown();
     }

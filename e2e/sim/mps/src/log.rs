@@ -36,7 +36,7 @@ impl Log {
 
     /// Writes a formatted line.
     pub fn write_raw(&self, line: &[u8]) {
-        // Errors are ignored: a log without a reader must not stop the daemon.
+        // Ignore errors: a log without a reader must not stop the daemon.
         let _ = match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             Sink::Stdout => {
                 let mut out = io::stdout().lock();

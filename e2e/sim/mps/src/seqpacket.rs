@@ -257,7 +257,7 @@ impl Connection {
 
     /// Closes the connection for both ends and wakes their waiting threads.
     pub fn shutdown(&self) {
-        // Errors are ignored: the peer may have closed already.
+        // Ignore errors: the peer may have closed already.
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
     }
 }
@@ -279,7 +279,7 @@ impl From<Connection> for OwnedFd {
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Listens at `path` with this file mode, and replaces a dead daemon's socket there.
+    /// Listens at `path` with this file mode, and replaces the socket of a daemon that has exited.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),

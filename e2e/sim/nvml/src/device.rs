@@ -64,7 +64,7 @@ pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<Compute
     }
 }
 
-/// Returns the handle of a GPU. A lost GPU has none.
+/// Returns the handle of a GPU. A lost GPU has no handle.
 pub(crate) fn gpu_handle(view: &View, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
     let gpu = view.state.gpus.iter().find(|g| find(g)).ok_or(none)?;
     view.gpu(&gpu.uuid)?;

@@ -14,7 +14,8 @@ use crate::mps::wire::DaemonState;
 const MAX_LINE: usize = 4096;
 
 impl Device {
-    /// Reads until the output ends. Stores the last line that may explain an exit in `last_line`.
+    /// Reads the daemon's output to its end. Stores the last line that may explain an exit in
+    /// `last_line`.
     pub(super) async fn read_log(self: Rc<Self>, output: pipe::Receiver, last_line: Rc<RefCell<String>>) {
         let mut output = BufReader::new(output);
         let mut line = Vec::new();

@@ -30,7 +30,10 @@ const LINE_WIDTH: usize = 100;
 pub(super) fn format_report(report: &Report) -> String {
     let mut text = facts_text(&report.facts);
     if let Some(why) = &report.skip_reason {
-        write_paragraph(&mut text, &format!("Nothing was started on the GPU: {why}. No check below was tested."));
+        write_paragraph(
+            &mut text,
+            &format!("The doctor started nothing on the GPU: {why}. It tested none of the checks below."),
+        );
     }
     text.push('\n');
     write_row(&mut text, ["CHECK", "", "CLEAVE EXPECTS", "OBSERVED"]);

@@ -58,7 +58,7 @@ impl Daemon {
                 }
             }
         }
-        // Errors are ignored: the administrator may have closed before the end of the answer.
+        // Ignore errors: the administrator may have closed before the end of the answer.
         let _ = connection.send(&handshake::END_OF_REPLIES);
         connection.shutdown();
         if let Some(timeout) = quit {
@@ -212,7 +212,7 @@ impl Daemon {
     fn quit(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
-            // Errors are ignored: the file may not exist.
+            // Ignore errors: the file may not exist.
             let _ = fs::remove_file(directory.join(name));
         }
         let mut state = self.lock();
@@ -230,7 +230,7 @@ impl Daemon {
         while !state.servers.is_empty() && Instant::now() < deadline {
             state = self.wait(state, CHECK_INTERVAL);
         }
-        // A hanging server exits when it notices that the daemon has exited.
+        // A server that hangs exits once it detects that the daemon has exited.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {
             let _ = fs::remove_file(directory.join(name));
         }

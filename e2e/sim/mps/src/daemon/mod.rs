@@ -93,7 +93,7 @@ pub fn start_in_background(config: Config) -> anyhow::Result<ExitCode> {
 /// Runs the daemon of `-d`. Until it listens, its messages go to the process that started it.
 fn run_detached(config: Config) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
-        // Errors are ignored: the parent may have exited, and the daemon continues.
+        // Ignore errors: the parent may have exited, and the daemon continues.
         let _ = writeln!(io::stdout(), "{text}");
     };
     let sinks = LogSinks::Files(config.log_directory.clone());
@@ -221,7 +221,7 @@ impl Daemon {
     /// Signals a change of the state.
     fn notify(&self) {
         self.changed.notify_all();
-        // The write fails only if the counter is full, and then the reader wakes anyway.
+        // The write fails only if the counter is full, and then the reader wakes as well.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 

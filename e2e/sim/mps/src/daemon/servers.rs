@@ -88,7 +88,7 @@ impl Daemon {
             uid,
             settings: settings.clone(),
         };
-        // Errors are ignored: the thread below detects a dead server.
+        // Ignore errors: the thread below detects a server that has exited.
         let _ = wire::send(&link, &start);
         let link = Arc::new(link);
         let server = Server {
@@ -183,7 +183,7 @@ fn pass_to_server(mut state: MutexGuard<'_, State>, server: u32, client: &Connec
     }
     drop(theirs);
     server.clients.insert(connection, Client::default());
-    // Errors are ignored: the daemon and the client both detect a dead server.
+    // Ignore errors: the daemon and the client both detect a server that has exited.
     let _ = server.link.send_fd(&message, servers.as_fd());
     drop(servers);
     drop(state);

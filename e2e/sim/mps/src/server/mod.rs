@@ -223,7 +223,7 @@ impl Server {
                         thread::park();
                     }
                 }
-                // Errors are ignored: the peer may have disconnected.
+                // Ignore errors: the peer may have disconnected.
                 let _ = socket.send(&UNKNOWN_ERROR.to_le_bytes());
                 self.report(&FromServer::Left { connection });
                 return;
@@ -231,7 +231,7 @@ impl Server {
         };
         let channel = Arc::new(channel);
         let entered = self.register(connection, subject, pid, settings, &channel);
-        // Errors are ignored: the thread below detects a closed connection.
+        // Ignore errors: the thread below detects a closed connection.
         let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
         if entered.is_err() {
             self.report(&FromServer::Left { connection });
@@ -488,7 +488,7 @@ impl Server {
     }
 
     fn report(&self, message: &FromServer) {
-        // Errors are ignored: the server exits when the daemon has exited.
+        // Ignore errors: the server exits when the daemon has exited.
         let _ = wire::send(&self.link, message);
     }
 
