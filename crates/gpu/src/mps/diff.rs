@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn each_difference_becomes_its_own_change() {
+    fn each_difference_gives_one_change() {
         let old = desired(
             &[("a", 50), ("b", 50), ("c", 50)],
             &[("1", "a", 10), ("2", "a", 10), ("3", "b", 10), ("4", "a", 10)],

@@ -101,14 +101,14 @@ impl Reconciler {
         }
         for id in changes.open.iter().chain(&changes.limit) {
             if let Some(allocation) = new.allocations.get(id) {
-                self.open_or_limit(id, allocation);
+                self.open_door_or_set_limits(id, allocation);
             }
         }
         *self.desired.borrow_mut() = new;
         *self.applied.borrow_mut() = hash;
     }
 
-    fn open_or_limit(&self, id: &str, allocation: &Allocation) {
+    fn open_door_or_set_limits(&self, id: &str, allocation: &Allocation) {
         let open = self.doors.borrow().get(id).cloned();
         if let Some(door) = open {
             door.set_limits(allocation);

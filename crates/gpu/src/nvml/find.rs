@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_given_library_is_the_only_candidate() {
+    fn a_configured_library_is_the_only_candidate() {
         let search = Search { library: Some("/x/libnvidia_ml.so".into()), ..Search::default() };
         assert_eq!(search.candidates(), [PathBuf::from("/x/libnvidia_ml.so")]);
     }

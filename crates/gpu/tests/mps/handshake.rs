@@ -19,8 +19,8 @@ fn client_with_socket(node: &Node, allocation: &str) -> ClientSockets {
 
 /// Asserts that other clients run as before, on the same server.
 fn assert_unharmed(node: &Node, before: Option<u32>) {
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let daemon = node.daemon_status(0);
     assert_eq!((daemon.server_pid, daemon.restarts), (before, 0), "{}", node.read_host_log());
     node.wait_for_state(0, DaemonState::Active);
@@ -79,12 +79,12 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
     assert_eq!(neighbour.read_line()["launched"], true);
     let before = node.daemon_status(0);
     for lie in shutdown_violations() {
-        let mut liar = node.start_client(ALLOCATION_A, &["--lie", &lie, "--hold", "60"]);
-        let line = liar.read_line();
-        liar.wait();
+        let mut client = node.start_client(ALLOCATION_A, &["--lie", &lie, "--hold", "60"]);
+        let line = client.read_line();
+        client.wait();
         let start = Instant::now();
-        assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)), "{lie}");
-        assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)), "{lie}");
+        assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)), "{lie}");
+        assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)), "{lie}");
         assert!(start.elapsed() < Duration::from_secs(5), "{lie}: {:?}", start.elapsed());
         let now = node.daemon_status(0);
         assert_eq!((now.pid, now.server_pid, now.restarts), (before.pid, before.server_pid, 0), "{lie}: {line}");
@@ -97,21 +97,21 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
 fn a_client_that_claims_to_be_refused_is_disconnected() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid.unwrap();
-    let liar = client_with_socket(&node, ALLOCATION_A);
-    let channel = liar.receive_channel().unwrap();
-    liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
+    let client = client_with_socket(&node, ALLOCATION_A);
+    let channel = client.receive_channel().unwrap();
+    client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
     for word in Subject::Process.introduction_words() {
-        liar.server.send(&word).unwrap();
+        client.server.send(&word).unwrap();
     }
-    assert_eq!(liar.server.recv(64).unwrap().unwrap().data, [0; 4]);
-    liar.daemon.send(&7_u32.to_le_bytes()).unwrap();
+    assert_eq!(client.server.recv(64).unwrap().unwrap().data, [0; 4]);
+    client.daemon.send(&7_u32.to_le_bytes()).unwrap();
     wait_until("the server has disconnected the client", || {
         node.send_admin_command(0, &format!("get_client_list {server}"))
             .lines()
             .all(|line| line != std::process::id().to_string())
     });
     assert_unharmed(&node, Some(server));
-    drop((liar, channel));
+    drop((client, channel));
 }
 
 #[test]
@@ -119,18 +119,18 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for words in 0..3 {
-        let liar = client_with_socket(&node, ALLOCATION_A);
-        let channel = liar.receive_channel().unwrap();
+        let client = client_with_socket(&node, ALLOCATION_A);
+        let channel = client.receive_channel().unwrap();
         if words > 0 {
-            liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
+            client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         }
         for word in Subject::Process.introduction_words().iter().take(words.max(1) - 1) {
-            liar.server.send(word).unwrap();
+            client.server.send(word).unwrap();
         }
-        liar.server.shutdown();
-        liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
+        client.server.shutdown();
+        client.daemon.send(&0_u32.to_le_bytes()).unwrap();
         assert_unharmed(&node, server);
-        drop((liar, channel));
+        drop((client, channel));
     }
 }
 
@@ -163,7 +163,7 @@ fn connections_are_limited_per_allocation() {
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
     let descriptors = node.count_host_descriptors();
     assert!(matches!(enter(), Err(ConnectError::ByDaemon)));
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     drop(held);
     wait_until("the clients' descriptors are closed", || node.count_host_descriptors() + 512 <= descriptors);
     assert_unharmed(&node, server);
@@ -173,10 +173,10 @@ fn connections_are_limited_per_allocation() {
 fn a_client_that_claims_to_be_connected_is_detected() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
-    let liar = client_with_socket(&node, ALLOCATION_A);
-    liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
+    let client = client_with_socket(&node, ALLOCATION_A);
+    client.daemon.send(&0_u32.to_le_bytes()).unwrap();
     assert_unharmed(&node, server);
-    assert!(matches!(liar.enter(Subject::Process), Err(ConnectError::ByServer)));
+    assert!(matches!(client.enter(Subject::Process), Err(ConnectError::ByServer)));
     let status = node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }
@@ -198,7 +198,7 @@ fn allocations_take_turns_even_if_one_sends_many_clients() {
     // Each client receives its socket and does not use it.
     let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
     // Three connections: one to check for a daemon, one for the process, one for a context.
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     let dropped = node.status().unwrap().allocations[ALLOCATION_A].refused;
     assert!(dropped <= 4, "the door waited for {dropped} of 12");
     assert_eq!(node.daemon_status(0).server_pid, before);

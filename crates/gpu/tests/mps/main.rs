@@ -127,7 +127,7 @@ fn administrators_are_refused_and_counted() {
         assert!(!matches!(mps::send_command(&control, command), Ok(Some(_))), "{command}");
     }
     node.wait_for_status("all clients are counted", |status| status.allocations[ALLOCATION_A].refused == 3);
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
 #[test]
 fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     let node = node_with_two_tenants();
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let before = node.daemon_status(0);
     kill(before.server_pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
@@ -171,7 +171,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
     // The last limits of the old server are set on the new one.
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
     let uuid = node.uuid(0);
     let mut seen_meanwhile = 0;
     node.wait_for_status("the daemon is replaced", |status| {
-        seen_meanwhile += usize::from(node.limits_seen(ALLOCATION_B) == (66, Some(20480)));
+        seen_meanwhile += usize::from(node.run_and_read_limits(ALLOCATION_B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -207,7 +207,7 @@ fn a_hung_command_does_not_delay_the_other_gpu() {
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     for _ in 0..5 {
-        assert_eq!(node.limits_seen(ALLOCATION_B).0, 66);
+        assert_eq!(node.run_and_read_limits(ALLOCATION_B).0, 66);
     }
     assert!(waits.has_no_output(), "no client is admitted without limits");
     node.clear_faults();
@@ -238,12 +238,12 @@ fn invalid_and_stalled_handshakes_are_refused_and_delay_no_other_client() {
         lies.iter().map(|lie| node.start_client(ALLOCATION_A, &["--lie", lie, "--hold", "30"])).collect();
     let before = node.daemon_status(0);
     for _ in 0..4 {
-        assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+        assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     }
     for (liar, lie) in liars.iter_mut().zip(lies) {
         assert_ne!(liar.read_line()["outcome"], "open", "{lie}");
     }
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let after = node.daemon_status(0);
     assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
 }
@@ -251,7 +251,7 @@ fn invalid_and_stalled_handshakes_are_refused_and_delay_no_other_client() {
 #[test]
 fn connections_leak_no_descriptors() {
     let node = node_with_two_tenants();
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let settled = |node: &Node| {
         node.wait_for_status("no client is connected", |status| {
             status.daemons.values().all(|daemon| daemon.clients.is_empty())
@@ -270,7 +270,7 @@ fn connections_leak_no_descriptors() {
         }
         drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     wait_until("all descriptors are closed", || settled(&node) <= before);
 }
 
@@ -310,7 +310,7 @@ fn clients_beyond_the_maximum_are_refused_until_one_exits() {
     assert!(!third["viaMps"].as_bool().unwrap_or_default(), "{third}");
     node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused > 0);
     running.pop();
-    assert_eq!(node.limits_seen(ALLOCATION_A).0, 26);
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A).0, 26);
 }
 
 #[test]
@@ -340,7 +340,7 @@ fn an_mps_host_cleans_up_after_a_killed_mps_host() {
         let daemon = status.daemons.get(&uuid);
         daemon.is_some_and(|daemon| daemon.state == DaemonState::Active && daemon.pid != before.pid)
     });
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let mut processes = node.mps_processes();
     processes.sort_unstable();
     let now = node.daemon_status(0);
@@ -375,7 +375,7 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     node.start();
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
-    assert_eq!(node.limits_seen(ALLOCATION_A).0, 26);
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A).0, 26);
     // A killed MPS host cannot restore the compute mode. The next MPS host does.
     node.stop_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
@@ -417,11 +417,11 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     node.desire_daemon(0, default_daemon());
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.apply_desired();
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
-fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
+fn new_settings_wait_for_clients_and_new_limits_apply_to_the_next_client() {
     let mut node = node_with_two_tenants();
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();
@@ -433,7 +433,7 @@ fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
     node.wait_for_status("the restart waits for clients", |status| {
         status.daemons[&uuid].message.contains("clients to exit: 1")
     });
-    assert_eq!(node.limits_seen(ALLOCATION_A), (12, Some(1024)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (12, Some(1024)));
     assert_eq!(node.daemon_status(0).pid, before.pid);
     running.signal(Signal::KILL);
     running.wait();
@@ -460,7 +460,7 @@ fn an_invalid_desired_file_changes_nothing() {
         assert_eq!(after.desired, before.desired);
         assert_eq!(after.daemons, before.daemons);
     }
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     node.write_desired();
     node.wait_for_status("the error is cleared", |status| status.error.is_none());
 }
@@ -470,9 +470,9 @@ fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
     let node = Node::without_host(1);
     let long = node.path(&"x".repeat(90));
     let output = Command::new(node::host_program()).args(["mps-host", "--run-dir"]).arg(&long).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success());
-    assert!(said.contains("too long") && said.contains("--run-dir"), "{said}");
+    assert!(errors.contains("too long") && errors.contains("--run-dir"), "{errors}");
 }
 
 #[test]
@@ -489,7 +489,7 @@ fn a_removed_door_socket_is_restored() {
     let node = node_with_two_tenants();
     fs::remove_dir_all(node.paths.allocation(ALLOCATION_A)).unwrap();
     wait_until("the door exists again", || node.paths.door(ALLOCATION_A).exists());
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
@@ -585,7 +585,7 @@ fn without_multi_user_users_take_turns() {
         as_user(&mut command, 1000);
         Client::spawn(command)
     };
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let mut holds = as_1000(&["--hold", "forever"]);
     assert_eq!(parse_limits(&holds.read_line()), (26, Some(8192)));
     let mut waits = node.start_client(ALLOCATION_A, &[]);
@@ -623,7 +623,7 @@ fn the_mps_host_uses_less_than_4_mib_of_anonymous_memory() {
     let node = node_with_two_tenants();
     let start = Instant::now();
     for _ in 0..20 {
-        assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+        assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     }
     let status = fs::read_to_string(format!("/proc/{}/status", node.host_pid())).unwrap();
     let line = |name: &str| status.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();

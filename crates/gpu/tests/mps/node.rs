@@ -241,7 +241,7 @@ impl Node {
     }
 
     /// Returns the SMs and the memory limit in MiB that a program of the allocation sees.
-    pub(crate) fn limits_seen(&self, allocation: &str) -> (u64, Option<u64>) {
+    pub(crate) fn run_and_read_limits(&self, allocation: &str) -> (u64, Option<u64>) {
         let mut client = self.start_client(allocation, &[]);
         let line = client.read_line();
         // Wait for the exit: after a kill, the MPS host would replace the server.

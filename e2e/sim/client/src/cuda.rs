@@ -93,9 +93,9 @@ impl Context {
     }
 
     /// Returns the memory limit of the context, in bytes.
-    pub(crate) fn limit(&self) -> Option<u64> {
+    pub(crate) fn memory_limit(&self) -> Option<u64> {
         match self {
-            Self::Mps(context) => context.limit(),
+            Self::Mps(context) => context.memory_limit(),
             Self::Plain(_) => None,
         }
     }

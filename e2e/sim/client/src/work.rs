@@ -82,7 +82,7 @@ impl Program<'_> {
             "viaMps": first.uses_mps(),
             "uuid": first.device().uuid,
             "pid": std::process::id(),
-            "limitMiB": first.limit().map(mib),
+            "limitMiB": first.memory_limit().map(mib),
         }));
         if self.arguments.read_line {
             // The end of input counts as a line.

@@ -13,7 +13,7 @@ use sim_mps::seqpacket::Connection;
 const PRIVILEGE_ERROR: &str = "privilege";
 
 #[test]
-fn the_pipe_directory_has_the_files_of_the_real_one() {
+fn the_pipe_directory_has_the_same_files_as_with_the_real_mps() {
     let node = Node::with_daemon(&[]);
     let metadata = |name: &str| fs::metadata(node.socket(name)).unwrap();
     assert!(metadata("control").file_type().is_socket());
@@ -169,8 +169,8 @@ fn protocol_violations_are_rejected_and_affect_no_client() {
         ["kind=7", "stall=4", "short-kind", "huge", "garbage", "twice", "descriptors", "long-command", "last-word=807"]
     {
         for extra in [[].as_slice(), &["--socket", privileged.to_str().unwrap()]] {
-            let mut liar = node.start_client(&[["--lie", lie].as_slice(), extra].concat());
-            assert_eq!(liar.read_line()["outcome"], "closed", "{lie}");
+            let mut client = node.start_client(&[["--lie", lie].as_slice(), extra].concat());
+            assert_eq!(client.read_line()["outcome"], "closed", "{lie}");
         }
     }
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
@@ -183,19 +183,19 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
         let node = Node::with_daemon(&[]);
         node.wait_for_server();
         let served = node.log().matches("Accepting connection").count();
-        let liar = node.start_client(&["--lie", lie, "--hold", "forever"]);
+        let client = node.start_client(&["--lie", lie, "--hold", "forever"]);
         wait_until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
             // Wait until the server accepts the client: a client that is killed earlier blocks the
             // server.
-            let connected = format!("Client {{PID: {}, Context ID: 0}} connected", liar.pid());
+            let connected = format!("Client {{PID: {}, Context ID: 0}} connected", client.pid());
             wait_until("the client is accepted", || node.log().contains(&connected));
         }
         let reply = node.send_command_in_background("get_server_list");
         let mut client = node.start_client(&[]);
         node.wait_for_side_effects();
         assert!(reply.try_recv().is_err() && client.has_no_output(), "{lie}");
-        liar.kill(rustix::process::Signal::KILL);
+        client.kill(rustix::process::Signal::KILL);
         assert!(!wait_for_answer(&reply).is_empty(), "{lie}");
         assert_eq!(client.read_line()["viaMps"], true, "{lie}");
     }

@@ -129,7 +129,7 @@ fn a_busy_client_that_is_killed_breaks_its_neighbours() {
 }
 
 #[test]
-fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
+fn clients_killed_with_short_kernels_break_no_client_and_every_twelfth_with_longer_kernels_does() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
@@ -147,7 +147,7 @@ fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
 }
 
 #[test]
-fn a_client_that_dies_without_neighbours_breaks_a_later_client() {
+fn a_busy_client_killed_without_neighbours_breaks_a_later_client() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     node.start_busy_client("1000").kill(Signal::KILL);

@@ -65,7 +65,7 @@ fn limits_are_set_at_the_first_handshake_of_a_process() {
     node.send_command(&format!("set_active_thread_percentage {server} 50"));
     node.send_command(&format!("set_device_pinned_mem_limit {server} 0 8G"));
     let context = mps.create_context(&Environment::default(), mps.devices(), 0).unwrap();
-    assert_eq!((context.sms(), context.limit()), (26, None));
+    assert_eq!((context.sms(), context.memory_limit()), (26, None));
     assert_eq!(node.run_and_read_line(&[])["sms"], 66);
 }
 

@@ -191,7 +191,7 @@ impl MpsContext {
     }
 
     /// Returns the memory limit of the context, in bytes.
-    pub fn limit(&self) -> Option<u64> {
+    pub fn memory_limit(&self) -> Option<u64> {
         self.limit
     }
 

@@ -243,12 +243,12 @@ impl ClientSockets {
     pub fn enter_as(self, subject: Subject, who: Credentials) -> Result<(Connection, Connection), ConnectError> {
         let channel = self.receive_channel()?;
         let [first, second] = subject.introduction_words();
-        let said = self
+        let sent = self
             .server
             .send_credentials(CREDENTIALS, who)
             .and_then(|()| self.server.send(&first))
             .and_then(|()| self.server.send(&second));
-        said.map_err(|_| ConnectError::ByServer)?;
+        sent.map_err(|_| ConnectError::ByServer)?;
         let answer = self.server.recv(64).ok().flatten().ok_or(ConnectError::ByServer)?;
         let result = as_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(ConnectError::ByServer)?;
         // The server has decided already, so a closed daemon changes nothing.

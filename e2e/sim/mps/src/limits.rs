@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn fractions_and_missing_units_are_misread_like_mps_does() {
+    fn fractions_and_missing_units_are_parsed_as_mps_parses_them() {
         assert_eq!(parse_bytes("8G"), Some(8 << 30));
         assert_eq!(parse_bytes("8192M"), Some(8 << 30));
         assert_eq!(parse_bytes("8.5G"), Some(8));
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_printed_like_mps_does() {
+    fn limits_are_printed_as_mps_prints_them() {
         for (set, printed) in [("8192M", "8G"), ("512M", "512M"), ("1024M", "1G"), ("1536M", "1G"), ("7678M", "7G")] {
             let mut settings = Settings::default();
             settings.set_memory("0", set);

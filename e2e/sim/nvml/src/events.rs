@@ -92,11 +92,11 @@ fn with_set<T>(set: Handle, body: impl FnOnce(&mut EventSet) -> T) -> Result<T> 
 /// Returns the first event that the set registered and that was not delivered.
 fn next_event(set: &EventSet, state: &State) -> Option<Event> {
     let wanted = |e: &&Event| {
-        let asked = set
+        let is_registered = set
             .registered
             .get(&e.gpu)
             .is_some_and(|(types, after)| e.seq > *after && types & event_type_bit(e.kind) != 0);
-        asked && e.seq > set.seen
+        is_registered && e.seq > set.seen
     };
     state.events.iter().find(wanted).cloned()
 }

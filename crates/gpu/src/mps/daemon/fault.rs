@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_killed_just_before_is_the_cause_even_if_the_log_names_another() {
+    fn a_client_killed_just_before_a_fault_is_the_culprit_even_if_the_log_names_another_client() {
         let now = Instant::now();
         let mut faults = FaultTracker { exited: vec![exited_client(1, now)], ..FaultTracker::default() };
         faults.begin(vec![client(2)], now + CAUSE_WINDOW / 2);

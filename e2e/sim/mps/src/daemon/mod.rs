@@ -79,11 +79,11 @@ pub fn start_in_background(config: Config) -> anyhow::Result<ExitCode> {
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()?;
-    let mut said = String::new();
+    let mut message = String::new();
     if let Some(stdout) = daemon.stdout.take() {
-        BufReader::new(stdout).read_line(&mut said)?;
+        BufReader::new(stdout).read_line(&mut message)?;
     }
-    match said.trim() {
+    match message.trim() {
         READY_MESSAGE => Ok(ExitCode::SUCCESS),
         "" => Ok(exit_code(daemon.wait()?.code().unwrap_or(1))),
         error => anyhow::bail!("{error}"),

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_client_that_dies_breaks_neighbours_and_an_orderly_exit_does_not() {
+    fn a_busy_client_breaks_its_neighbours_if_it_is_killed_but_not_if_it_exits_cleanly() {
         let mut clients = clients_with_contexts(3);
         clients.start_kernels(1, 100.0);
         clients.start_kernels(2, 100.0);
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_client_or_one_with_short_kernels_breaks_no_client_when_it_dies() {
+    fn a_killed_client_that_is_idle_or_has_short_kernels_breaks_no_client() {
         let mut clients = clients_with_contexts(3);
         clients.start_kernels(1, 100.0);
         clients.finish_kernels(1);
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_client_that_dies_without_neighbours_breaks_the_next_busy_client() {
+    fn a_busy_client_killed_without_neighbours_breaks_the_next_busy_client() {
         let mut clients = clients_with_contexts(1);
         clients.start_kernels(1, 1000.0);
         assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn the_death_of_a_terminated_client_breaks_no_client() {
+    fn the_exit_of_a_terminated_client_breaks_no_client() {
         let mut clients = clients_with_contexts(2);
         clients.start_kernels(1, 1000.0);
         assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1)]);

@@ -373,11 +373,11 @@ impl Server {
             return;
         }
         let device = &self.devices[ordinal];
-        let told = self.machine.update(|state| {
+        let event = self.machine.update(|state| {
             state.push_event(&device.gpu, EventKind::Xid, XID_MMU_FAULT, device.instance);
             Ok::<_, sim_machine::Error>(())
         });
-        if let Err(error) = told {
+        if let Err(error) = event {
             self.log(&format!("{error}"));
         }
         let id = inner.connections.get(&connection).map_or(0, |entry| entry.id);
