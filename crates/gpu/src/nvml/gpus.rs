@@ -23,8 +23,8 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Blocks this thread and passes each event of the GPU at an index to `report`, until `report`
-    /// returns `Break`. Without events, it passes `None` about once a second, so that `report` can
-    /// stop the wait.
+    /// returns `Break`. Without events, the call passes `None` about once a second, so that
+    /// `report` can stop the wait.
     fn listen(
         &self,
         _index: u32,

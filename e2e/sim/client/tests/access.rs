@@ -183,19 +183,19 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
         let node = Node::with_daemon(&[]);
         node.wait_for_server();
         let served = node.log().matches("Accepting connection").count();
-        let client = node.start_client(&["--lie", lie, "--hold", "forever"]);
+        let silent = node.start_client(&["--lie", lie, "--hold", "forever"]);
         wait_until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
             // Wait until the server accepts the client: a client that is killed earlier blocks the
             // server.
-            let connected = format!("Client {{PID: {}, Context ID: 0}} connected", client.pid());
+            let connected = format!("Client {{PID: {}, Context ID: 0}} connected", silent.pid());
             wait_until("the client is accepted", || node.log().contains(&connected));
         }
         let reply = node.send_command_in_background("get_server_list");
         let mut client = node.start_client(&[]);
         node.wait_for_side_effects();
         assert!(reply.try_recv().is_err() && client.has_no_output(), "{lie}");
-        client.kill(rustix::process::Signal::KILL);
+        silent.kill(rustix::process::Signal::KILL);
         assert!(!wait_for_answer(&reply).is_empty(), "{lie}");
         assert_eq!(client.read_line()["viaMps"], true, "{lie}");
     }

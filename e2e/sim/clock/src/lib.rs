@@ -73,7 +73,8 @@ pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) ->
     result
 }
 
-/// `gettimeofday(2)` with the offset applied. Like the C library, it ignores the time zone.
+/// `gettimeofday(2)` with the offset applied. Like the C library, the function ignores the time
+/// zone.
 ///
 /// # Safety
 /// As for `gettimeofday(2)`, `time` points to a `timeval` or is null.

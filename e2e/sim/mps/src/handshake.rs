@@ -239,7 +239,8 @@ impl ClientSockets {
         self.enter_as(subject, own_credentials())
     }
 
-    /// Like [`enter`](Self::enter), with the credentials of another process. This requires root.
+    /// Like [`enter`](Self::enter), with the credentials of another process. The caller must be
+    /// root.
     pub fn enter_as(self, subject: Subject, who: Credentials) -> Result<(Connection, Connection), ConnectError> {
         let channel = self.receive_channel()?;
         let [first, second] = subject.introduction_words();

@@ -25,7 +25,8 @@ impl Device {
         if control.applied == Some((server, limits)) {
             return Ok(());
         }
-        // The limits are unknown until they are read back. This call may be cancelled earlier.
+        // The limits are unknown until this call has read them back. The caller may cancel the call
+        // earlier.
         control.applied = None;
         let Limits { threads: percent, memory_mib } = limits;
         let actual = self.send_command(&Command::SetThreads { server, percent }).await?;

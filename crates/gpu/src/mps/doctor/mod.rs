@@ -150,7 +150,7 @@ fn print_report(report: &Report, json: bool) -> Result<(), DoctorError> {
 }
 
 /// Describes every GPU, by index. Each GPU has its own worker, so a GPU that hangs does not delay
-/// the others.
+/// the other GPUs.
 async fn describe_gpus(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
     let mut calls = JoinSet::new();
     for index in 0..count {

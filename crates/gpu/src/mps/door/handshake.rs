@@ -36,7 +36,8 @@ pub(super) enum Refusal {
 /// The kind of peer that connected.
 pub(super) enum Introduction {
     Client(Credentials),
-    /// The peer closed the connection. Each client does so once, to check whether a daemon exists.
+    /// The peer closed the connection. Each client closes its first connection, which only checks
+    /// whether a daemon exists.
     Closed,
     Refused(Refusal),
 }

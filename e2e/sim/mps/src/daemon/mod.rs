@@ -1,8 +1,8 @@
 //! The control daemon: `nvidia-cuda-mps-control -d` or `-f`.
 //!
-//! Like the real daemon, it serves one connection at a time and waits for each without a deadline.
-//! A peer that connects and sends nothing blocks all others. Only clients without a ready server
-//! are queued.
+//! Like the real daemon, this daemon serves one connection at a time and waits for each peer
+//! without a deadline. A peer that connects and sends nothing blocks all others. Only clients
+//! without a ready server are queued.
 
 mod administrator;
 mod servers;

@@ -191,7 +191,7 @@ fn pass_to_server(mut state: MutexGuard<'_, State>, server: u32, client: &Connec
     let _ = client.recv(64);
 }
 
-/// Returns the server program beside this one, or else the one in `PATH`.
+/// Returns the path of the server program in this program's directory, or else in `PATH`.
 fn server_program() -> PathBuf {
     const NAME: &str = "nvidia-cuda-mps-server";
     let beside = std::env::current_exe().ok().map(|own| own.with_file_name(NAME)).filter(|path| path.exists());

@@ -2,7 +2,7 @@
 //!
 //! The rules are measured. An illegal access breaks every client, and the server refuses clients in
 //! FAULT until the last broken client has exited. A client that exits with a kernel in flight may
-//! break the others. A client that `terminate_client` ends breaks no other client.
+//! break the other clients. A client that `terminate_client` ends breaks no other client.
 //!
 //! A process has one connection for itself and one for each context.
 

@@ -1,7 +1,7 @@
 //! `nvidia-cuda-mps-server`: the daemon's child that opens the GPU and serves the clients.
 //!
 //! The server's standard input is a socket to the daemon, and the server's standard output is the
-//! daemon's log. Like the real server, it exits when the daemon does.
+//! daemon's log. Like the real server, this server exits when the daemon exits.
 
 pub mod clients;
 
@@ -405,7 +405,7 @@ impl Server {
         }
         let mut effects = inner.clients.remove_connection(connection, orderly);
         if effects.contains(&Effect::Status(Status::Fault)) {
-            // The log names a living client and never the one that exited. Measured in 47 of 47
+            // The log names a running client and never the client that exited. Measured in 47 of 47
             // such faults.
             let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
             let named = inner.connections.keys().copied().filter(alive).min();
@@ -514,7 +514,7 @@ impl Inner {
         }
     }
 
-    /// Notifies a client. A client that does not read must not block the others.
+    /// Notifies a client. A client that does not read must not block the other clients.
     fn notify(&self, connection: u64, message: &FromContext) {
         if let Some(entry) = self.connections.get(&connection) {
             let _ = wire::try_send(&entry.channel, message);
