@@ -52,7 +52,7 @@ impl PlacementPolicy for Learned {
 
 impl PlacementPolicy for Fgd {
     fn learn(cluster: &mut Cluster<Self>, seen: &Observed, _: &[&Pod]) {
-        cluster.set_score(Self::new(&seen.typical()));
+        cluster.set_score(Self::new(&seen.typical_pods()));
     }
 }
 

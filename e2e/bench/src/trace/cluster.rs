@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::{
-    Allocation, Beside, Chooser, Cpu, DeviceFacts, DeviceRequest, Ledger, Moment, NodeFacts, PendingPod, Siblings,
-    Units,
+    Allocation, ChoiceCriteria, Chooser, Cpu, DeviceFacts, DeviceRequest, Ledger, Moment, NodeFacts, PendingPod,
+    Siblings, Units,
 };
 use cleave_plan::placement::{self, GPU, Score};
 
@@ -99,7 +99,7 @@ impl<S: Score + Default> Cluster<S> {
         let admits =
             |node: &str| by_name.get(node).and_then(|node| hosts.get(*node)).is_some_and(|host| host.admits(pod));
         let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
-        let beside = Beside { cpu: pod.demand.cpu, siblings: &siblings };
+        let beside = ChoiceCriteria { cpu: pod.demand.cpu, siblings: &siblings };
         let fits = self.ledger.choose(waiting, beside, &mut self.chooser, 1, admits)?;
         self.ledger.reserve(&name, &fits, Moment(u64::MAX)).ok()?;
         let fit = fits.iter().next()?;

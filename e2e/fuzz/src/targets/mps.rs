@@ -54,16 +54,16 @@ pub(super) const CONTROL_PACKET: Target = Target {
         samples
     },
     inputs: 20_000,
-    run: control_packet,
+    run: read_control_packet,
 };
 
-fn control_packet(packet: &[u8]) -> ReadResult {
+fn read_control_packet(packet: &[u8]) -> ReadResult {
     let kind = Kind::parse(packet);
     if kind != Kind::Unknown {
         assert_eq!(kind.packet().as_slice(), packet);
         return ReadResult::Read;
     }
-    frames(packet);
+    check_command_encoding(packet);
     match Reply::parse(packet) {
         None => ReadResult::Refused,
         Some(Reply::End) => ReadResult::Read,
@@ -93,7 +93,7 @@ fn parse_answer(text: &str) {
 }
 
 /// Checks the encoding of commands with numbers from the packet.
-fn frames(packet: &[u8]) {
+fn check_command_encoding(packet: &[u8]) {
     let mut words = packet.chunks(4).map(|word| word.iter().fold(0_u32, |word, byte| word << 8 | u32::from(*byte)));
     let (server, other) = (words.next().unwrap_or(0), words.next().unwrap_or(0));
     let percent = packet.first().copied().unwrap_or(0);
@@ -194,12 +194,12 @@ pub(super) const DESIRED: Target = Target {
         "../x",
         "00ff",
     ],
-    samples: || vec![fixtures::sample(&agent::sample_turn().desired)],
+    samples: || vec![fixtures::encode_sample(&agent::sample_actions().desired)],
     inputs: 12_000,
-    run: desired,
+    run: read_desired,
 };
 
-fn desired(bytes: &[u8]) -> ReadResult {
+fn read_desired(bytes: &[u8]) -> ReadResult {
     match Desired::parse(bytes) {
         Err(error) => {
             assert_printable(&error.to_string());
@@ -240,10 +240,10 @@ pub(super) const HOST_MESSAGE: Target = Target {
         "message",
     ],
     samples: || {
-        let status = fixtures::status(&agent::sample_turn().desired);
+        let status = fixtures::host_status(&agent::sample_actions().desired);
         let requests = [
             Request::Await { allocation: "00ff".into(), timeout_ms: 25_000 },
-            Request::Terminate { device: fixtures::uuid(0), pid: 579 },
+            Request::Terminate { device: fixtures::gpu_uuid(0), pid: 579 },
             Request::Status,
         ];
         let replies = [
@@ -252,7 +252,7 @@ pub(super) const HOST_MESSAGE: Target = Target {
             HostReply::Error { message: "why".into() },
             HostReply::Status(status),
         ];
-        requests.iter().map(fixtures::sample).chain(replies.iter().map(fixtures::sample)).collect()
+        requests.iter().map(fixtures::encode_sample).chain(replies.iter().map(fixtures::encode_sample)).collect()
     },
     inputs: 6_000,
     run: |bytes| match (check_round_trip::<Request>(bytes), check_round_trip::<HostReply>(bytes)) {
