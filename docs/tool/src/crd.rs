@@ -127,7 +127,7 @@ impl Page {
         let rules: Vec<String> = [field, element_schema(field)]
             .into_iter()
             .filter(|schema| schema.get("properties").is_none())
-            .flat_map(messages)
+            .flat_map(rule_messages)
             .collect();
         let mut unique: Vec<String> = Vec::new();
         for rule in rules {

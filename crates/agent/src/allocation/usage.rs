@@ -243,7 +243,7 @@ pub(crate) mod tests {
         let mut allocations = Allocations::restore([allocation(&["GPU-a::0"])], start);
         assert!(
             allocations
-                .collect(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id(), &no_devices())
+                .remove_ended(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id(), &no_devices())
                 .ended
                 .is_empty()
         );
@@ -257,13 +257,13 @@ pub(crate) mod tests {
         let later = start + GRACE * 2;
         assert!(
             allocations
-                .collect(&[container_devices("p", &["GPU-a::1"])], later, GRACE, no_clients, &no_devices())
+                .remove_ended(&[container_devices("p", &["GPU-a::1"])], later, GRACE, no_clients, &no_devices())
                 .ended
                 .is_empty()
         );
         assert_eq!(
             allocations
-                .collect(&[container_devices("p", &["GPU-b::1"])], later, GRACE, no_clients, &no_devices())
+                .remove_ended(&[container_devices("p", &["GPU-b::1"])], later, GRACE, no_clients, &no_devices())
                 .ended
                 .len(),
             1

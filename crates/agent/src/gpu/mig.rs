@@ -382,7 +382,7 @@ impl MigProgress {
             failures,
             busy_checks,
             not_before,
-            step: StepStatus { reason: reason.into(), ..step(gpu, change, result, why) },
+            step: StepStatus { reason: reason.into(), ..step_status(gpu, change, result, why) },
         });
         warning
     }
