@@ -4,7 +4,7 @@
 //! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
 //! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
 //! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
-//! replica that still serves the previous certificate. [`step`] decides and is pure. This function
+//! replica that still serves the previous certificate. [`next_step`] decides and is pure. This function
 //! detects expiry by verifying the certificate as a client would at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -88,13 +88,13 @@ impl Certificate {
     /// remains trusted, because a replica may still serve `before`.
     pub(crate) fn create(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
         let key = KeyPair::generate().map_err(Error::Create)?;
-        let mut leaf = params(vec![host.to_owned()], host.to_owned(), now)?;
+        let mut leaf = certificate_params(vec![host.to_owned()], host.to_owned(), now)?;
         leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         leaf.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         leaf.use_authority_key_identifier_extension = true;
         // Each CA needs a unique name, because clients find a certificate's issuer by name.
         let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let mut ca = params(Vec::new(), format!("{host} since {since}"), now)?;
+        let mut ca = certificate_params(Vec::new(), format!("{host} since {since}"), now)?;
         ca.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         ca.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let issuer =
@@ -126,10 +126,10 @@ impl Certificate {
     }
 
     fn new(chain_pem: String, key_pem: String, authorities_pem: String) -> Result<Self, Error> {
-        let chain = certificates(&chain_pem, CERTIFICATE)?;
-        let authorities = certificates(&authorities_pem, AUTHORITIES)?;
+        let chain = parse_certificates(&chain_pem, CERTIFICATE)?;
+        let authorities = parse_certificates(&authorities_pem, AUTHORITIES)?;
         let private = PrivateKeyDer::from_pem_slice(key_pem.as_bytes()).map_err(|error| Error::Pem(KEY, error))?;
-        let provider = provider();
+        let provider = crypto_provider();
         let served = CertifiedKey::from_der(chain, private, &provider).map_err(Error::Unusable)?;
         let mut roots = RootCertStore::empty();
         for authority in &authorities {
@@ -142,7 +142,7 @@ impl Certificate {
     }
 
     /// Returns the certificate and key in the form that the TLS server requires.
-    pub(crate) fn certified(&self) -> Arc<CertifiedKey> {
+    pub(crate) fn certified_key(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.served)
     }
 
@@ -175,7 +175,7 @@ impl Certificate {
     }
 }
 
-fn params(names: Vec<String>, common_name: String, now: SystemTime) -> Result<CertificateParams, Error> {
+fn certificate_params(names: Vec<String>, common_name: String, now: SystemTime) -> Result<CertificateParams, Error> {
     let mut params = CertificateParams::new(names).map_err(Error::Create)?;
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, common_name);
@@ -184,14 +184,14 @@ fn params(names: Vec<String>, common_name: String, now: SystemTime) -> Result<Ce
     Ok(params)
 }
 
-fn certificates(pem: &str, part: &'static str) -> Result<Vec<CertificateDer<'static>>, Error> {
+fn parse_certificates(pem: &str, part: &'static str) -> Result<Vec<CertificateDer<'static>>, Error> {
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
     found
         .map_err(|error| Error::Pem(part, error))
         .and_then(|found| if found.is_empty() { Err(Error::Lacks(part)) } else { Ok(found) })
 }
 
-fn provider() -> Arc<CryptoProvider> {
+fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
@@ -211,7 +211,7 @@ pub(crate) enum Step {
 /// Only the leader renews a certificate. Otherwise replicas could undo each other's changes before
 /// API servers receive them. If no valid certificate is stored, any replica creates one, because
 /// the leader may be an older replica without a webhook during a rollout. The first write wins.
-pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
+pub(crate) fn next_step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
             if leads && !stored.is_trusted(host, now + RENEW_BEFORE) {
@@ -229,9 +229,9 @@ pub(crate) type Served = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
 /// Serves the current certificate on each new connection.
 #[derive(Debug)]
-struct Current(Served);
+struct CurrentCertificate(Served);
 
-impl ResolvesServerCert for Current {
+impl ResolvesServerCert for CurrentCertificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         self.0.borrow().clone()
     }
@@ -241,11 +241,11 @@ impl ResolvesServerCert for Current {
 ///
 /// # Errors
 /// The TLS library does not support the configuration.
-pub(crate) fn tls(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
-    let mut config = ServerConfig::builder_with_provider(provider())
+pub(crate) fn tls_config(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
+    let mut config = ServerConfig::builder_with_provider(crypto_provider())
         .with_safe_default_protocol_versions()?
         .with_no_client_auth()
-        .with_cert_resolver(Arc::new(Current(served)));
+        .with_cert_resolver(Arc::new(CurrentCertificate(served)));
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(Arc::new(config))
 }
@@ -306,13 +306,13 @@ impl CertificateManager {
     /// Reads the Secret once and executes the next step. `leads` states whether this process holds
     /// the lease.
     async fn update(&mut self, now: SystemTime, leads: bool) -> Result<(), UpdateError> {
-        let secret = within(self.secrets.get_opt(&self.name)).await?;
+        let secret = with_timeout(self.secrets.get_opt(&self.name)).await?;
         let secret = secret.ok_or_else(|| UpdateError::NoSecret(self.name.clone()))?;
         let stored = Certificate::read(secret.data.as_ref().unwrap_or(&BTreeMap::new())).unwrap_or_else(|error| {
             tracing::warn!(error = &error as &dyn std::error::Error, "ignored an invalid certificate in the Secret");
             None
         });
-        let current = match step(stored.as_ref(), &self.host, now, leads) {
+        let current = match next_step(stored.as_ref(), &self.host, now, leads) {
             Step::Serve => stored,
             step => Some(self.replace(secret, stored, step, now).await?),
         };
@@ -320,7 +320,7 @@ impl CertificateManager {
             self.publish_authorities(&current).await?;
             self.served.send_if_modified(|served| {
                 let differs = served.as_ref().is_none_or(|served| served.cert != current.served.cert);
-                *served = Some(current.certified());
+                *served = Some(current.certified_key());
                 differs
             });
             self.known = Some(current);
@@ -348,27 +348,27 @@ impl CertificateManager {
         secret.data = Some(current.data());
         // The request includes the `resourceVersion` that was read, so only one replica's write
         // succeeds. The other replicas then read that replica's certificate.
-        within(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
+        with_timeout(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
         Ok(current)
     }
 
     /// Adds the certificate's CAs to the webhook configuration, so that API servers trust them.
     async fn publish_authorities(&self, current: &Certificate) -> Result<(), UpdateError> {
-        let configured = within(self.webhooks.get(&self.name)).await?;
+        let configured = with_timeout(self.webhooks.get(&self.name)).await?;
         for webhook in configured.webhooks.unwrap_or_default() {
             if current.is_trusted_by(webhook.client_config.ca_bundle.as_ref()) {
                 continue;
             }
             let bundle = ByteString(current.authorities_pem.clone().into_bytes());
             let change = json!({"webhooks": [{"name": webhook.name, "clientConfig": {"caBundle": bundle}}]});
-            within(self.webhooks.patch(&self.name, &PatchParams::default(), &Patch::Strategic(change))).await?;
+            with_timeout(self.webhooks.patch(&self.name, &PatchParams::default(), &Patch::Strategic(change))).await?;
             tracing::info!(configuration = self.name, "wrote the CA bundle to the webhook configuration");
         }
         Ok(())
     }
 }
 
-async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, UpdateError> {
+async fn with_timeout<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, UpdateError> {
     Ok(tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| UpdateError::Timeout)??)
 }
 
@@ -466,11 +466,11 @@ mod tests {
             (now() - 2 * MAX_CLOCK_SKEW, false, Step::Create),
         ] {
             // `at` is the current time of the case.
-            let step = step(Some(&made), SERVICE_HOST, at, leads);
+            let step = next_step(Some(&made), SERVICE_HOST, at, leads);
             assert_eq!(step, expected, "{:?} after its creation", at.duration_since(now()));
         }
-        assert_eq!(step(None, SERVICE_HOST, now(), false), Step::Create);
-        assert_eq!(step(Some(&made), "another.svc", now(), false), Step::Create);
+        assert_eq!(next_step(None, SERVICE_HOST, now(), false), Step::Create);
+        assert_eq!(next_step(Some(&made), "another.svc", now(), false), Step::Create);
     }
 
     mod manager_tests {

@@ -68,10 +68,10 @@ impl Taints {
                     continue;
                 }
                 (Verdict::NotReady(_), None) => {
-                    (Some("the agent is not ready"), add(&UNHEALTHY, &node.taints, &node.version))
+                    (Some("the agent is not ready"), add_patch(&UNHEALTHY, &node.taints, &node.version))
                 }
-                (Verdict::Unusable(why), None) => (Some(why), add(&UNHEALTHY, &node.taints, &node.version)),
-                (Verdict::Usable, Some(index)) => (None, remove(&UNHEALTHY, index)),
+                (Verdict::Unusable(why), None) => (Some(why), add_patch(&UNHEALTHY, &node.taints, &node.version)),
+                (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY, index)),
                 _ => continue,
             };
             changes.push(Change { node: name.clone(), why, patch });
@@ -102,7 +102,7 @@ impl Taints {
 
 /// Builds a patch that adds a taint to a node with these taints and this `resourceVersion`. Other
 /// kinds of patches replace the whole list and could undo concurrent changes.
-pub(crate) fn add((key, effect): &(&str, &str), taints: &[Taint], version: &str) -> Value {
+pub(crate) fn add_patch((key, effect): &(&str, &str), taints: &[Taint], version: &str) -> Value {
     let taint = json!({"key": key, "effect": effect});
     let change = if taints.is_empty() {
         json!({"op": "add", "path": "/spec/taints", "value": [taint]})
@@ -113,7 +113,7 @@ pub(crate) fn add((key, effect): &(&str, &str), taints: &[Taint], version: &str)
 }
 
 /// Builds a patch that removes the taint at this index.
-pub(crate) fn remove((key, effect): &(&str, &str), index: usize) -> Value {
+pub(crate) fn remove_patch((key, effect): &(&str, &str), index: usize) -> Value {
     json!([
         {"op": "test", "path": format!("/spec/taints/{index}/key"), "value": key},
         {"op": "test", "path": format!("/spec/taints/{index}/effect"), "value": effect},
@@ -147,11 +147,11 @@ mod tests {
     use crate::read::Agent;
 
     fn add(node: &Node) -> Value {
-        super::add(&UNHEALTHY, &node.taints, &node.version)
+        super::add_patch(&UNHEALTHY, &node.taints, &node.version)
     }
 
     fn remove(index: usize) -> Value {
-        super::remove(&UNHEALTHY, index)
+        super::remove_patch(&UNHEALTHY, index)
     }
 
     const fn secs(seconds: u64) -> Duration {
