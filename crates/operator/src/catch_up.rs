@@ -4,12 +4,12 @@
 //! the same shares again. So it must not write before its watches have stored everything that was
 //! written before it acquired the lease:
 //!
-//! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order,
-//!   so once it delivers this one, the store contains all earlier changes of pods. One write costs
-//!   less than a list of all pods.
-//! - **Nodes and `GpuNode`s**, and pods if the process cannot annotate its pod. It lists the
-//!   objects' metadata from etcd, and waits for the newest version. This does not show deletions,
-//!   which endanger no reservation.
+//! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order.
+//!   So once the watch delivers the annotation, the store contains all earlier changes of pods. One
+//!   write costs less than a list of all pods.
+//! - **Nodes and `GpuNode`s**, and pods if the process cannot annotate its pod. The process lists
+//!   the objects' metadata from etcd, and waits for the newest version. The list does not show
+//!   deletions, but no deletion endangers a reservation.
 //!
 //! [`Versions::has_reached`] decides and is pure.
 use std::fmt::Debug;
@@ -38,8 +38,8 @@ const PAGE_SIZE: u32 = 500;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed request.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Time after which a log line reports that the stores still lag, and the required versions are
-/// read again: the newest object of a list may have ended or been deleted.
+/// Time after which the process logs that the stores still lag, and reads the required versions
+/// again. The newest object of a list may have ended or been deleted.
 const WARN_AFTER: Duration = Duration::from_secs(10);
 /// Time in one term after which the process reports that it still writes nothing.
 const LATE_AFTER: Duration = Duration::from_secs(60);
@@ -61,7 +61,8 @@ impl Versions {
         self.pods >= required.pods && self.nodes >= required.nodes && self.gpu_nodes >= required.gpu_nodes
     }
 
-    /// The older version of each kind. Each version that was read in a term suffices for its kind.
+    /// Returns the older version of each kind. Each version that was read in a term suffices for
+    /// its kind.
     fn older_of_each(self, other: Self) -> Self {
         Self {
             pods: self.pods.min(other.pods),
@@ -80,7 +81,7 @@ pub(crate) struct StoreVersion {
 
 impl StoreVersion {
     /// Returns the version that the store contains after this event. Returns `None` if the event
-    /// does not show it.
+    /// does not show the version.
     pub(crate) fn version_after<K: Resource>(&mut self, event: &Event<K>) -> Option<u64> {
         match event {
             Event::Init => self.listed = 0,
@@ -93,8 +94,8 @@ impl StoreVersion {
     }
 }
 
-/// Returns the version of an object. Returns 0 if it is absent or not a number: then nothing waits
-/// for it.
+/// Returns the version of an object. Returns 0 if the version is absent or not a number. Then the
+/// process does not wait for the object.
 fn version(object: &impl Resource) -> u64 {
     object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
@@ -103,9 +104,9 @@ fn version(object: &impl Resource) -> u64 {
 struct CatchUp {
     term: u64,
     began: Instant,
-    /// The versions that suffice. `None` until they could be read.
+    /// The versions that the stores must contain. `None` until the process has read them.
     required: Option<Versions>,
-    /// Whether it was reported that this takes too long.
+    /// Whether the process has reported that the stores take too long.
     reported: bool,
 }
 
@@ -152,7 +153,7 @@ impl CatchUp {
 
 /// Sends the number of each term in which this process leads, once `stored` shows that the stores
 /// are as new as the lease. Runs until `stop` is cancelled. `pod` is the namespace and the name of
-/// this process's pod. `late` counts terms in which this takes longer than [`LATE_AFTER`].
+/// this process's pod. `late` counts terms in which the stores take longer than [`LATE_AFTER`].
 pub(crate) async fn run(
     (client, late): (Client, Counter),
     pod: (String, String),
@@ -184,7 +185,7 @@ pub(crate) async fn run(
 }
 
 /// Waits until the stores contain the required versions. Returns false after [`WARN_AFTER`]. A
-/// watch that lags for long may have lost its connection. It then connects again within
+/// watch that lags for long may have lost its connection. Such a watch connects again within
 /// [`crate::watches::WATCH_TIMEOUT`].
 async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) -> bool {
     let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.has_reached(required))).await;
@@ -240,7 +241,7 @@ async fn annotate_own_pod(client: &Client, (namespace, name): &(String, String))
     }
 }
 
-/// The version of the newest object that is listed, read from etcd.
+/// Returns the version of the newest listed object, read from etcd.
 async fn newest_version<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,

@@ -124,7 +124,7 @@ impl Objects {
     }
 }
 
-/// Lists objects in pages, so that no answer of a large cluster is huge.
+/// Lists objects in pages, because one answer with all objects of a large cluster would be huge.
 async fn list<K>(api: &Api<K>, params: ListParams) -> kube::Result<Vec<K>>
 where
     K: Clone + DeserializeOwned + Debug,

@@ -16,7 +16,8 @@ pub enum Evicted {
     /// The pod no longer exists. A new pod may have the same name.
     NotFound,
     /// The API server refuses to evict the pod, for example because two disruption budgets select
-    /// the pod, or because an admission webhook denies the request. Contains its message.
+    /// the pod, or because an admission webhook denies the request. Contains the API server's
+    /// message.
     Refused(String),
     /// The API server limits the number of requests. Contains the time after which to retry. This
     /// result says nothing about the pod.
@@ -42,7 +43,7 @@ impl Evicted {
 /// The cause in the status of an eviction that a disruption budget refuses.
 const BUDGET_CAUSE: &str = "DisruptionBudget";
 
-/// How a pod is evicted.
+/// Grace period and time limit of an eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EvictionOptions {
     /// Grace period in seconds. `None` means the pod's own grace period.

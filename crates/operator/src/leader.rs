@@ -211,7 +211,7 @@ impl LeaseGuard {
 /// Starts an elector on a thread of its own. Returns the guard, and a future that resolves when the
 /// elector has ended; see [`Elector::run`] for `stop` and `released`.
 ///
-/// `connect` runs on that thread: a client's tasks belong to the runtime that creates it.
+/// `connect` runs on that thread: a client's tasks belong to the runtime that creates the client.
 ///
 /// # Errors
 /// The thread could not be started. The future fails if the client could not be created, or the
@@ -232,7 +232,7 @@ pub(crate) fn start(
         })
     };
     let thread = std::thread::Builder::new().name("lease".to_owned());
-    // The process ends when the future resolves, so nobody joins the thread.
+    // The process ends when the future resolves, so no code joins the thread.
     thread.spawn(move || drop(report.send(elect()))).context("failed to start the thread of the lease")?;
     Ok((guard, async { ended.await.context("the thread of the lease panicked")? }))
 }

@@ -213,8 +213,8 @@ impl Metrics {
         registry.register("leader", "1 while this process is the leader", self.leader.clone());
     }
 
-    /// Clears what the passes measure. A process that does not lead measures nothing, and the sum
-    /// over all replicas is then the leader's value.
+    /// Clears the metrics that passes set. A process that does not lead reports no values, so the
+    /// sum over all replicas is the leader's value.
     pub(crate) fn reset_passes(&self) {
         self.malformed.clear();
         self.policies.set(0);
@@ -222,14 +222,14 @@ impl Metrics {
         self.reset_demand();
     }
 
-    /// Clears what the plans of GPUs measure that are partitioned on demand.
+    /// Clears the metrics of plans for GPUs that are partitioned on demand.
     pub(crate) fn reset_demand(&self) {
         self.pods_waiting.clear();
         self.fragmentation.set(0.0);
         self.nodes_excluded.set(0);
     }
 
-    /// Clears what placement measures; see [`Metrics::reset_passes`].
+    /// Clears the metrics that placement sets; see [`Metrics::reset_passes`].
     pub(crate) fn reset_placement(&self) {
         self.gated.clear();
         self.hosts_outdated.set(0);

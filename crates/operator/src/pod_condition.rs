@@ -18,10 +18,10 @@ pub(crate) struct Target<'a> {
     pub(crate) version: Option<&'a str>,
 }
 
-/// What a write of a condition achieved.
+/// The result of a write of a condition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Written {
-    /// It was written. Contains the pod's new `resourceVersion`.
+    /// The condition was written. Contains the pod's new `resourceVersion`.
     Done(String),
     /// The pod has changed, was deleted or was replaced. Nothing was written.
     Obsolete,

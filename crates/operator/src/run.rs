@@ -32,7 +32,8 @@ type Tasks = JoinSet<(&'static str, Result<()>)>;
 
 /// Time for which a connection to the API server may deliver nothing after a request. Without it, a
 /// watch that is requested over a dead connection would hang until the kernel closes the
-/// connection, after 15 minutes. It is longer than a watch may be silent, see [`WATCH_TIMEOUT`].
+/// connection, after 15 minutes. The time is longer than the time after which a watch ends; see
+/// [`WATCH_TIMEOUT`].
 const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_TIMEOUT as u64 + 15);
 
 /// Finds the API server, for clients without their own retries. Each task retries within its own
@@ -47,7 +48,7 @@ async fn find_api_server() -> Result<kube::Config> {
 /// Limits the time for which connections may deliver nothing after a request.
 fn with_read_timeout(mut config: kube::Config) -> kube::Config {
     config.read_timeout = Some(READ_TIMEOUT);
-    // Otherwise the time counts in which a connection was idle before the request.
+    // Otherwise, the time for which a connection was idle before the request would count too.
     config.reset_reader_on_write = true;
     config
 }

@@ -4,8 +4,8 @@
 //! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
 //! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
 //! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
-//! replica that still serves the previous certificate. [`next_step`] decides and is pure. This function
-//! detects expiry by verifying the certificate as a client would at a given time.
+//! replica that still serves the previous certificate. [`next_step`] decides and is pure. This
+//! function detects expiry by verifying the certificate as a client would at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -210,7 +210,8 @@ pub(crate) enum Step {
 ///
 /// Only the leader renews a certificate. Otherwise replicas could undo each other's changes before
 /// API servers receive them. If no valid certificate is stored, any replica creates one, because
-/// the leader may be an older replica without a webhook during a rollout. The first write wins.
+/// the leader may be an older replica without a webhook during a rollout. The API server accepts
+/// only the first write.
 pub(crate) fn next_step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
@@ -272,7 +273,7 @@ pub(crate) struct CertificateManager {
     /// Host name that API servers use for the Service.
     host: String,
     claim: LeaseGuard,
-    /// The last certificate that could be read.
+    /// The last certificate that the manager could read.
     known: Option<Certificate>,
     served: watch::Sender<Option<Arc<CertifiedKey>>>,
 }

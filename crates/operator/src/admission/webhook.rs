@@ -263,7 +263,7 @@ async fn answer(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, b
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
         return refuse(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
     }
-    // A body that arrives too slowly is dropped together with its permit.
+    // The timeout drops a body that arrives too slowly, together with its permit.
     let read = tokio::time::timeout(REQUEST_TIMEOUT, async {
         let _permit = bodies.acquire().await;
         to_bytes(body, MAX_BODY_BYTES).await

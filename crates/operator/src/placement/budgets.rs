@@ -87,7 +87,7 @@ impl BudgetObject {
     }
 
     /// Returns whether the budget selects the pod. An empty selector selects all pods of the
-    /// namespace, a missing selector none.
+    /// namespace. A missing selector selects no pod.
     fn selects(&self, pod: &PodObject) -> bool {
         let none = BTreeMap::new();
         let labels = pod.metadata.labels.as_ref().unwrap_or(&none);

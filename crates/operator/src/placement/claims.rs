@@ -84,7 +84,7 @@ impl PodClaims {
         }
     }
 
-    /// Takes the nodes on which reservations have ended since the last call.
+    /// Removes and returns the nodes on which reservations have ended since the last call.
     pub(super) fn take_freed_nodes(&mut self) -> BTreeSet<String> {
         std::mem::take(&mut self.freed)
     }

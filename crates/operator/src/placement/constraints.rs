@@ -1,5 +1,5 @@
 //! Evaluates the scheduler's rules about other pods, the spread of replicas, host ports and the
-//! location of volumes. Labels, taints and amounts of resources are checked elsewhere.
+//! location of volumes. [`super::nodes`] checks labels, taints and amounts of resources.
 //!
 //! A released pod that is not bound counts on every node of its reservation, even if the current
 //! reconcile releases it. So replicas that must not share a node are released to different nodes
@@ -145,7 +145,8 @@ impl<'a> Constraints<'a> {
         })
     }
 
-    /// Prepares the evaluation of a pod's rules on all nodes. `None` if the pod has too many rules.
+    /// Prepares the evaluation of a pod's rules on all nodes. Returns `None` if the pod has too
+    /// many rules.
     pub(super) fn evaluate_rules<'p>(
         &'p self,
         key: &'p ConstraintKey<'p>,

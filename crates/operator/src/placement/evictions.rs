@@ -85,7 +85,8 @@ impl EvictionRecords {
         failures.forgotten_at = up.saturating_add(backoff).saturating_add(MAX_BACKOFF);
     }
 
-    /// Ends what is over. Returns true if a pod can be evicted again.
+    /// Removes accepted evictions, refusals and failures whose time has passed. Returns true if a
+    /// pod can be evicted again.
     pub(super) fn update(&mut self, up: Duration) -> bool {
         let before = self.accepted.len();
         self.accepted.retain(|_, until| *until > up);
@@ -102,7 +103,7 @@ impl EvictionRecords {
         self.paused_until > up
     }
 
-    /// Returns the time until each change of what can be evicted.
+    /// Returns the remaining times after each of which more pods may be evictable.
     pub(super) fn deadlines(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         let avoided = self.failures.values().filter_map(|failures| failures.avoided_until);
         let paused = Some(self.paused_until).filter(|until| *until > up);

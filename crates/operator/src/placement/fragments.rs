@@ -18,7 +18,7 @@ const FRAGMENTED: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
 /// Maximum number of nodes that change in one reconcile.
 const MAX_CHANGES: usize = 32;
 
-/// Which changes were decided.
+/// The taint changes that earlier reconciles decided.
 #[derive(Debug)]
 pub(super) struct Fragments {
     enabled: bool,
@@ -43,7 +43,7 @@ impl Fragments {
     }
 
     /// Returns the nodes whose taint changes. `smallest` is the smallest request among the pods
-    /// that are reported to autoscalers, by resource. None of them fits on any node.
+    /// that are reported to autoscalers, by resource. None of these requests fits on any node.
     pub(super) fn update(&mut self, nodes: &Nodes, ledger: &Ledger, smallest: &BTreeMap<String, u64>) -> Vec<Change> {
         if !self.enabled {
             return Vec::new();
@@ -76,7 +76,8 @@ fn looks_free(ledger: &Ledger, node: &str, smallest: &BTreeMap<String, u64>) -> 
     smallest.iter().any(|(resource, units)| free.get(resource).is_some_and(|free| free >= units))
 }
 
-/// Returns the change of a node's taint. Returns `None` if the node has the wanted state.
+/// Returns the change of a node's taint. Returns `None` if the node already has the taint, or lacks
+/// the taint, as `wanted` states.
 fn change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
     let is_own = |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED;
     let (why, patch) = match (wanted, state.node.taints.iter().position(is_own)) {

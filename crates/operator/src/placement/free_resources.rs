@@ -28,7 +28,7 @@ struct Nominee<'a> {
     requests: &'a BTreeMap<String, Quantity>,
 }
 
-/// What decides whether a pod finds enough resources on a node.
+/// The properties of a pod that decide whether a node has enough resources for the pod.
 #[derive(Clone, Copy)]
 pub(super) struct Requester<'r> {
     /// The pod, as `namespace/name`.

@@ -45,7 +45,7 @@ pub struct Gatekeeper {
     unschedulable_after: Duration,
     /// Labels of all nodes with an agent.
     agent_labels: AgentLabels,
-    /// Time after the ledger was built in which nothing is reserved.
+    /// Time after the ledger was built for which the gatekeeper reserves nothing.
     settle_time: Duration,
     /// Earliest time at which pods get reservations.
     next_reservation: Duration,
@@ -114,7 +114,7 @@ impl Gatekeeper {
     ///
     /// A pod that was deleted without a grace period just before may still use shares, and its node
     /// may not have reported them. A gatekeeper that saw the pod keeps its claim; see
-    /// [`claims::UNREPORTED_CLAIM_TIME`]. A new one must wait as long.
+    /// [`claims::UNREPORTED_CLAIM_TIME`]. A new gatekeeper must wait for the same time.
     #[must_use]
     pub fn with_settling_delay(self) -> Self {
         Self { settle_time: claims::UNREPORTED_CLAIM_TIME, ..self }
@@ -386,7 +386,7 @@ impl Gatekeeper {
         rescue
     }
 
-    /// Updates what preemption remembers, and ends the nominations of pods that no longer wait.
+    /// Updates the state of preemption, and ends the nominations of pods that no longer wait.
     fn update_preemption(
         &mut self,
         ledger: &mut Ledger,

@@ -61,7 +61,7 @@ enum Offer {
     Nothing,
     /// A policy offers the resource, but fewer units of one device.
     TooFew,
-    /// A policy offers enough.
+    /// A policy offers enough units of one device.
     Enough,
 }
 
@@ -113,7 +113,7 @@ impl Offers {
         *most = units.max(*most);
     }
 
-    /// Returns what the policies offer for the request that they serve the least.
+    /// Returns the smallest offer of the policies for one of these requests.
     fn least_offer(&self, requests: &[DeviceRequest]) -> Offer {
         let offer = |request: &DeviceRequest| match self.units.get(&request.resource) {
             Some(units) if *units >= request.units.get() => Offer::Enough,
@@ -137,7 +137,7 @@ impl Offers {
     }
 }
 
-/// What decides the needs of a pod that is not placeable, besides the verdict.
+/// The inputs besides the verdict that decide what a pod that is not placeable needs.
 pub(super) struct Circumstances<'a> {
     pub(super) offers: &'a Offers,
     /// What the pod waits for, according to the plan for GPUs that are partitioned on demand.
@@ -150,12 +150,12 @@ pub(super) struct Circumstances<'a> {
 }
 
 impl<'a> Circumstances<'a> {
-    /// The circumstances before a preemption is searched for.
+    /// Returns the circumstances before the search for a preemption.
     pub(super) const fn new(offers: &'a Offers, demand: Option<&'a WaitingPod>, withheld: String) -> Self {
         Self { offers, demand, preemption: Prospect::Unknown, withheld }
     }
 
-    /// Whether room is made for the pod without evictions.
+    /// Returns whether room is being made for the pod without evictions.
     fn is_making_room(&self, candidate: &Candidate<'_>) -> bool {
         let planned = |waiting: &WaitingPod| {
             matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
@@ -197,13 +197,13 @@ pub(super) struct Growth {
 struct UnplaceablePod {
     /// When the pod is reported, if it needs a node.
     due: Option<Duration>,
-    /// Since when it is too large.
+    /// When the pod became too large.
     too_large_since: Option<Duration>,
-    /// When it was last too large for at least [`TOO_LARGE_AFTER`].
+    /// When the pod was last too large for at least [`TOO_LARGE_AFTER`].
     too_large: Option<Duration>,
-    /// Since when room is made for it without evictions.
+    /// Time since which room is made for the pod without evictions.
     room_since: Option<Duration>,
-    /// Whether the last write reported it, and when.
+    /// Whether the last write reported the pod, and when.
     written: Option<(bool, Duration)>,
 }
 
@@ -283,8 +283,8 @@ impl Growth {
         Outlook { need, message: message + withheld, may_pass }
     }
 
-    /// Records what a pod needs. If that is not decided, the pod is reported no earlier than
-    /// planned before.
+    /// Records what a pod needs. If the need is not decided yet, the pod is reported no earlier
+    /// than planned before.
     fn record(&mut self, uid: &str, need: Need, is_decided: bool, up: Duration) {
         let waiter = self.pods.entry(uid.to_owned()).or_default();
         // The pod was too large until now.

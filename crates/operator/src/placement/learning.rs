@@ -1,4 +1,4 @@
-//! Tells the chooser what it ranks nodes by: the CPU of nodes, and the pods that arrive.
+//! Passes the data by which the chooser ranks nodes: the CPU of nodes, and the pods that arrive.
 use std::collections::BTreeMap;
 
 use cleave_plan::Quantity;
@@ -22,7 +22,7 @@ const MAX_SELECTORS: usize = 64;
 /// Node selector and node affinity of a pod.
 type Selectors = (BTreeMap<String, String>, Vec<NodeSelectorTerm>);
 
-/// Returns the CPU that a pod requests, in thousandths of a core.
+/// Returns the amount of CPU, in thousandths of a core.
 pub(super) fn cpu_millis(requests: &BTreeMap<String, Quantity>) -> u64 {
     requests.get(CPU).and_then(Quantity::milli).unwrap_or(0)
 }
@@ -54,7 +54,7 @@ pub(super) fn update_cpu(
     }
 }
 
-/// Updates the score if that is due. Call [`update_cpu`] first.
+/// Updates the chooser's score if an update is due. Call [`update_cpu`] first.
 pub(super) fn update_score(chooser: &mut Chooser, unsettled: &[&PodObject]) {
     let waiting = unsettled.iter().filter(|pod| pod.waits_at_gate());
     chooser.learn(waiting.map(|pod| (pod.device_requests(), cpu_millis(&pod.spec.requests))));
@@ -75,9 +75,9 @@ pub(super) fn count_arrived(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&Po
     }
 }
 
-/// Counts the pods that run when the operator starts, because it keeps no record of earlier ones.
-/// The result differs from a record: short-lived pods are missing, and selectors of bound pods are
-/// not known. Both fade as pods arrive.
+/// Counts the pods that run when the operator starts, because the operator keeps no record of
+/// earlier pods. The result differs from a record: short-lived pods are missing, and selectors of
+/// bound pods are not known. Both differences shrink as pods arrive.
 pub(super) fn count_running(chooser: &mut Chooser, living: &[&PodObject]) {
     let mut pods: Vec<&PodObject> =
         living.iter().copied().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();

@@ -57,7 +57,7 @@ pub(super) struct NodeState {
     blocked: BTreeSet<String>,
 }
 
-/// The inputs of a [`NodeState`]. The state is computed again only if one of them changes.
+/// The inputs of a [`NodeState`]. The state is computed again only if one of these inputs changes.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Versions<S = String> {
     /// `resourceVersion` of the node.
@@ -101,7 +101,7 @@ impl NodeState {
         }
     }
 
-    /// Whether an agent of Cleave runs on the node, with or without a `GpuNode`.
+    /// Returns whether an agent of Cleave runs on the node, with or without a `GpuNode`.
     fn has_agent(&self) -> bool {
         self.versions.agent.is_some()
     }
@@ -195,7 +195,7 @@ impl NodeState {
         }
     }
 
-    /// Whether the kubelet may have stopped reporting.
+    /// Returns whether the kubelet may have stopped reporting.
     fn may_be_outdated(&self) -> bool {
         self.node.taints.iter().any(|taint| OUTDATED_TAINTS.contains(&taint.key.as_str()))
     }
@@ -442,9 +442,9 @@ pub(super) enum Provider {
     Outdated,
     /// A device plugin on nodes where Cleave does not run.
     Another,
-    /// Kubelets report the resource on nodes where Cleave runs, but Cleave does not serve it, or on
-    /// nodes that are not ready and have the labels of nodes with an agent. Either another plugin
-    /// serves the resource, or the kubelet's report is old.
+    /// Kubelets report the resource on nodes where Cleave runs but does not serve the resource. Or
+    /// they report it on nodes that are not ready and have the labels of nodes with an agent.
+    /// Either another plugin serves the resource, or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.

@@ -211,7 +211,8 @@ impl<'a> PreemptionSearch<'a> {
         self.holders.get_or_init(|| self.nodes.holders(self.living, &self.evictability))
     }
 
-    /// Whether a pod with GPUs has a lower priority than this. Scans the pods once per reconcile.
+    /// Returns whether a pod with GPUs has a lower priority than `priority`. Scans the pods once
+    /// per reconcile.
     fn may_preempt(&self, priority: i32) -> bool {
         // Pods that cannot be evicted now count too, because that may change.
         let bound = || self.living.iter().filter(|pod| pod.node().is_some() && pod.requests_gpus());
@@ -225,8 +226,8 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// Adds the evictions of these victims for the pod `preemptor`. Victims with a disruption
-    /// budget come first, because the API server may refuse them. Then no other victim is evicted
-    /// in vain.
+    /// budget come first, because the API server may refuse them. After a refusal, the operator
+    /// does not evict the other victims.
     fn add_evictions(&mut self, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
         let Some(holders) = self.holders.get_mut() else { return };
         victims.sort_by_key(|pod| holders.pods.get(pod).is_none_or(|holder| holder.budget.is_none()));

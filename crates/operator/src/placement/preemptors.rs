@@ -14,7 +14,8 @@ const MAX_REPEATED_SEARCHES: usize = 8;
 /// Time after which a search without result is repeated even if nothing has changed. Changes that
 /// this module does not track, such as another pod's labels, take effect then.
 pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
-/// The same for pods with rules about other pods or volumes, which may change on any node.
+/// Time after which a search is repeated for a pod with rules about other pods or volumes, because
+/// a change of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 
 /// Waiting pods that may preempt others, and the changes since the last searches.
@@ -32,7 +33,7 @@ pub(super) struct Preemptors {
     waiting: BTreeMap<String, Preemptor>,
     /// The state of the disruption budgets at the last update.
     budgets: BTreeMap<String, BudgetState>,
-    /// Whether a waiting pod whose turn it was not may be helped by another reconcile.
+    /// Whether another reconcile may help a waiting pod whose turn it was not.
     is_deferred: bool,
 }
 
@@ -165,8 +166,8 @@ impl Preemptors {
         self.waiting.remove(name);
     }
 
-    /// Records that no preemption helps the pod. `has_rules` if the pod has rules about other pods
-    /// or volumes.
+    /// Records that no preemption helps the pod. `has_rules` states whether the pod has rules about
+    /// other pods or volumes.
     pub(super) fn record_failure(&mut self, name: &str, pod: &PodObject, has_rules: bool, up: Duration) {
         let time = if has_rules { RULES_RECHECK_TIME } else { RECHECK_TIME };
         let hopeless = Some(FutileSearch { version: self.version, until: up.saturating_add(time) });
@@ -180,7 +181,7 @@ impl Preemptors {
         self.is_deferred = true;
     }
 
-    /// Ends a reconcile: adds when the next one is necessary.
+    /// Ends a reconcile: adds to `actions` when the next reconcile is necessary.
     pub(super) fn finish(&self, up: Duration, actions: &mut Actions) {
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();

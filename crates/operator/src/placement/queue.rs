@@ -74,8 +74,8 @@ impl Queue {
         self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
     }
 
-    /// Returns the time for which a pod has been unplaceable. Returns `None` if `may_pass`: the
-    /// obstacle is temporary.
+    /// Returns the time for which a pod has been unplaceable. Returns `None` if `may_pass` is true,
+    /// because the obstacle is then temporary.
     pub(super) fn unplaceable_time(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
         let gated = self.0.get_mut(name)?;
         gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };

@@ -1,4 +1,5 @@
-//! Where the replicas of a pod's controller are, so that the pod can be kept apart from them.
+//! Finds the nodes and devices of the replicas of a pod's controller, so that the pod can be kept
+//! apart from them.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::SharingPolicy;

@@ -324,7 +324,7 @@ impl Gate {
     }
 
     /// Evicts pods for pods of higher priority. Returns false if not all of them were evicted. If
-    /// one victim cannot be evicted, the preemptor's other victims are not evicted in vain.
+    /// one victim cannot be evicted, the preemptor's other victims are not evicted.
     async fn evict_all(&mut self, evictions: &[Eviction]) -> bool {
         let mut unsuccessful: BTreeSet<&str> = BTreeSet::new();
         for eviction in evictions {

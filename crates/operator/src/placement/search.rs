@@ -42,8 +42,8 @@ pub(super) struct Candidate<'a> {
     avoided: Option<&'a BTreeSet<String>>,
     /// Whether Cleave serves at least one of the requested resources.
     offered: bool,
-    /// Whether kubelets report all requested resources on nodes where Cleave runs, although Cleave
-    /// does not serve the resources on these nodes, or on nodes that are not ready.
+    /// Whether kubelets report all requested resources on nodes where Cleave runs but does not
+    /// serve the resources, or on nodes that are not ready.
     unclear: bool,
     /// A requested resource that Cleave may serve on a node whose `GpuNode` is missing.
     missing: Option<String>,
@@ -245,8 +245,8 @@ impl<'a> PlacementSearch<'a> {
         }
         let eligible = self.eligible_nodes(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
-        // Requests for several parts of GPUs are not ranked. Such requests are only kept off the
-        // nodes of replicas.
+        // The search does not rank requests for several parts of GPUs. The search only keeps such
+        // requests off the nodes of replicas.
         let apart = || with_room().filter(|node| !avoids(node) && siblings.has_none_on(node));
         if candidate.device_requests.len() > 1
             && let Ok(fits) = ledger.fit_for(candidate.pending_pod(), apart(), most, &Tightest)
@@ -292,9 +292,9 @@ impl<'a> PlacementSearch<'a> {
         known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible_nodes(&candidate.plan_pod)).clone()
     }
 
-    /// Returns the nodes on which preemption may make room for the pod, among those that
-    /// `is_searched` accepts: eligible nodes that other rules allow, each with the CPU, memory and
-    /// other resources that it is missing.
+    /// Returns the nodes on which preemption may make room for the pod, each with the CPU, memory
+    /// and other resources that it is missing. These are eligible nodes that other rules allow and
+    /// that `is_searched` accepts.
     pub(super) fn preemption_nodes(
         &self,
         candidate: &'a Candidate<'a>,

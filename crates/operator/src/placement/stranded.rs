@@ -166,8 +166,8 @@ struct Backoff {
 }
 
 impl Stranded {
-    /// Decides how to handle the released pods in `found`. Each comes with the reason why it is not
-    /// bound.
+    /// Decides how to handle the released pods in `found`. Each pod comes with the reason why the
+    /// pod is not bound.
     ///
     /// `patience` is the time for which nodes must refuse a pod for temporary reasons before it is
     /// stranded.

@@ -26,7 +26,7 @@ impl UnansweredReleases {
         self.0.insert(release.pod.clone(), release);
     }
 
-    /// Whether it is unknown whether the pod was released.
+    /// Returns whether the release of the pod has no answer.
     pub(super) fn contains(&self, pod: &str) -> bool {
         self.0.contains_key(pod)
     }
@@ -41,15 +41,15 @@ impl UnansweredReleases {
         self.0.retain(|name, _| present.contains(name));
     }
 
-    /// Whether this pod, which is at the gate, shows that its release was not and will not be
-    /// applied: it is newer than the version that the patch applies to.
+    /// Returns whether a pod at the gate shows that its release was not and will not be applied.
+    /// This is so if the pod is newer than the version that the patch applies to.
     pub(super) fn is_refuted_by(&self, name: &str, pod: &PodObject) -> bool {
         let number = |version: Option<&str>| version.and_then(|version| version.parse::<u64>().ok());
         let sent = self.0.get(name).and_then(|release| number(patch::resource_version(&release.patch)));
         sent.is_some_and(|sent| number(pod.metadata.resource_version.as_deref()).is_some_and(|seen| seen > sent))
     }
 
-    /// The releases to retry.
+    /// Returns the releases to retry.
     pub(super) fn releases_to_retry(&self, ledger: &Ledger, now: Now) -> impl Iterator<Item = Release> {
         let in_time = move |release: &&Release| match &release.reason {
             ReleaseReason::Reserved(placement) => placement.until > now.epoch.saturating_add(RETRY_MARGIN_SECONDS),

@@ -122,7 +122,7 @@ pub(crate) fn may_be_down(node: &cleave_plan::snapshot::Node) -> bool {
     node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()))
 }
 
-/// Returns for each node, one pod that uses MPS shares or has a reservation for them, according to
+/// Returns, for each node, one pod that uses MPS shares or has a reservation for them, according to
 /// the ledger.
 pub(crate) fn pending_users(ledger: &Ledger, serves: impl Fn(&str, &str) -> bool) -> BTreeMap<&str, String> {
     let mut found: BTreeMap<&str, String> = BTreeMap::new();

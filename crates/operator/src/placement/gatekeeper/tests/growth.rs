@@ -1,4 +1,4 @@
-//! Which pods at the gate are reported to cluster autoscalers.
+//! Tests which pods at the gate are reported to cluster autoscalers.
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
@@ -92,7 +92,7 @@ fn a_pod_that_is_larger_than_any_known_gpu_is_not_reported() {
     let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).pod("one", 1).policy(10);
     let mut keeper = Gatekeeper::default();
     assert_eq!(reports(&reconcile_later(&mut keeper, &world, 60)), [("team/one", true)]);
-    // The last node leaves. A node that is added for the pod would be too small again.
+    // The last node is removed. A node that is added for the pod would be too small again.
     refuse(&mut world, "team/one");
     (world.nodes, world.gpu_nodes, world.agents) = Default::default();
     world.policies = TestCluster::default().policy(20).policies;
