@@ -56,7 +56,7 @@ pub struct EvictionOptions {
 /// bound after this version is not evicted.
 pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> Evicted {
     let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
-    send(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await
+    send_eviction(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await
 }
 
 /// Evicts the pod `namespace/name` with its own grace period, if its UID is unchanged.
@@ -73,10 +73,10 @@ pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Eviction
     if let Some(grace) = options.grace {
         delete["gracePeriodSeconds"] = grace.into();
     }
-    send(client, pod, delete, options.timeout).await
+    send_eviction(client, pod, delete, options.timeout).await
 }
 
-async fn send(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> Evicted {
+async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> Evicted {
     let Some((namespace, name)) = pod.split_once('/') else { return Evicted::NotFound };
     let body = serde_json::json!({
         "apiVersion": "policy/v1",

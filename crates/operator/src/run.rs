@@ -24,7 +24,7 @@ use crate::metrics::Metrics;
 use crate::passes::{self, Passes};
 use crate::placement::{self, Gate};
 use crate::task::{self, Context};
-use crate::tenants::Tenants;
+use crate::tenants::TenantController;
 use crate::watches::{WATCH_TIMEOUT, Wakers, Watches};
 
 /// The operator's tasks. Each task returns its name and its result.
@@ -114,7 +114,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         report_unschedulable: args.report_unschedulable,
         taint_fragmented: args.taint_fragmented,
     });
-    let tenants = Tenants::new(context.clone());
+    let tenants = TenantController::new(context.clone());
     let passes =
         Passes::new(passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy });
     tasks.spawn(async move {

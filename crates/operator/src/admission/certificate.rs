@@ -108,7 +108,7 @@ impl Certificate {
     }
 
     /// Parses the data of a Secret. Returns `None` if the data is empty.
-    pub(crate) fn read(data: &BTreeMap<String, ByteString>) -> Result<Option<Self>, Error> {
+    pub(crate) fn from_secret_data(data: &BTreeMap<String, ByteString>) -> Result<Option<Self>, Error> {
         if data.values().all(|value| value.0.is_empty()) {
             return Ok(None);
         }
@@ -120,7 +120,7 @@ impl Certificate {
     }
 
     /// Returns the data of the Secret that stores this certificate.
-    pub(crate) fn data(&self) -> BTreeMap<String, ByteString> {
+    pub(crate) fn secret_data(&self) -> BTreeMap<String, ByteString> {
         let parts = [(CERTIFICATE, &self.chain_pem), (KEY, &self.key_pem), (AUTHORITIES, &self.authorities_pem)];
         parts.into_iter().map(|(name, text)| (name.to_owned(), ByteString(text.clone().into_bytes()))).collect()
     }
@@ -309,10 +309,14 @@ impl CertificateManager {
     async fn update(&mut self, now: SystemTime, leads: bool) -> Result<(), UpdateError> {
         let secret = with_timeout(self.secrets.get_opt(&self.name)).await?;
         let secret = secret.ok_or_else(|| UpdateError::NoSecret(self.name.clone()))?;
-        let stored = Certificate::read(secret.data.as_ref().unwrap_or(&BTreeMap::new())).unwrap_or_else(|error| {
-            tracing::warn!(error = &error as &dyn std::error::Error, "ignored an invalid certificate in the Secret");
-            None
-        });
+        let stored =
+            Certificate::from_secret_data(secret.data.as_ref().unwrap_or(&BTreeMap::new())).unwrap_or_else(|error| {
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "ignored an invalid certificate in the Secret"
+                );
+                None
+            });
         let current = match next_step(stored.as_ref(), &self.host, now, leads) {
             Step::Serve => stored,
             step => Some(self.replace(secret, stored, step, now).await?),
@@ -346,7 +350,7 @@ impl CertificateManager {
             self.publish_authorities(&current).await?;
             tokio::time::sleep(CA_PUBLICATION_DELAY).await;
         }
-        secret.data = Some(current.data());
+        secret.data = Some(current.secret_data());
         // The request includes the `resourceVersion` that was read, so only one replica's write
         // succeeds. The other replicas then read that replica's certificate.
         with_timeout(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
@@ -404,31 +408,31 @@ mod tests {
     #[test]
     fn a_stored_certificate_is_read_back() {
         let (made, other) = (new_certificate(), new_certificate());
-        let read = Certificate::read(&made.data()).unwrap().unwrap();
-        assert_eq!(read.data(), made.data());
+        let read = Certificate::from_secret_data(&made.secret_data()).unwrap().unwrap();
+        assert_eq!(read.secret_data(), made.secret_data());
         assert!(read.is_trusted(SERVICE_HOST, now()));
-        assert!(Certificate::read(&BTreeMap::new()).unwrap().is_none());
-        let emptied = made.data().into_keys().map(|key| (key, ByteString(Vec::new()))).collect();
-        assert!(Certificate::read(&emptied).unwrap().is_none());
+        assert!(Certificate::from_secret_data(&BTreeMap::new()).unwrap().is_none());
+        let emptied = made.secret_data().into_keys().map(|key| (key, ByteString(Vec::new()))).collect();
+        assert!(Certificate::from_secret_data(&emptied).unwrap().is_none());
         for part in [CERTIFICATE, KEY, AUTHORITIES] {
             for spoiled in
                 [&b""[..], b"\xff", b"none", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
             {
-                let mut data = made.data();
+                let mut data = made.secret_data();
                 data.insert(part.to_owned(), ByteString(spoiled.to_vec()));
-                assert!(Certificate::read(&data).is_err(), "{part}: {spoiled:?}");
+                assert!(Certificate::from_secret_data(&data).is_err(), "{part}: {spoiled:?}");
             }
-            let mut data = made.data();
+            let mut data = made.secret_data();
             data.remove(part);
-            assert!(Certificate::read(&data).is_err(), "no {part}");
+            assert!(Certificate::from_secret_data(&data).is_err(), "no {part}");
         }
         // The key or the CA belongs to another certificate.
-        let mut data = made.data();
-        data.insert(KEY.to_owned(), other.data()[KEY].clone());
-        assert!(Certificate::read(&data).is_err());
-        let mut data = made.data();
-        data.insert(AUTHORITIES.to_owned(), other.data()[AUTHORITIES].clone());
-        assert!(!Certificate::read(&data).unwrap().unwrap().is_trusted(SERVICE_HOST, now()));
+        let mut data = made.secret_data();
+        data.insert(KEY.to_owned(), other.secret_data()[KEY].clone());
+        assert!(Certificate::from_secret_data(&data).is_err());
+        let mut data = made.secret_data();
+        data.insert(AUTHORITIES.to_owned(), other.secret_data()[AUTHORITIES].clone());
+        assert!(!Certificate::from_secret_data(&data).unwrap().unwrap().is_trusted(SERVICE_HOST, now()));
     }
 
     #[test]
@@ -436,13 +440,15 @@ mod tests {
         let first = new_certificate();
         let second = Certificate::create(SERVICE_HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
         let third = Certificate::create(SERVICE_HOST, now() + VALIDITY, Some(&second)).unwrap();
-        let bundle = |current: &Certificate| current.data()[AUTHORITIES].clone();
+        let bundle = |current: &Certificate| current.secret_data()[AUTHORITIES].clone();
         // The server presents the first certificate to a client that trusts the second
         // certificate's CAs.
-        let mut served = second.data();
-        served.insert(CERTIFICATE.to_owned(), first.data()[CERTIFICATE].clone());
-        served.insert(KEY.to_owned(), first.data()[KEY].clone());
-        assert!(Certificate::read(&served).unwrap().unwrap().is_trusted(SERVICE_HOST, now() + RENEW_BEFORE));
+        let mut served = second.secret_data();
+        served.insert(CERTIFICATE.to_owned(), first.secret_data()[CERTIFICATE].clone());
+        served.insert(KEY.to_owned(), first.secret_data()[KEY].clone());
+        assert!(
+            Certificate::from_secret_data(&served).unwrap().unwrap().is_trusted(SERVICE_HOST, now() + RENEW_BEFORE)
+        );
         assert!(first.is_trusted_by(Some(&bundle(&second))));
         assert!(!second.is_trusted_by(Some(&bundle(&first))), "the second CA is not published yet");
         assert!(!first.is_trusted_by(Some(&bundle(&third))), "old CAs are dropped");
@@ -526,7 +532,7 @@ mod tests {
 
         fn stored_certificate(body: &Value) -> Certificate {
             let data: BTreeMap<String, ByteString> = serde_json::from_value(body["data"].clone()).unwrap();
-            Certificate::read(&data).unwrap().unwrap()
+            Certificate::from_secret_data(&data).unwrap().unwrap()
         }
 
         fn conflict_status() -> Value {
@@ -580,8 +586,8 @@ mod tests {
                 answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&made.data())),
-                        ("GET", WEBHOOK_PATH, StatusCode::OK, webhook_object(Some(&made.data()[AUTHORITIES]))),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&made.secret_data())),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, webhook_object(Some(&made.secret_data()[AUTHORITIES]))),
                     ]
                 )
             );
@@ -594,14 +600,14 @@ mod tests {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
             let due = now() + VALIDITY - RENEW_BEFORE + MAX_CLOCK_SKEW;
-            let known = webhook_object(Some(&old.data()[AUTHORITIES]));
+            let known = webhook_object(Some(&old.secret_data()[AUTHORITIES]));
             // A process that does not lead keeps the stored certificate.
             let (updated, _) = tokio::join!(
                 manager.update(due, false),
                 answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.secret_data())),
                         ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                     ]
                 )
@@ -613,10 +619,10 @@ mod tests {
                 answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.secret_data())),
                         ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                         ("PATCH", WEBHOOK_PATH, StatusCode::OK, known.clone()),
-                        ("PUT", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("PUT", SECRET_PATH, StatusCode::OK, secret_object(&old.secret_data())),
                         ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                         ("PATCH", WEBHOOK_PATH, StatusCode::OK, known),
                     ]
@@ -634,19 +640,19 @@ mod tests {
         async fn the_served_certificate_stays_when_the_secret_is_invalid_or_gone() {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
-            let known = webhook_object(Some(&old.data()[AUTHORITIES]));
+            let known = webhook_object(Some(&old.secret_data()[AUTHORITIES]));
             let (updated, _) = tokio::join!(
                 manager.update(now(), false),
                 answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.secret_data())),
                         ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                     ]
                 )
             );
             updated.unwrap();
-            let mut spoiled = old.data();
+            let mut spoiled = old.secret_data();
             spoiled.insert(CERTIFICATE.to_owned(), ByteString(b"none".to_vec()));
             let (updated, bodies) = tokio::join!(
                 manager.update(now(), false),

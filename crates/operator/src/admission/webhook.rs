@@ -252,16 +252,16 @@ impl Reviewer {
 }
 
 async fn review_gate(State(reviewer): State<Reviewer>, body: Body) -> Response {
-    answer(Change::Gate { tolerate: reviewer.tolerate }, reviewer, body).await
+    answer_review(Change::Gate { tolerate: reviewer.tolerate }, reviewer, body).await
 }
 
 async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u16>, body: Body) -> Response {
-    answer(Change::PreStop(seconds), reviewer, body).await
+    answer_review(Change::PreStop(seconds), reviewer, body).await
 }
 
-async fn answer(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
+async fn answer_review(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
-        return refuse(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
+        return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
     }
     // The timeout drops a body that arrives too slowly, together with its permit.
     let read = tokio::time::timeout(REQUEST_TIMEOUT, async {
@@ -270,8 +270,8 @@ async fn answer(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, b
     });
     let body = match read.await {
         Ok(Ok(body)) => body,
-        Ok(Err(error)) => return refuse(StatusCode::PAYLOAD_TOO_LARGE, &error.to_string()),
-        Err(_) => return refuse(StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time"),
+        Ok(Err(error)) => return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, &error.to_string()),
+        Err(_) => return refusal_response(StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time"),
     };
     let exempt = |namespace: &str| {
         let found = namespaces.get(&ObjectRef::new(namespace));
@@ -279,12 +279,12 @@ async fn answer(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, b
     };
     match review(change, &body, exempt).map(|review| serde_json::to_vec(&review)) {
         Ok(Ok(review)) => ([(header::CONTENT_TYPE, "application/json")], review).into_response(),
-        Ok(Err(error)) => refuse(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
-        Err(error) => refuse(StatusCode::BAD_REQUEST, &error.to_string()),
+        Ok(Err(error)) => refusal_response(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+        Err(error) => refusal_response(StatusCode::BAD_REQUEST, &error.to_string()),
     }
 }
 
-fn refuse(status: StatusCode, why: &str) -> Response {
+fn refusal_response(status: StatusCode, why: &str) -> Response {
     tracing::warn!(status = status.as_u16(), why, "refused an admission review");
     (status, format!("{why}\n")).into_response()
 }
@@ -369,7 +369,7 @@ mod tests {
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     /// Returns a review as an API server sends it.
-    fn review_of(spec: &Value) -> Value {
+    fn review_with_spec(spec: &Value) -> Value {
         json!({
             "kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1",
             "request": {
@@ -416,7 +416,7 @@ mod tests {
 
     /// Returns the gates of the pod after the change.
     fn gate_names(spec: &Value, exempt: bool) -> Vec<String> {
-        let pod = changed_pod(GATE_ONLY, &review_of(spec), exempt);
+        let pod = changed_pod(GATE_ONLY, &review_with_spec(spec), exempt);
         let gates = pod["spec"]["schedulingGates"].as_array().into_iter().flatten();
         gates.map(|gate| gate["name"].as_str().unwrap().to_owned()).collect()
     }
@@ -488,7 +488,7 @@ mod tests {
             if !own.is_null() {
                 spec["tolerations"] = own.clone();
             }
-            changed_pod(Change::Gate { tolerate }, &review_of(&spec), false)["spec"]["tolerations"].clone()
+            changed_pod(Change::Gate { tolerate }, &review_with_spec(&spec), false)["spec"]["tolerations"].clone()
         };
         let shares = json!({MPS_RESOURCE: "1"});
         let added = json!({"key": "nvidia.com/gpu", "operator": "Exists"});
@@ -507,7 +507,7 @@ mod tests {
         assert_eq!(tolerations(&json!({"nvidia.com/gpu": 1}), &Value::Null, true), Value::Null, "whole GPUs");
         assert_eq!(tolerations(&shares, &Value::Null, false), Value::Null, "switched off");
         // A second review of the changed pod changes nothing.
-        let mut again = review_of(&pod_spec_with_limits(&shares));
+        let mut again = review_with_spec(&pod_spec_with_limits(&shares));
         again["request"]["object"] = changed_pod(Change::Gate { tolerate: true }, &again, false);
         assert_eq!(changed_pod(Change::Gate { tolerate: true }, &again, false), again["request"]["object"]);
     }
@@ -526,8 +526,8 @@ mod tests {
         for limits in
             [json!({MPS_RESOURCE: "2"}), json!({MPS_RESOURCE: 1}), json!({"nvidia.com/mig-1g.10gb.shared": "1"})]
         {
-            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, false), [Some(1)]);
-            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, true), [None], "exempt");
+            assert_eq!(pre_stop_seconds(&review_with_spec(&pod_spec_with_limits(&limits)), 1, false), [Some(1)]);
+            assert_eq!(pre_stop_seconds(&review_with_spec(&pod_spec_with_limits(&limits)), 1, true), [None], "exempt");
         }
         for limits in [
             json!({}),
@@ -535,7 +535,11 @@ mod tests {
             json!({"nvidia.com/gpu": 1}),
             json!({"nvidia.com/gpu-timeslice": 1}),
         ] {
-            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, false), [None], "{limits}");
+            assert_eq!(
+                pre_stop_seconds(&review_with_spec(&pod_spec_with_limits(&limits)), 1, false),
+                [None],
+                "{limits}"
+            );
         }
         let mut sidecar = with("sidecar", json!({MPS_RESOURCE: "1"}));
         sidecar["restartPolicy"] = json!("Always");
@@ -547,7 +551,7 @@ mod tests {
             "containers": [with("main", json!({MPS_RESOURCE: "1"})), with("beside", json!({"cpu": "1"})), own, started],
             "initContainers": [with("first", json!({MPS_RESOURCE: "1"})), sidecar],
         });
-        let review = review_of(&spec);
+        let review = review_with_spec(&spec);
         assert_eq!(pre_stop_seconds(&review, 3, false), [Some(3), None, None, Some(3), None, Some(3)]);
         let pod = changed_pod(Change::PreStop(3), &review, false);
         assert_eq!(pod["spec"]["containers"][2], spec["containers"][2]);
@@ -566,7 +570,7 @@ mod tests {
             if let Some(grace) = grace {
                 spec["terminationGracePeriodSeconds"] = json!(grace);
             }
-            let mut review = review_of(&spec);
+            let mut review = review_with_spec(&spec);
             review["request"]["object"]["metadata"]["annotations"] = annotations.clone();
             review
         };
@@ -590,19 +594,19 @@ mod tests {
     #[test]
     fn bodies_that_are_not_reviews_are_refused() {
         let answer = |body: &[u8]| review(GATE_ONLY, body, |_| false).map(|_| ()).unwrap_err().to_string();
-        let whole = review_of(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}))).to_string();
+        let whole = review_with_spec(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}))).to_string();
         for body in
             [&b""[..], b"{", b"null", b"[]", b"\xff\xfe", b"{\"kind\": 1}", &whole.as_bytes()[..whole.len() / 2]]
         {
             assert!(answer(body).starts_with("the body is not an AdmissionReview of a pod: "), "{}", answer(body));
         }
-        let mut empty = review_of(&json!({}));
+        let mut empty = review_with_spec(&json!({}));
         empty["request"]["object"] = Value::Null;
         assert_eq!(answer(empty.to_string().as_bytes()), "the AdmissionReview has no pod");
         empty["request"] = Value::Null;
         assert_eq!(answer(empty.to_string().as_bytes()), "the AdmissionReview has no request");
         for spec in [json!(1), json!({"containers": 1}), json!({"containers": [{"resources": {"limits": [1]}}]})] {
-            answer(review_of(&spec).to_string().as_bytes());
+            answer(review_with_spec(&spec).to_string().as_bytes());
         }
     }
     mod server_tests {
@@ -655,7 +659,7 @@ mod tests {
 
             async fn connect(&self, trusted: &Certificate) -> std::io::Result<TlsStream<TcpStream>> {
                 let mut roots = RootCertStore::empty();
-                for authority in CertificateDer::pem_slice_iter(&trusted.data()["ca.crt"].0) {
+                for authority in CertificateDer::pem_slice_iter(&trusted.secret_data()["ca.crt"].0) {
                     roots.add(authority.unwrap()).unwrap();
                 }
                 let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -697,7 +701,7 @@ mod tests {
         }
 
         fn review_in_namespace(namespace: &str) -> Vec<u8> {
-            let mut review = review_of(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"})));
+            let mut review = review_with_spec(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"})));
             review["request"]["namespace"] = json!(namespace);
             review.to_string().into_bytes()
         }

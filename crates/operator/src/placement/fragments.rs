@@ -20,13 +20,13 @@ const MAX_CHANGES: usize = 32;
 
 /// The taint changes that earlier reconciles decided.
 #[derive(Debug)]
-pub(super) struct Fragments {
+pub(super) struct FragmentationTaints {
     enabled: bool,
     /// The `resourceVersion` for which each change was decided, by node. The watch may lag.
     decided: BTreeMap<String, String>,
 }
 
-impl Fragments {
+impl FragmentationTaints {
     /// If not `enabled`, no node is changed.
     pub(super) const fn new(enabled: bool) -> Self {
         Self { enabled, decided: BTreeMap::new() }
@@ -51,7 +51,7 @@ impl Fragments {
         let mut changes = Vec::new();
         let mut differing = BTreeSet::new();
         for (name, state) in &nodes.0 {
-            let Some(change) = change(name, state, looks_free(ledger, name, smallest)) else { continue };
+            let Some(change) = taint_change(name, state, looks_free(ledger, name, smallest)) else { continue };
             differing.insert(name.as_str());
             let version = state.resource_version().to_owned();
             if changes.len() < MAX_CHANGES && self.decided.get(name) != Some(&version) {
@@ -78,7 +78,7 @@ fn looks_free(ledger: &Ledger, node: &str, smallest: &BTreeMap<String, u64>) -> 
 
 /// Returns the change of a node's taint. Returns `None` if the node already has the taint, or lacks
 /// the taint, as `wanted` states.
-fn change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
+fn taint_change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
     let is_own = |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED;
     let (why, patch) = match (wanted, state.node.taints.iter().position(is_own)) {
         (true, None) => (

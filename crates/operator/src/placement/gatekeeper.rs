@@ -13,8 +13,8 @@ use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_living, is_released};
 use super::evictions::{Evictability, EvictionRecords};
-use super::fragments::Fragments;
-use super::growth::{Circumstances, Growth, Offers, Outlook};
+use super::fragments::FragmentationTaints;
+use super::growth::{AutoscalerReports, Circumstances, Offers, Outlook};
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::pod_tracker::PodTracker;
@@ -22,7 +22,7 @@ use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::search::{Candidate, PlacementSearch};
-use super::stranded::{self, Advice, Rescue, Stranded};
+use super::stranded::{self, Advice, Rescue, StrandedPods};
 use super::unanswered::UnansweredReleases;
 use super::{learning, mps_hosts};
 use crate::evict::Evicted;
@@ -62,9 +62,9 @@ pub struct Gatekeeper {
     evictions: EvictionRecords,
     /// Pods for which preemption was searched for.
     preemptors: Preemptors,
-    stranded: Stranded,
-    growth: Growth,
-    fragments: Fragments,
+    stranded: StrandedPods,
+    growth: AutoscalerReports,
+    fragments: FragmentationTaints,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -95,9 +95,9 @@ impl Gatekeeper {
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
             preemptors: Preemptors::default(),
-            stranded: Stranded::default(),
-            growth: Growth::new(true),
-            fragments: Fragments::new(false),
+            stranded: StrandedPods::default(),
+            growth: AutoscalerReports::new(true),
+            fragments: FragmentationTaints::new(false),
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
@@ -124,14 +124,14 @@ impl Gatekeeper {
     /// default.
     #[must_use]
     pub fn with_reports(self, enabled: bool) -> Self {
-        Self { growth: Growth::new(enabled), ..self }
+        Self { growth: AutoscalerReports::new(enabled), ..self }
     }
 
     /// Sets whether nodes that only look free to cluster autoscalers are tainted. Taints are
     /// disabled by default.
     #[must_use]
     pub fn with_taints(self, enabled: bool) -> Self {
-        Self { fragments: Fragments::new(enabled), ..self }
+        Self { fragments: FragmentationTaints::new(enabled), ..self }
     }
 
     /// Drops all state. Call this while another process leads.
@@ -226,7 +226,7 @@ impl Gatekeeper {
                 let mut ledger = self.claims.rebuild(nodes, &living, now);
                 self.chooser = Chooser::default();
                 ledger.synchronize(&mut self.chooser);
-                learning::count_running(&mut self.chooser, &living);
+                learning::count_running_pods(&mut self.chooser, &living);
                 ledger
             }
         };
@@ -301,7 +301,7 @@ impl Gatekeeper {
         self.claims.remove_ended_pods(ledger, &present, maybe_deleted, now.up);
         let arrived = self.queue.update(&present, &waiting, now.up);
         ledger.synchronize(&mut self.chooser);
-        learning::count_arrived(&mut self.chooser, &self.nodes, &arrived);
+        learning::count_arrived_pods(&mut self.chooser, &self.nodes, &arrived);
         for name in &settled {
             present.remove(name);
         }
@@ -349,7 +349,7 @@ impl Gatekeeper {
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
         let mut at_other_nodes: Vec<Candidate<'_>> = Vec::new();
         for pod in input.unsettled.iter().copied().filter(|pod| is_released(pod)) {
-            if let Some(reason) = stranded::Reason::find(pod, ledger, nodes, tracker) {
+            if let Some(reason) = stranded::Reason::of_released_pod(pod, ledger, nodes, tracker) {
                 found.push((pod, reason));
             } else if pod.placement.is_none() && pod.unschedulable {
                 unschedulable.push(Candidate::from_unschedulable(pod, nodes));
@@ -481,7 +481,7 @@ impl Gatekeeper {
             }
             actions.waiting.insert(name.clone(), waiting_for_room(message));
         }
-        preemptors.finish(up, actions);
+        preemptors.finish_reconcile(up, actions);
         reserved.into_iter().for_each(|(name, pod)| claims.add(name, pod));
         growth.add_reports(&candidates, up, actions);
     }

@@ -184,7 +184,7 @@ fn max_shares(mps: &MpsShare) -> u32 {
 
 /// What each pod at the gate needs, and what was reported about it.
 #[derive(Debug)]
-pub(super) struct Growth {
+pub(super) struct AutoscalerReports {
     enabled: bool,
     /// By UID.
     pods: BTreeMap<String, UnplaceablePod>,
@@ -207,7 +207,7 @@ struct UnplaceablePod {
     written: Option<(bool, Duration)>,
 }
 
-impl Growth {
+impl AutoscalerReports {
     /// If not `enabled`, no pod is reported, and earlier reports are taken back.
     pub(super) const fn new(enabled: bool) -> Self {
         Self { enabled, pods: BTreeMap::new(), smallest: BTreeMap::new() }

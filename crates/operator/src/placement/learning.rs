@@ -61,7 +61,7 @@ pub(super) fn update_score(chooser: &mut Chooser, unsettled: &[&PodObject]) {
 }
 
 /// Counts the pods that arrived at the gate.
-pub(super) fn count_arrived(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&PodObject]) {
+pub(super) fn count_arrived_pods(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&PodObject]) {
     let mut known: BTreeMap<Selectors, Vec<String>> = BTreeMap::new();
     for pod in arrived {
         let plan_pod = plan_pod(pod);
@@ -78,7 +78,7 @@ pub(super) fn count_arrived(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&Po
 /// Counts the pods that run when the operator starts, because the operator keeps no record of
 /// earlier pods. The result differs from a record: short-lived pods are missing, and selectors of
 /// bound pods are not known. Both differences shrink as pods arrive.
-pub(super) fn count_running(chooser: &mut Chooser, living: &[&PodObject]) {
+pub(super) fn count_running_pods(chooser: &mut Chooser, living: &[&PodObject]) {
     let mut pods: Vec<&PodObject> =
         living.iter().copied().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();
     pods.sort_by_key(|pod| pod.metadata.creation_timestamp.as_ref().map(|time| time.0));

@@ -52,7 +52,7 @@ pub(super) fn resource_version(patch: &Value) -> Option<&str> {
 }
 
 /// Returns the patch for another `resourceVersion` of the pod.
-pub(super) fn with_version(patch: &Value, version: String) -> Value {
+pub(super) fn with_resource_version(patch: &Value, version: String) -> Value {
     let mut patch = patch.clone();
     if let Some(value) = patch.pointer_mut(VERSION_POINTER) {
         *value = Value::String(version);

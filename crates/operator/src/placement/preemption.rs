@@ -9,7 +9,7 @@ use super::actions::{Actions, Eviction};
 use super::claims::PodClaims;
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::nodes::Nodes;
-use super::preemptors::{Preemptors, Scope};
+use super::preemptors::{Preemptors, SearchScope};
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::verdict::Verdict;
 use crate::pods::PodObject;
@@ -58,7 +58,7 @@ pub(super) enum Prospect {
 }
 
 /// The result of one search.
-enum Outcome {
+enum SearchResult {
     /// These evictions make room. The list of victims must be empty.
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
@@ -112,7 +112,7 @@ impl<'a> PreemptionSearch<'a> {
             actions.requeue_in(pause);
         }
         let prospect = match self.find_victims(ledger, search, candidate, (verdict, pause.is_some())) {
-            Outcome::Preempt(Preemption { node, takes, victims }) => {
+            SearchResult::Preempt(Preemption { node, takes, victims }) => {
                 // A victim that does not terminate counts as running then.
                 actions.requeue_in(TERMINATION_TIME);
                 self.add_evictions(victims, &candidate.name, actions);
@@ -124,12 +124,12 @@ impl<'a> PreemptionSearch<'a> {
                 let _ = ledger.nominate(&candidate.name, nomination);
                 Prospect::Room
             }
-            Outcome::Impossible => {
+            SearchResult::Impossible => {
                 self.withdraw_nomination(ledger, search, &candidate.name);
                 Prospect::NoRoom
             }
-            Outcome::Later if ledger.nominations().contains_key(&candidate.name) => Prospect::Room,
-            Outcome::Later => Prospect::Unknown,
+            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => Prospect::Room,
+            SearchResult::Later => Prospect::Unknown,
         };
         actions.preemption_searches = self.searches;
         prospect
@@ -149,36 +149,36 @@ impl<'a> PreemptionSearch<'a> {
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
         (verdict, is_paused): (&Verdict, bool),
-    ) -> Outcome {
+    ) -> SearchResult {
         let Candidate { name, pod, plan_pod, .. } = candidate;
         if verdict.permanent_obstacle().is_some() || pod.spec.preemption_policy.as_deref() == Some("Never") {
-            return Outcome::Impossible;
+            return SearchResult::Impossible;
         }
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
         if nominated.is_none() {
-            if scope == Scope::Nothing {
+            if scope == SearchScope::Nothing {
                 self.hopeless.insert(key);
-                return Outcome::Impossible;
+                return SearchResult::Impossible;
             }
             if self.hopeless.contains(&key) {
                 self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
-                return Outcome::Impossible;
+                return SearchResult::Impossible;
             }
         }
         if !self.may_preempt(plan_pod.priority) {
-            return Outcome::Impossible;
+            return SearchResult::Impossible;
         }
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders());
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
-                return Outcome::Preempt(found);
+                return SearchResult::Preempt(found);
             }
         }
         if self.is_paused || is_paused {
-            return Outcome::Later;
+            return SearchResult::Later;
         }
         let is_turn = if self.preemptors.has_waited(name) {
             self.turns.contains(name)
@@ -188,21 +188,21 @@ impl<'a> PreemptionSearch<'a> {
         };
         if !is_turn {
             self.preemptors.defer(name, pod);
-            return Outcome::Later;
+            return SearchResult::Later;
         }
         self.searches += 1;
         let since = match scope {
-            Scope::ChangedSince(version) if !key.has_rules() && nominated.is_none() => Some(version),
+            SearchScope::ChangedSince(version) if !key.has_rules() && nominated.is_none() => Some(version),
             _ => None,
         };
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
         let targets = search.preemption_nodes(candidate, is_searched);
         match ledger.preempt(candidate.pending_pod(), targets, self.holders()) {
-            Some(found) => Outcome::Preempt(found),
+            Some(found) => SearchResult::Preempt(found),
             None => {
                 self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
                 self.hopeless.insert(key);
-                Outcome::Impossible
+                SearchResult::Impossible
             }
         }
     }

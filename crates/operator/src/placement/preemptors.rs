@@ -56,7 +56,7 @@ struct FutileSearch {
 
 /// The nodes on which a preemption may help a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Scope {
+pub(super) enum SearchScope {
     /// No node has changed since the last search.
     Nothing,
     /// Nodes that have changed since this version.
@@ -131,7 +131,7 @@ impl Preemptors {
     /// Returns the waiting pods whose turn it is: those whose last search was the longest ago, and
     /// that another search may help.
     pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
-        let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != Scope::Nothing);
+        let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();
         due.sort_unstable();
         due.into_iter().take(MAX_REPEATED_SEARCHES).map(|(_, name)| name.clone()).collect()
@@ -143,16 +143,16 @@ impl Preemptors {
     }
 
     /// Returns the nodes on which a preemption may help the pod.
-    pub(super) fn search_scope(&self, pod: &str, up: Duration) -> Scope {
-        self.waiting.get(pod).map_or(Scope::Everything, |one| self.scope_of(one, up))
+    pub(super) fn search_scope(&self, pod: &str, up: Duration) -> SearchScope {
+        self.waiting.get(pod).map_or(SearchScope::Everything, |one| self.scope_of(one, up))
     }
 
-    fn scope_of(&self, one: &Preemptor, up: Duration) -> Scope {
+    fn scope_of(&self, one: &Preemptor, up: Duration) -> SearchScope {
         match one.hopeless {
             Some(FutileSearch { version, until }) if until > up && self.everywhere <= version => {
-                if self.version > version { Scope::ChangedSince(version) } else { Scope::Nothing }
+                if self.version > version { SearchScope::ChangedSince(version) } else { SearchScope::Nothing }
             }
-            _ => Scope::Everything,
+            _ => SearchScope::Everything,
         }
     }
 
@@ -182,7 +182,7 @@ impl Preemptors {
     }
 
     /// Ends a reconcile: adds to `actions` when the next reconcile is necessary.
-    pub(super) fn finish(&self, up: Duration, actions: &mut Actions) {
+    pub(super) fn finish_reconcile(&self, up: Duration, actions: &mut Actions) {
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();
         let rechecks = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);

@@ -18,7 +18,7 @@ use super::stranded::{Advice, Recreation, Rescue};
 use crate::events::{self, EventPublisher};
 use crate::evict::{self, Evicted};
 use crate::metrics::{Outcome, Reason};
-use crate::pod_condition::{self, Target, Written};
+use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition, full_name};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, Change};
@@ -263,8 +263,8 @@ impl Gate {
         let version = patch::resource_version(&release.patch);
         let target = Target { pod: &release.pod, uid: &release.uid, version };
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
-            Written::Done(version) => Ok(patch::with_version(&release.patch, version)),
-            Written::Obsolete | Written::Failed => Err(Failure::Retry),
+            WriteResult::Done(version) => Ok(patch::with_resource_version(&release.patch, version)),
+            WriteResult::Obsolete | WriteResult::Failed => Err(Failure::Retry),
         }
     }
 
@@ -275,9 +275,9 @@ impl Gate {
             return true;
         }
         let writes: Vec<_> = reports.iter().map(|report| self.report_pod(report)).collect();
-        let results: Vec<(&str, Written)> =
+        let results: Vec<(&str, WriteResult)> =
             futures::stream::iter(writes).buffer_unordered(MAX_PATCHES_IN_FLIGHT).collect().await;
-        let failed = results.into_iter().filter(|(_, written)| *written == Written::Failed);
+        let failed = results.into_iter().filter(|(_, written)| *written == WriteResult::Failed);
         failed.map(|(uid, _)| self.keeper.record_failed_report(uid)).count() == 0
     }
 
@@ -316,7 +316,7 @@ impl Gate {
     }
 
     /// Writes one report.
-    async fn report_pod<'r>(&self, report: &'r Report) -> (&'r str, Written) {
+    async fn report_pod<'r>(&self, report: &'r Report) -> (&'r str, WriteResult) {
         let Report { pod, uid, version, message } = report;
         let target = Target { pod, uid, version: Some(version) };
         let condition = scheduled_condition(message.as_deref());

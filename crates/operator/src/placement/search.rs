@@ -13,7 +13,7 @@ use kube::ResourceExt;
 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::cluster::{Input, plan_pod};
-use super::constraints::{ConstraintKey, Constraints, check};
+use super::constraints::{ConstraintKey, Constraints, check_rules};
 use super::free_resources::{FreeResources, Requester};
 use super::learning;
 use super::nodes::{NodeChecks, Nodes, Provider};
@@ -262,7 +262,7 @@ impl<'a> PlacementSearch<'a> {
         let verdict = match ledger.fit_for(candidate.pending_pod(), with_room(), most, &Tightest) {
             Ok(fits) => return Ok(fits),
             Err(why) => {
-                let conflict = |node: &PlanNode| check(checker.as_ref(), node);
+                let conflict = |node: &PlanNode| check_rules(checker.as_ref(), node);
                 let checks = NodeChecks { conflict: &conflict, has_room: &has_room };
                 self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
@@ -342,6 +342,6 @@ impl<'a> PlacementSearch<'a> {
     }
 
     fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
-        self.nodes.0.get(node).is_some_and(|state| check(checker, &state.node).is_ok())
+        self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
     }
 }

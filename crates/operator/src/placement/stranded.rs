@@ -60,7 +60,12 @@ pub(super) enum Reason {
 impl Reason {
     /// Returns why a pod that was released to nodes will not be bound. Returns `None` if the
     /// scheduler may still bind it.
-    pub(super) fn find(pod: &PodObject, ledger: &Ledger, nodes: &Nodes, tracker: &PodTracker) -> Option<Self> {
+    pub(super) fn of_released_pod(
+        pod: &PodObject,
+        ledger: &Ledger,
+        nodes: &Nodes,
+        tracker: &PodTracker,
+    ) -> Option<Self> {
         let placement = pod.placement.as_ref()?;
         let names = || placement.nodes.keys().cloned().collect();
         let plan_pod = plan_pod(pod);
@@ -141,7 +146,7 @@ pub struct Rescue {
 
 /// State of stranded pods between two reconciles.
 #[derive(Debug, Default)]
-pub(super) struct Stranded {
+pub(super) struct StrandedPods {
     /// When each pod's reason not to be bound was first found, by UID.
     since: BTreeMap<String, Duration>,
     /// UIDs of pods whose condition was written.
@@ -165,7 +170,7 @@ struct Backoff {
     avoid: BTreeSet<String>,
 }
 
-impl Stranded {
+impl StrandedPods {
     /// Decides how to handle the released pods in `found`. Each pod comes with the reason why the
     /// pod is not bound.
     ///
@@ -332,7 +337,7 @@ mod tests {
     #[test]
     fn a_pod_of_a_controller_is_recreated_and_a_bare_pod_gets_advice_once() {
         let (owned, bare) = (replica("owned"), PodObject { controller: None, ..replica("bare") });
-        let mut stranded = Stranded::default();
+        let mut stranded = StrandedPods::default();
         let rescue =
             stranded.reconcile([(&owned, expired_reason()), (&bare, expired_reason())], REFUSAL_TIMEOUT, at(0));
         assert_eq!((recreated_pods(&rescue), rescue.recreate[0].version.as_str()), (vec!["team/owned"], "7"));
@@ -355,10 +360,10 @@ mod tests {
             [("ReplicaSet", 1, 1), ("StatefulSet", 1, 1), ("Job", 0, 1), ("Workflow", 0, 0), ("ConfigMap", 0, 0)]
         {
             let pod = owned_pod("a", kind, "x");
-            let mut stranded = Stranded::default();
+            let mut stranded = StrandedPods::default();
             let rescue = stranded.reconcile([(&pod, expired_reason())], REFUSAL_TIMEOUT, at(0));
             assert_eq!((rescue.recreate.len(), rescue.advise.len()), (when_expired, 1 - when_expired), "{kind}");
-            let mut stranded = Stranded::default();
+            let mut stranded = StrandedPods::default();
             stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(0));
             let rescue = stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(20));
             assert_eq!((rescue.recreate.len(), rescue.advise.len()), (when_gone, 1 - when_gone), "{kind}");
@@ -369,7 +374,7 @@ mod tests {
     fn a_brief_refusal_by_a_node_strands_no_pod() {
         let pod = replica("owned");
         let cordoned = || (&pod, Reason::Refused("n1: cordoned".to_owned()));
-        let mut stranded = Stranded::default();
+        let mut stranded = StrandedPods::default();
         let rescue = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(0));
         assert_eq!((recreated_pods(&rescue), rescue.requeue), (vec![], Some(REFUSAL_TIMEOUT)));
         stranded.reconcile([], REFUSAL_TIMEOUT, at(179));
@@ -386,8 +391,8 @@ mod tests {
     fn pods_of_a_controller_are_recreated_together_and_each_delay_is_longer() {
         let pods = ["a", "b"].map(replica);
         let other = owned_pod("c", "ReplicaSet", "other");
-        let mut stranded = Stranded::default();
-        let all = |stranded: &mut Stranded, second| {
+        let mut stranded = StrandedPods::default();
+        let all = |stranded: &mut StrandedPods, second| {
             // Each round uses new pods with the same names.
             stranded.since.clear();
             stranded.reconcile(pods.iter().map(|pod| (pod, expired_reason())), REFUSAL_TIMEOUT, at(second))
@@ -417,7 +422,7 @@ mod tests {
     fn stranded_pods_of_a_large_controller_are_recreated_in_batches() {
         let pods: Vec<PodObject> = (0..100).map(|at| replica(&format!("p{at:02}"))).collect();
         let mut left: Vec<&PodObject> = pods.iter().collect();
-        let mut stranded = Stranded::default();
+        let mut stranded = StrandedPods::default();
         let mut batches = Vec::new();
         for second in 0..4 {
             let rescue =
@@ -433,7 +438,7 @@ mod tests {
     #[test]
     fn pods_that_the_scheduler_keeps_refusing_avoid_the_node_and_are_delayed() {
         let pod = replica("a");
-        let mut stranded = Stranded::default();
+        let mut stranded = StrandedPods::default();
         assert_eq!((stranded.avoided_nodes(&pod), stranded.gate_delay(&pod, at(0))), (None, None));
         for second in [0, 10, 30] {
             stranded.since.clear();

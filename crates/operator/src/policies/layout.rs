@@ -46,25 +46,30 @@ pub(super) fn place_instances(
         .iter()
         .filter_map(|instance| {
             let profile = profiles.iter().find(|profile| profile.name == instance.profile)?;
-            Some((instance.profile.as_str(), instance.start, mask(instance.start, profile.size)?))
+            Some((instance.profile.as_str(), instance.start, slice_mask(instance.start, profile.size)?))
         })
         .collect();
     let mut starts = vec![0; layout.len()];
-    if search(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
+    if place_remaining(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
 }
 
 /// Places the first instance of `wanted`, then the others. Returns true if all instances fit.
-fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], taken: Mask, starts: &mut [u32]) -> bool {
+fn place_remaining(
+    wanted: &[(usize, &MigProfileStatus)],
+    old: &[(&str, u32, Mask)],
+    taken: Mask,
+    starts: &mut [u32],
+) -> bool {
     let Some(((at, profile), rest)) = wanted.split_first() else { return true };
     let mut places: Vec<(u32, Mask)> =
-        profile.starts.iter().filter_map(|&start| Some((start, mask(start, profile.size)?))).collect();
+        profile.starts.iter().filter_map(|&start| Some((start, slice_mask(start, profile.size)?))).collect();
     places.sort_unstable_by_key(|&(start, place)| {
         let lies = old.iter().any(|&(name, at, _)| name == profile.name && at == start);
         let disturbs = old.iter().any(|&(_, _, mask)| mask & place != 0);
         (!lies, disturbs, start)
     });
     for (start, place) in places {
-        if taken & place == 0 && search(rest, old, taken | place, starts) {
+        if taken & place == 0 && place_remaining(rest, old, taken | place, starts) {
             if let Some(slot) = starts.get_mut(*at) {
                 *slot = start;
             }
@@ -74,7 +79,7 @@ fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], take
     false
 }
 
-fn mask(start: u32, size: u32) -> Option<Mask> {
+fn slice_mask(start: u32, size: u32) -> Option<Mask> {
     let ones = 1_u64.checked_shl(size)?.checked_sub(1).filter(|&ones| ones > 0)?;
     // If bits were shifted out, two overlapping placements could seem disjoint.
     ones.checked_shl(start).filter(|mask| mask.count_ones() == size)

@@ -146,11 +146,11 @@ mod tests {
     use super::*;
     use crate::read::Agent;
 
-    fn add(node: &Node) -> Value {
+    fn patch_that_adds_to(node: &Node) -> Value {
         super::add_patch(&UNHEALTHY, &node.taints, &node.version)
     }
 
-    fn remove(index: usize) -> Value {
+    fn patch_that_removes(index: usize) -> Value {
         super::remove_patch(&UNHEALTHY, index)
     }
 
@@ -242,23 +242,29 @@ mod tests {
         let ours = json!({"key": "cleave.dev/unhealthy", "effect": "NoSchedule"});
         let other = json!({"key": "other", "effect": "NoExecute", "timeAdded": "2027-01-15T08:00:00Z"});
         let bare = node(&["Lost"]);
-        assert_eq!(patched(&bare, &add(&bare), json!({})).unwrap(), json!([ours]));
+        assert_eq!(patched(&bare, &patch_that_adds_to(&bare), json!({})).unwrap(), json!([ours]));
         let tainted = Node { taints: vec![taint("other", "NoExecute")], ..node(&["Lost"]) };
-        assert_eq!(patched(&tainted, &add(&tainted), json!({"taints": [other]})).unwrap(), json!([other, ours]));
-        assert_eq!(patched(&tainted, &remove(1), json!({"taints": [other, ours]})).unwrap(), json!([other]));
+        assert_eq!(
+            patched(&tainted, &patch_that_adds_to(&tainted), json!({"taints": [other]})).unwrap(),
+            json!([other, ours])
+        );
+        assert_eq!(
+            patched(&tainted, &patch_that_removes(1), json!({"taints": [other, ours]})).unwrap(),
+            json!([other])
+        );
         // Another writer changed the node first.
         let another = json!({"key": "another", "effect": "NoSchedule"});
-        assert!(patched(&tainted, &remove(1), json!({"taints": [ours, another]})).is_err());
-        assert!(patched(&tainted, &remove(1), json!({"taints": [other]})).is_err());
+        assert!(patched(&tainted, &patch_that_removes(1), json!({"taints": [ours, another]})).is_err());
+        assert!(patched(&tainted, &patch_that_removes(1), json!({"taints": [other]})).is_err());
         let newer = Node { version: "8".into(), ..node(&["Lost"]) };
-        assert!(patched(&newer, &add(&bare), json!({"taints": [other]})).is_err());
+        assert!(patched(&newer, &patch_that_adds_to(&bare), json!({"taints": [other]})).is_err());
     }
 
     #[tokio::test]
     async fn a_change_is_a_json_patch_of_the_node() {
         let (service, mut server) = tower_test::mock::pair::<Request<Body>, http::Response<Body>>();
         let client = Client::new(service, "default");
-        let change = Change { node: "n".into(), why: None, patch: remove(0) };
+        let change = Change { node: "n".into(), why: None, patch: patch_that_removes(0) };
         let answer = async {
             let (request, reply) = server.next_request().await.unwrap();
             reply.send_response(http::Response::new(Body::from(b"{}".to_vec())));

@@ -14,7 +14,7 @@ use crate::write::publish;
 const GATHER_TIME: Duration = Duration::from_millis(200);
 
 /// The controller of tenants.
-pub(crate) struct Tenants {
+pub(crate) struct TenantController {
     context: Context,
     tracker: FindingTracker,
     /// UIDs of pods that have an Event about the disruption budget that protects them.
@@ -22,7 +22,7 @@ pub(crate) struct Tenants {
     started: Instant,
 }
 
-impl Tenants {
+impl TenantController {
     pub(crate) fn new(context: Context) -> Self {
         Self { context, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
@@ -60,7 +60,7 @@ impl Tenants {
     }
 }
 
-impl Controller for Tenants {
+impl Controller for TenantController {
     fn gather_time(&mut self) -> Duration {
         GATHER_TIME
     }

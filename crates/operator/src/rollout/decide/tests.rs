@@ -459,7 +459,7 @@ proptest! {
 }
 
 /// Replaces a host while the API server returns these answers. Returns the requests and the result.
-async fn requests(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
+async fn replace_with_answers(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
     let (service, mut server) = tower_test::mock::pair::<Request<Body>, Response<Body>>();
     let client = Client::new(service, "default");
     let watched = HostStores {
@@ -498,13 +498,17 @@ async fn a_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is
         "GET /apis/apps/v1/namespaces/system/controllerrevisions?",
         r#"DELETE /api/v1/namespaces/system/pods/n00-1 {"apiVersion":"v1","kind":"DeleteOptions","preconditions":{"uid":"n00-1"}}"#,
     );
-    let done = requests(&[(StatusCode::OK, listed([1, 2])), (StatusCode::OK, json!({}))]).await;
+    let done = replace_with_answers(&[(StatusCode::OK, listed([1, 2])), (StatusCode::OK, json!({}))]).await;
     assert_eq!(done, (vec![list.to_owned(), delete.to_owned()], "replaced"));
     // The DaemonSet was rolled back after the decision, so the pod has the newest revision again.
-    assert_eq!(requests(&[(StatusCode::OK, listed([3, 2]))]).await, (vec![list.to_owned()], "skipped"));
+    assert_eq!(replace_with_answers(&[(StatusCode::OK, listed([3, 2]))]).await, (vec![list.to_owned()], "skipped"));
     for (code, end) in [(409, "skipped"), (404, "skipped"), (403, "failed"), (500, "failed")] {
         let status = StatusCode::from_u16(code).unwrap();
-        assert_eq!(requests(&[(StatusCode::OK, listed([1, 2])), (status, refusal(code))]).await.1, end, "{code}");
+        assert_eq!(
+            replace_with_answers(&[(StatusCode::OK, listed([1, 2])), (status, refusal(code))]).await.1,
+            end,
+            "{code}"
+        );
     }
-    assert_eq!(requests(&[(StatusCode::FORBIDDEN, refusal(403))]).await.1, "failed");
+    assert_eq!(replace_with_answers(&[(StatusCode::FORBIDDEN, refusal(403))]).await.1, "failed");
 }
