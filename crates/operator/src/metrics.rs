@@ -256,7 +256,7 @@ mod tests {
     use prometheus_client::encoding::text::encode;
     use prometheus_client::registry::Registry;
 
-    use super::{Kind, Metrics, Reason, resident};
+    use super::{Kind, Metrics, Reason, resident_bytes};
 
     #[test]
     fn a_process_that_does_not_lead_reports_no_state_of_the_cluster() {
