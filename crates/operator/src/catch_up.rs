@@ -1,6 +1,6 @@
 //! After this process acquires the lease, waits until its stores are as new as the lease.
 //!
-//! Watches may lag. A new leader that does not see the former leader's last releases would reserve
+//! Watches may lag. A new leader whose watches lack the former leader's last releases would reserve
 //! the same shares again. So it must not write before its watches have stored everything that was
 //! written before it acquired the lease:
 //!
@@ -100,7 +100,7 @@ fn version(object: &impl Resource) -> u64 {
     object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
-/// What the process knows about the stores in one term.
+/// The state of the wait in one term.
 struct CatchUp {
     term: u64,
     began: Instant,
@@ -225,8 +225,8 @@ async fn required_versions(client: &Client, pod: &(String, String)) -> Result<Ve
     Ok(Versions { pods, nodes, gpu_nodes: newest_version::<GpuNode>(client, all).await? })
 }
 
-/// Writes an annotation to this process's pod. Returns the version of the write, or `None` if the
-/// pod does not exist or could not be changed: a webhook or a policy may refuse the write.
+/// Writes an annotation to this process's pod. Returns the version of the write. Returns `None` if
+/// the pod does not exist, or if a webhook or a policy refuses the write.
 async fn annotate_own_pod(client: &Client, (namespace, name): &(String, String)) -> Option<u64> {
     let api = Api::<Pod>::namespaced(client.clone(), namespace);
     let annotation = json!({LEADING_SINCE_ANNOTATION: Timestamp::now().to_string()});

@@ -20,7 +20,7 @@ pub enum Evicted {
     /// message.
     Refused(String),
     /// The API server limits the number of requests. Contains the time after which to retry. This
-    /// result says nothing about the pod.
+    /// result does not show whether the pod can be evicted.
     Throttled(Duration),
     /// The API server gave no answer. Contains the reason.
     Failed(String),

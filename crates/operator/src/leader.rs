@@ -6,7 +6,7 @@
 //! never compare each other's clocks: a process measures the age of a renewal from the moment when
 //! it reads the changed lease.
 //!
-//! [`start`] runs the elector on a thread of its own. A long pass, or many TLS handshakes of the
+//! [`start`] runs the elector on a separate thread. A long pass, or many TLS handshakes of the
 //! webhook, keep the main thread busy, but must not delay a renewal.
 use std::time::Duration;
 
@@ -208,7 +208,7 @@ impl LeaseGuard {
     }
 }
 
-/// Starts an elector on a thread of its own. Returns the guard, and a future that resolves when the
+/// Starts an elector on a separate thread. Returns the guard, and a future that resolves when the
 /// elector has ended; see [`Elector::run`] for `stop` and `released`.
 ///
 /// `connect` runs on that thread: a client's tasks belong to the runtime that creates the client.

@@ -747,7 +747,7 @@ mod tests {
         async fn malformed_requests_do_not_affect_other_clients() {
             let current = new_certificate(None);
             let server = Server::start(Some(&current)).await;
-            // One client sends nothing, and another stops in the middle of a request.
+            // One client sends no bytes, and another stops in the middle of a request.
             let idle = TcpStream::connect(server.addr).await.unwrap();
             let mut halting = server.connect(&current).await.unwrap();
             halting.write_all(b"POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{").await.unwrap();

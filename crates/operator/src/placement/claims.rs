@@ -30,8 +30,8 @@ pub(super) struct PodClaims {
     /// Pods whose node reported all their allocations. The claims of these pods end as soon as the
     /// pods end or are deleted.
     allocated: BTreeSet<String>,
-    /// UIDs of pods whose reservation expired. The annotation of such a pod is ignored, even if the
-    /// annotation states a later expiry.
+    /// UIDs of pods whose reservation expired. The operator ignores such a pod's annotation, even
+    /// if the annotation states a later expiry.
     expired: BTreeMap<String, String>,
     /// Number of renewals of each reservation, by the pod's UID.
     renewals: BTreeMap<String, u32>,

@@ -1,4 +1,4 @@
-//! Remembers the results of evictions for preemption, and decides which pods can be evicted now.
+//! Records the results of evictions for preemption, and decides which pods can be evicted now.
 //! Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,7 +22,8 @@ pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum time for which a pod is not evicted after a refusal.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// Number of consecutive requests without an answer after which a pod counts as refused. The first
-/// such requests say nothing about the pod, and another pod must not be evicted in its place.
+/// such requests do not show whether the pod can be evicted, and another pod must not be evicted
+/// instead.
 pub(super) const MAX_UNANSWERED: u32 = 3;
 /// Maximum pause after the API server has limited the rate of requests.
 const MAX_PAUSE: Duration = Duration::from_secs(60);

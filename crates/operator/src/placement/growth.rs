@@ -5,8 +5,8 @@
 //! `False` with the reason `Unschedulable`. These autoscalers do not read `spec.schedulingGates`.
 //! The API server gives gated pods the reason `SchedulingGated`, and the scheduler never examines
 //! them. So the operator writes `Unschedulable` for a pod that another node would help, and writes
-//! `SchedulingGated` again when that ends. The pod stays at the gate: if a node comes, the pod gets
-//! a reservation as usual.
+//! `SchedulingGated` again when another node would no longer help. The pod stays at the gate. If an
+//! autoscaler adds a node, the pod gets a reservation.
 //!
 //! | a pod at the gate | is reported |
 //! |---|---|
@@ -42,8 +42,8 @@ pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
 /// Time for which a pod that is too large for a GPU is not reported again. A node that was added
 /// for it did not help, and must not be added again.
 const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
-/// Time for which a pod must be too large before that counts. A GPU may offer less for a moment,
-/// for example while its policy changes.
+/// Time for which a pod must be too large before it counts as too large. A GPU may offer fewer
+/// units temporarily, for example while its policy changes.
 pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
 /// Maximum time for which no pods are evicted for a pod while room is made for it otherwise.
 pub(super) const MAX_PAUSE: Duration = Duration::from_secs(60);

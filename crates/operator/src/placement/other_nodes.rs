@@ -1,10 +1,10 @@
 //! Nodes on which another device plugin serves GPUs, in clusters where Cleave serves the same
 //! resources on other nodes.
 //!
-//! A pod that fits on no node of Cleave is released to such nodes if they have room for it. The
-//! pod gets no reservation, because the other plugin would not follow it. A label keeps the pod
-//! away from Cleave's nodes: agents run only on nodes with the labels of the chart's
-//! `nodes.nodeSelector`, so no node without one of these labels is Cleave's, now or later.
+//! A pod that fits on no node of Cleave is released to such nodes if they have room for it. The pod
+//! gets no reservation, because the other plugin would not follow it. A label keeps the pod away
+//! from Cleave's nodes. Agents run only on nodes with the labels of the chart's
+//! `nodes.nodeSelector`. So no node without one of these labels ever becomes a node of Cleave.
 use std::collections::BTreeMap;
 
 use cleave_api::names::is_served;

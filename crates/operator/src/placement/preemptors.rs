@@ -1,5 +1,5 @@
-//! Remembers which waiting pods preemption was searched for, so that each has its turn, and so that
-//! a search without result is repeated only where something has changed. Pure: callers pass in the
+//! Records the waiting pods for which preemption was searched for, so that each pod has its turn. A
+//! search without result is repeated only on nodes that have changed. Pure: callers pass in the
 //! time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,8 +14,8 @@ const MAX_REPEATED_SEARCHES: usize = 8;
 /// Time after which a search without result is repeated even if nothing has changed. Changes that
 /// this module does not track, such as another pod's labels, take effect then.
 pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
-/// Time after which a search is repeated for a pod with rules about other pods or volumes, because
-/// a change of any node may affect such rules.
+/// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
+/// of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 
 /// Waiting pods that may preempt others, and the changes since the last searches.

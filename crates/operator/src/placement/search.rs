@@ -313,8 +313,8 @@ impl<'a> PlacementSearch<'a> {
             .collect()
     }
 
-    /// Keeps CPU, memory and other resources of a node for a pod, so that the search for later pods
-    /// of this reconcile respects the pod's nomination.
+    /// Keeps CPU, memory and other resources of a node for a pod. The search for later pods of this
+    /// reconcile then respects the pod's nomination.
     pub(super) fn nominate(&mut self, candidate: &'a Candidate<'a>, node: &str) {
         let PlanPod { priority, requests, .. } = &candidate.plan_pod;
         self.free.borrow_mut().nominate(candidate.name.clone(), *priority, requests, node);

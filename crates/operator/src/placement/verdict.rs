@@ -69,7 +69,7 @@ pub(super) enum Need {
     Node(Duration),
     /// A node with larger GPUs than the known ones and those of the policies.
     LargerGpu,
-    /// Nothing: it gets room without another node, or another node would not help.
+    /// Nothing: the pod gets room without another node, or another node would not help.
     Nothing,
 }
 

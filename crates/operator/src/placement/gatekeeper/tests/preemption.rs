@@ -304,7 +304,7 @@ fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
     let mut keeper = Gatekeeper::default();
     let victim = reconcile(&mut keeper, &world, 0).evictions[0].clone();
     keeper.record_eviction(&victim, &Evicted::Done, seconds(0));
-    // Pods of the same priority wait too, and come first by their names.
+    // Pods of the same priority also wait, and their names sort first.
     let mut world = world;
     for index in 0..20 {
         world = world.pod_with(&format!("a-{index:02}"), 6, json!({"priority": 9, "containers": [{"resources": {"requests": {"cpu": format!("{}m", 1000 + index)}, "limits": {MPS_RESOURCE: "10"}}}]}));

@@ -74,7 +74,7 @@ fn replicas_use_different_gpus_and_nodes_before_they_share_one() {
     for at in 2..6 {
         world = replica(world, &format!("r{at}"), json!({}));
     }
-    // An operator that takes over knows where the replicas are.
+    // A new leader finds the nodes of the replicas.
     for mut keeper in [keeper, Gatekeeper::default()] {
         let actions = reconcile(&mut keeper, &world, 1);
         let gpus: Vec<String> = gpus_by_pod(&actions).into_values().collect();
