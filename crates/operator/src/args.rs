@@ -28,7 +28,7 @@ pub struct OperatorArgs {
     #[arg(long, env = "POD_NAMESPACE", default_value = "cleave-system")]
     pub namespace: String,
 
-    /// Label selector of the agents' pods. A node that runs one gets a `GpuNode`.
+    /// Label selector of the agents' pods. Each node with an agent gets a `GpuNode`.
     #[arg(
         long,
         env = "CLEAVE_AGENT_SELECTOR",

@@ -213,8 +213,8 @@ impl Metrics {
         registry.register("leader", "1 while this process is the leader", self.leader.clone());
     }
 
-    /// Clears what the passes measure. A process that does not lead measures nothing, and the sum
-    /// over all replicas is then the leader's value.
+    /// Clears the metrics that passes set. A process that does not lead reports no values, so the
+    /// sum over all replicas is the leader's value.
     pub(crate) fn reset_passes(&self) {
         self.malformed.clear();
         self.policies.set(0);
@@ -222,14 +222,14 @@ impl Metrics {
         self.reset_demand();
     }
 
-    /// Clears what the plans of GPUs measure that are partitioned on demand.
+    /// Clears the metrics of plans for GPUs that are partitioned on demand.
     pub(crate) fn reset_demand(&self) {
         self.pods_waiting.clear();
         self.fragmentation.set(0.0);
         self.nodes_excluded.set(0);
     }
 
-    /// Clears what placement measures; see [`Metrics::reset_passes`].
+    /// Clears the metrics that placement sets; see [`Metrics::reset_passes`].
     pub(crate) fn reset_placement(&self) {
         self.gated.clear();
         self.hosts_outdated.set(0);
@@ -240,13 +240,13 @@ impl Metrics {
     pub(crate) fn refresh(&self, leads: bool) {
         self.leader.set(i64::from(leads));
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        self.resident.set(resident(&status).unwrap_or(0));
+        self.resident.set(resident_bytes(&status).unwrap_or(0));
     }
 }
 
 /// Returns the resident memory in bytes, from `/proc/self/status`. Unlike `statm`, this file does
 /// not depend on the page size.
-fn resident(status: &str) -> Option<i64> {
+fn resident_bytes(status: &str) -> Option<i64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)
 }
@@ -256,7 +256,7 @@ mod tests {
     use prometheus_client::encoding::text::encode;
     use prometheus_client::registry::Registry;
 
-    use super::{Kind, Metrics, Reason, resident};
+    use super::{Kind, Metrics, Reason, resident_bytes};
 
     #[test]
     fn a_process_that_does_not_lead_reports_no_state_of_the_cluster() {
@@ -297,9 +297,9 @@ mod tests {
 
     #[test]
     fn resident_memory_is_read_in_bytes() {
-        assert_eq!(resident("Name:\tcleave\nVmHWM:\t 9000 kB\nVmRSS:\t  8192 kB\n"), Some(8 << 20));
+        assert_eq!(resident_bytes("Name:\tcleave\nVmHWM:\t 9000 kB\nVmRSS:\t  8192 kB\n"), Some(8 << 20));
         for nonsense in ["", "VmRSS:", "VmRSS: kB", "VmRSS: x kB", "VmRSS: 9223372036854775807 kB"] {
-            assert_eq!(resident(nonsense), None, "{nonsense:?}");
+            assert_eq!(resident_bytes(nonsense), None, "{nonsense:?}");
         }
     }
 }

@@ -549,8 +549,8 @@ pub fn full_name(meta: &ObjectMeta) -> String {
     )
 }
 
-/// Returns the sums a pod's requests as the scheduler does. The sum covers all containers and
-/// sidecars, or the largest init container with the sidecars that start before it, whichever is
+/// Returns the sum of a pod's requests, as the scheduler computes it. The sum covers all containers
+/// and sidecars, or the largest init container with the sidecars that start before it, whichever is
 /// more. Pod-level requests replace this sum. The overhead is added.
 pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     let mut containers = Sum::default();

@@ -50,7 +50,7 @@ pub(crate) trait Controller {
 /// Runs a controller until `stop` is cancelled. The controller reconciles after each `wake`, when
 /// the leader changes, and after the delay that the last reconcile returned.
 ///
-/// A reconcile is never interrupted. The controller must check the claim before each write.
+/// A reconcile is never interrupted. The controller must check the lease guard before each write.
 ///
 /// # Errors
 /// A watch stopped before all objects were listed.

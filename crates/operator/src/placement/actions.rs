@@ -124,6 +124,6 @@ pub(super) enum Destination<'a> {
     /// Nodes that meet this requirement.
     Matching(Requirement),
     /// Nodes whose GPUs are large enough for the largest of these requests. No GPU of the cluster
-    /// is.
+    /// is large enough.
     LargerGpus(&'a [DeviceRequest]),
 }

@@ -1,5 +1,5 @@
 //! Evaluates the scheduler's rules about other pods, the spread of replicas, host ports and the
-//! location of volumes. Labels, taints and amounts of resources are checked elsewhere.
+//! location of volumes. [`super::nodes`] checks labels, taints and amounts of resources.
 //!
 //! A released pod that is not bound counts on every node of its reservation, even if the current
 //! reconcile releases it. So replicas that must not share a node are released to different nodes
@@ -145,7 +145,8 @@ impl<'a> Constraints<'a> {
         })
     }
 
-    /// Prepares the evaluation of a pod's rules on all nodes. `None` if the pod has too many rules.
+    /// Prepares the evaluation of a pod's rules on all nodes. Returns `None` if the pod has too
+    /// many rules.
     pub(super) fn evaluate_rules<'p>(
         &'p self,
         key: &'p ConstraintKey<'p>,
@@ -196,8 +197,8 @@ fn neighbour<'p>(pod: &'p PodObject, node: &'p str) -> Neighbour<'p> {
 ///
 /// # Errors
 /// The rule that excludes the node.
-pub(super) fn check(judge: Option<&NodeChecker<'_>>, node: &PlanNode) -> Result<(), Conflict> {
-    judge.map_or(Ok(()), |judge| judge.refuse(node))
+pub(super) fn check_rules(checker: Option<&NodeChecker<'_>>, node: &PlanNode) -> Result<(), Conflict> {
+    checker.map_or(Ok(()), |checker| checker.refuse(node))
 }
 
 fn namespace(pod: &PodObject) -> &str {

@@ -1,4 +1,4 @@
-//! Remembers the results of evictions for preemption, and decides which pods can be evicted now.
+//! Records the results of evictions for preemption, and decides which pods can be evicted now.
 //! Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,7 +22,8 @@ pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum time for which a pod is not evicted after a refusal.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// Number of consecutive requests without an answer after which a pod counts as refused. The first
-/// such requests say nothing about the pod, and another pod must not be evicted in its place.
+/// such requests do not show whether the pod can be evicted, and another pod must not be evicted
+/// instead.
 pub(super) const MAX_UNANSWERED: u32 = 3;
 /// Maximum pause after the API server has limited the rate of requests.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
@@ -85,7 +86,8 @@ impl EvictionRecords {
         failures.forgotten_at = up.saturating_add(backoff).saturating_add(MAX_BACKOFF);
     }
 
-    /// Ends what is over. Returns true if a pod can be evicted again.
+    /// Removes accepted evictions, refusals and failures whose time has passed. Returns true if a
+    /// pod can be evicted again.
     pub(super) fn update(&mut self, up: Duration) -> bool {
         let before = self.accepted.len();
         self.accepted.retain(|_, until| *until > up);
@@ -102,7 +104,7 @@ impl EvictionRecords {
         self.paused_until > up
     }
 
-    /// Returns the time until each change of what can be evicted.
+    /// Returns the remaining times after each of which more pods may be evictable.
     pub(super) fn deadlines(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         let avoided = self.failures.values().filter_map(|failures| failures.avoided_until);
         let paused = Some(self.paused_until).filter(|until| *until > up);
@@ -130,8 +132,8 @@ impl<'a> Evictability<'a> {
     }
 
     /// Returns the number of evictions that each disruption budget allows now.
-    pub(super) fn allowed(&self) -> Vec<u32> {
-        self.budgets.allowed()
+    pub(super) fn allowed_evictions(&self) -> Vec<u32> {
+        self.budgets.allowed_evictions()
     }
 
     /// Returns the properties of a bound pod that decide whether it is preempted. Returns `None` if

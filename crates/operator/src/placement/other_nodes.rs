@@ -1,10 +1,10 @@
 //! Nodes on which another device plugin serves GPUs, in clusters where Cleave serves the same
 //! resources on other nodes.
 //!
-//! A pod that fits on no node of Cleave is released to such nodes if they have room for it. The
-//! pod gets no reservation, because the other plugin would not follow it. A label keeps the pod
-//! away from Cleave's nodes: agents run only on nodes with the labels of the chart's
-//! `nodes.nodeSelector`, so no node without one of these labels is Cleave's, now or later.
+//! A pod that fits on no node of Cleave is released to such nodes if they have room for it. The pod
+//! gets no reservation, because the other plugin would not follow it. A label keeps the pod away
+//! from Cleave's nodes. Agents run only on nodes with the labels of the chart's
+//! `nodes.nodeSelector`. So no node without one of these labels ever becomes a node of Cleave.
 use std::collections::BTreeMap;
 
 use cleave_api::names::is_served;
@@ -51,7 +51,7 @@ impl<'a> OtherNodes<'a> {
         let reliable: Vec<(&String, &String)> = labels.iter().filter(is_reliable).collect();
         let other = |state: &'a super::nodes::NodeState| {
             let (key, value) = reliable.iter().find(|(key, value)| state.node.labels.get(*key) != Some(*value))?;
-            Some(OtherNode { node: &state.node, free: state.free_with_gpus(tracker), label: (key, value) })
+            Some(OtherNode { node: &state.node, free: state.free_resources_with_gpus(tracker), label: (key, value) })
         };
         let mut found = Self(others.into_iter().filter_map(other).collect());
         for pod in unsettled.iter().filter(|pod| pod.to_other_nodes && is_released(pod)) {

@@ -34,7 +34,7 @@ pub(super) enum PermanentObstacle {
 
 impl Verdict {
     /// Returns why the pod fits no GPU. Returns `None` if it may fit one later.
-    pub(super) fn impossible(&self) -> Option<PermanentObstacle> {
+    pub(super) fn permanent_obstacle(&self) -> Option<PermanentObstacle> {
         match self {
             Self::Waits(_) => None,
             Self::Never { impossible, .. } => Some(*impossible),
@@ -65,11 +65,11 @@ impl Verdict {
 /// What a pod at the gate needs from autoscalers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Need {
-    /// Another node, if it still does after this time.
+    /// Another node, if the pod still needs one after this time.
     Node(Duration),
     /// A node with larger GPUs than the known ones and those of the policies.
     LargerGpu,
-    /// Nothing: it gets room without another node, or another node would not help.
+    /// Nothing: the pod gets room without another node, or another node would not help.
     Nothing,
 }
 

@@ -127,7 +127,8 @@ fn only_other_nodes_that_accept_the_pod_and_have_all_resources_count() {
             if fits { &[("team/a", "reserved"), ("team/b", "other_plugin")] } else { &[("team/a", "reserved")] };
         assert_eq!(released(&actions), expected, "{what}");
     }
-    // Without a label that tells the nodes apart, the pod could be bound to a full node of Cleave.
+    // Without a label that distinguishes the nodes, the pod could be bound to a full node of
+    // Cleave.
     let mut world = with_other_node(cluster_with_waiting_pods(&["a", "b"]), "other", 2);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     assert_eq!(released(&actions), [("team/a", "reserved")], "no labels are known");
@@ -183,7 +184,7 @@ fn nothing_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
         }),
     ];
     for (what, change) in cases {
-        // Whole GPUs, and shares with a full GPU.
+        // One case requests a whole GPU, the other requests a share of a full GPU.
         let whole = whole_gpus(TestCluster::default(), "n1", &[1]).pod_with("a", 1, requesting(GPU_RESOURCE, 1));
         for before in [whole, TestCluster::default().node("n1", &[10]).pod("a", 1)] {
             let mut keeper = gatekeeper_with_agent_labels();
@@ -194,12 +195,12 @@ fn nothing_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
                 let actions = reconcile(&mut keeper, &world, second);
                 assert_eq!(released(&actions), [], "{what}");
                 assert!(actions.waiting["team/a"].message.contains("its GpuNode"), "{what}: {actions:?}");
-                // The kubelet's heartbeats.
+                // A heartbeat of the kubelet changes the node's version.
                 world.change(|world| &mut world.nodes, "n1", |_| ());
             }
         }
     }
-    // When the kubelet no longer reports the resource, the pod is judged as usual.
+    // When the kubelet no longer reports the resource, the pod is released as unschedulable.
     let mut world = TestCluster::default().node("n1", &[10]).pod("a", 1);
     let mut keeper = gatekeeper_with_agent_labels();
     reconcile(&mut keeper, &world, 0);
