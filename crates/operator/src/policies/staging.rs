@@ -11,9 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus};
-use cleave_api::names::{
-    HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state,
-};
+use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state};
 
 use crate::policies::partition::has_partition;
 use crate::policies::plan::{Plan, plan_id};

@@ -559,9 +559,7 @@ fn rollout_rules(rollout: &Rollout) -> Result<RolloutRules, Error> {
         expected: "a number of nodes, at least 1, or a percentage from 1% to 100%",
     };
     let parsed = match max_unavailable {
-        IntOrString::Int(nodes) => {
-            usize::try_from(*nodes).ok().filter(|&nodes| nodes > 0).map(MaxUnavailable::Nodes)
-        }
+        IntOrString::Int(nodes) => usize::try_from(*nodes).ok().filter(|&nodes| nodes > 0).map(MaxUnavailable::Nodes),
         IntOrString::String(text) => text
             .strip_suffix('%')
             .filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))
