@@ -14,6 +14,7 @@ use cleave_operator::policies::staging::{FAILURE_TIME, Staging};
 use cleave_operator::policies::status::{Update, WrittenStatuses, event, updates};
 use cleave_operator::read::{Agent, Node, Observed};
 use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Taint;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 
@@ -356,8 +357,25 @@ fn a_cordoned_node_does_not_stop_the_change() {
     world.report_step("n0", "Failed", "");
     world.wait_for_failure();
     assert!(world.pass().is_empty());
+    let mut unreachable = world.clone();
     world.observed.nodes.get_mut("n0").unwrap().unschedulable = true;
     assert_eq!(world.pass(), ["n1"]);
+    let key = "node.kubernetes.io/unreachable".to_owned();
+    let taint = Taint { key, effect: "NoExecute".to_owned(), ..Taint::default() };
+    unreachable.observed.nodes.get_mut("n0").unwrap().taints = vec![taint];
+    assert_eq!(unreachable.pass(), ["n1"]);
+}
+
+#[test]
+fn a_node_without_a_ready_agent_keeps_its_partition() {
+    let mut world = World::with_policy(2, FIVE);
+    world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: false });
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n1"]);
+    world.serve("n1");
+    assert!(world.pass().is_empty());
+    world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: true });
+    assert_eq!(world.pass(), ["n0"]);
 }
 
 #[test]
