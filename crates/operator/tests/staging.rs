@@ -13,8 +13,8 @@ use cleave_operator::policies::plan::{Plan, plan};
 use cleave_operator::policies::staging::{FAILURE_TIME, Staging};
 use cleave_operator::policies::status::{Update, WrittenStatuses, event, updates};
 use cleave_operator::read::{Agent, Node, Observed};
+use cleave_plan::snapshot::Taint;
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Taint;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 
@@ -103,6 +103,13 @@ impl World {
 
     /// Runs one pass of the operator. Returns the nodes whose spec it writes.
     fn pass(&mut self) -> Vec<String> {
+        let written = self.write();
+        assert!(changes(&self.staged_plan().0, &self.observed).is_empty(), "a pass writes everything at once");
+        written
+    }
+
+    /// Like [`Self::pass`], but the operator does not look again after its writes.
+    fn write(&mut self) -> Vec<String> {
         let (plan, _) = self.staged_plan();
         let mut written = Vec::new();
         for change in changes(&plan, &self.observed) {
@@ -111,7 +118,6 @@ impl World {
             object.metadata.generation = object.metadata.generation.map(|generation| generation + 1);
             written.push(change.node);
         }
-        assert!(changes(&self.staged_plan().0, &self.observed).is_empty(), "a pass writes everything at once");
         written
     }
 
@@ -250,7 +256,37 @@ fn a_node_serves_the_change_once_its_agent_and_its_daemon_do() {
     world.gpu("n0").mps = vec![MpsStatus { state: "Starting".to_owned(), ..MpsStatus::default() }];
     assert!(world.pass().is_empty(), "the daemon is starting");
     world.gpu("n0").mps[0].state = "Active".to_owned();
+    let mut beside = world.clone();
     assert_eq!(world.pass(), ["n1"]);
+    // A GPU of another policy is still being repartitioned, so the node does not match its plan.
+    beside.object("n0").status.as_mut().unwrap().plan_id.clear();
+    let mut unfinished = beside.clone();
+    assert_eq!(beside.pass(), ["n1"]);
+    unfinished.gpu("n0").slices[0].total = 4;
+    assert!(unfinished.pass().is_empty());
+    // The agent knows best.
+    let plan_id = unfinished.object("n0").spec.plan_id.clone();
+    unfinished.object("n0").status.as_mut().unwrap().plan_id = plan_id;
+    assert_eq!(unfinished.pass(), ["n1"]);
+}
+
+#[test]
+fn the_time_of_a_failure_counts_from_the_newest_spec() {
+    let mut world = World::with_policy(2, FIVE);
+    world.set_policy("p", TEN);
+    world.pass();
+    world.report_step("n0", "Failed", "");
+    world.staged_plan();
+    world.now = FAILURE_TIME * 6 / 10;
+    world.set_policy("p", "mode: Mps\nmps: {units: 7}");
+    assert_eq!(world.write(), ["n0"], "the canary is the node that serves nothing");
+    // The agent has read the spec, and still reports the old failure.
+    world.report_step("n0", "Failed", "");
+    world.staged_plan();
+    world.now = FAILURE_TIME * 12 / 10;
+    assert_eq!(world.condition("RolledOut").1, "RollingOut");
+    world.now = FAILURE_TIME * 16 / 10;
+    assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
 }
 
 #[test]
@@ -358,12 +394,16 @@ fn a_cordoned_node_does_not_stop_the_change() {
     world.wait_for_failure();
     assert!(world.pass().is_empty());
     let mut unreachable = world.clone();
+    let mut cordoned_gpu = world.clone();
     world.observed.nodes.get_mut("n0").unwrap().unschedulable = true;
     assert_eq!(world.pass(), ["n1"]);
     let key = "node.kubernetes.io/unreachable".to_owned();
     let taint = Taint { key, effect: "NoExecute".to_owned(), ..Taint::default() };
     unreachable.observed.nodes.get_mut("n0").unwrap().taints = vec![taint];
     assert_eq!(unreachable.pass(), ["n1"]);
+    let annotations = BTreeMap::from([("cleave.dev/cordon".to_owned(), cordoned_gpu.gpu("n0").uuid.clone())]);
+    cordoned_gpu.object("n0").metadata.annotations = Some(annotations);
+    assert_eq!(cordoned_gpu.pass(), ["n0", "n1"], "the cordon of n0, and the partition of n1");
 }
 
 #[test]
@@ -488,7 +528,9 @@ fn gpus_on_demand_are_not_staged() {
     world.set_policy("p", "mode: Auto");
     let (plan, next) = world.staged_plan();
     assert_eq!((plan.demand.len(), next), (3, None));
+    world.gpu("n0").mps = vec![MpsStatus { state: "Starting".to_owned(), ..MpsStatus::default() }];
     assert_eq!(world.condition("RolledOut").0, "True");
+    world.gpu("n0").mps.clear();
     // From demand to a fixed partition, the change is staged.
     world.pass();
     world.serve_all();

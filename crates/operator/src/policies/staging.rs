@@ -134,7 +134,10 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         let staged = is_staged(current, desired, rules.paused);
         view.newest &= !staged;
         view.in_use |= staged && gpu.slices.iter().any(|slice| slice.in_use > 0);
-        let state = if staged || current.partition == desired.partition {
+        let state = if desired.cordoned || !gpu.health.class.is_empty() {
+            // The failure of a cordoned or faulted GPU reveals nothing about its partition.
+            None
+        } else if staged || current.partition == desired.partition {
             gpu_state(node, current, gpu)
         } else {
             Some(State::Changing)
@@ -145,12 +148,8 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
     any.then_some(view)
 }
 
-/// Returns the state of a GPU relative to its spec. Returns `None` if the GPU is cordoned or has a
-/// fault, which reveals nothing about its partition.
+/// Returns the state of a GPU relative to its spec. Returns `None` if the node has no status.
 fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Option<State> {
-    if spec.cordoned || !gpu.health.class.is_empty() {
-        return None;
-    }
     let object = node.object()?;
     let status = object.status.as_ref()?;
     if !has_read(node) {

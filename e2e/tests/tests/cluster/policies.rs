@@ -220,9 +220,7 @@ fn a_changed_policy_reaches_one_node_after_the_other_and_can_be_paused_and_chang
     nodes.sort();
     ensure!(nodes.len() == 2, "nodes: {nodes:?}");
     let path = format!("{POLICIES_PATH}/staged");
-    let counts = |updated: u32, changing: u32, pending: u32| {
-        json!({"updated": updated, "changing": changing, "failed": 0, "pending": pending})
-    };
+    let counts = |updated: u32, changing: u32, pending: u32| json!({"updated": updated, "changing": changing, "failed": 0, "pending": pending});
     scope.create_policy("staged", &json!({"mode": "Mps", "mps": {"units": 5}, "rollout": {"maxUnavailable": 1}}))?;
     wait_for_rollout(&cluster, "staged", "RolledOut", &counts(2, 0, 0))?;
     for node in &nodes {
