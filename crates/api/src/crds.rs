@@ -40,13 +40,15 @@ fn crd_yaml(kind: &'static str, crd: &CustomResourceDefinition) -> Result<String
 fn adapt_schema(value: &mut Value) {
     match value {
         Value::Object(map) => {
-            if map.contains_key("type") {
+            if map.contains_key("type") || map.contains_key("x-kubernetes-int-or-string") {
                 map.retain(|key, value| key != "nullable" || !value.is_boolean());
             }
-            if let Some(minimum) = map.get_mut("minimum")
-                && minimum.as_f64() == Some(0.0)
-            {
-                *minimum = Value::from(0);
+            if let Some(minimum) = map.get_mut("minimum") {
+                for whole in [0_u8, 1] {
+                    if minimum.as_f64() == Some(f64::from(whole)) {
+                        *minimum = Value::from(whole);
+                    }
+                }
             }
             if let Some(Value::String(format)) = map.get_mut("format") {
                 match format.as_str() {

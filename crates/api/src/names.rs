@@ -146,6 +146,8 @@ pub const COMPONENT_AGENT: &str = "agent";
 pub const CONDITION_ACCEPTED: &str = "Accepted";
 /// Condition of a `SharingPolicy`: a more specific or older policy overrides it on some GPUs.
 pub const CONDITION_CONFLICT: &str = "Conflict";
+/// Condition of a `SharingPolicy`: all of its nodes serve the newest partition.
+pub const CONDITION_ROLLED_OUT: &str = "RolledOut";
 
 /// Returns whether Cleave can serve the resource with this name.
 pub fn is_served(resource: &str) -> bool {
@@ -217,6 +219,14 @@ pub mod reason {
     pub const APPLY_REFUSED: &str = "ApplyRefused";
     /// The agent tried to apply the spec and failed.
     pub const APPLY_FAILED: &str = "ApplyFailed";
+    /// `RolledOut` is true: all nodes serve the newest partition.
+    pub const ROLLED_OUT: &str = "RolledOut";
+    /// Nodes are being repartitioned, or wait for their wave.
+    pub const ROLLING_OUT: &str = "RollingOut";
+    /// The rollout is paused.
+    pub const ROLLOUT_PAUSED: &str = "RolloutPaused";
+    /// The rollout stopped, because nodes failed to apply the change.
+    pub const ROLLOUT_STOPPED: &str = "RolloutStopped";
     /// The GPU or its MPS daemon cannot serve slices.
     pub const GPU_UNHEALTHY: &str = "GpuUnhealthy";
 }

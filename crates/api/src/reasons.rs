@@ -155,6 +155,14 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("ApplyRefused", "The agent refused the change.", "Read the message."),
     reason("ApplyFailed", "The change failed on the node.", "Read the message."),
     reason("Excluded", "Plans exclude a node or a GPU.", "Read the message."),
+    reason("RolledOut", "`RolledOut` is True: all nodes serve the newest partition.", ""),
+    reason("RollingOut", "Nodes are being repartitioned, or wait for their wave.", "Wait."),
+    reason("RolloutPaused", "Nodes keep an older partition.", "Set `rollout.paused: false` to continue."),
+    reason(
+        "RolloutStopped",
+        "Nodes failed to apply the change, so the other nodes keep their partition.",
+        "Repair or cordon the nodes the message names, or change the policy back.",
+    ),
     reason(
         "GpuUnhealthy",
         "The GPU or its MPS daemon cannot serve slices.",

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use cleave_plan::mps::Threads;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::{CustomResource, KubeSchema};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
@@ -112,6 +113,9 @@ pub struct SharingPolicySpec {
     /// How long the operator collects pending pods before it repartitions GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dynamic: Option<Dynamic>,
+    /// How a change of this policy reaches its nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rollout: Option<Rollout>,
     /// What Cleave does with a pod that exceeds its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
@@ -410,6 +414,58 @@ pub struct Dynamic {
     pub timeout: Option<String>,
 }
 
+/// How a change of a policy reaches its nodes. First one node changes. When its GPUs serve the new
+/// partition, other nodes follow in waves. Nodes without pods on the GPUs change first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Rollout {
+    /// Maximum number of nodes that are repartitioned at a time, or a percentage of the policy's
+    /// nodes, rounded up. Nodes that wait for pods count separately, up to the same number.
+    #[serde(default = "default_max_unavailable")]
+    #[schemars(schema_with = "nodes_or_percentage")]
+    pub max_unavailable: IntOrString,
+    /// Whether the change is paused: nodes keep the partition that they have.
+    #[serde(default)]
+    pub paused: bool,
+    /// What happens to the other nodes when a node fails to apply the change.
+    #[serde(default)]
+    pub on_failure: OnFailure,
+}
+
+impl Default for Rollout {
+    fn default() -> Self {
+        Self { max_unavailable: default_max_unavailable(), paused: false, on_failure: OnFailure::default() }
+    }
+}
+
+/// Default of [`Rollout::max_unavailable`].
+pub const DEFAULT_MAX_UNAVAILABLE_PERCENT: u32 = 25;
+
+fn default_max_unavailable() -> IntOrString {
+    IntOrString::String(format!("{DEFAULT_MAX_UNAVAILABLE_PERCENT}%"))
+}
+
+/// Returns the schema of a number of nodes or a percentage. CEL cannot check a field of two types
+/// at a bounded cost, so the schema itself has the limits.
+fn nodes_or_percentage(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "x-kubernetes-int-or-string": true,
+        "minimum": 1,
+        "pattern": "^([1-9][0-9]?|100)%$",
+    })
+}
+
+/// What happens to the other nodes when a node fails to apply a change.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum OnFailure {
+    /// No further node changes until the failed nodes are repaired or cordoned, or the policy is
+    /// changed back.
+    #[default]
+    Stop,
+    /// The other nodes change.
+    Continue,
+}
+
 /// What Cleave does with a pod that exceeds its limits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Enforcement {
@@ -442,8 +498,29 @@ pub struct SharingPolicyStatus {
     /// Number of slices that pending pods request beyond those that are free.
     #[serde(default)]
     pub wanted: u32,
-    /// Conditions by type: Accepted, Ready, Conflict.
+    /// Progress of the last change, in nodes.
+    #[serde(default)]
+    pub rollout: RolloutStatus,
+    /// Conditions by type: Accepted, Ready, Conflict, `RolledOut`.
     #[serde(default)]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".to_owned()]))]
     pub conditions: Vec<Condition>,
+}
+
+/// How many nodes have the newest partition of a policy.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct RolloutStatus {
+    /// Number of nodes that serve the newest partition.
+    #[serde(default)]
+    pub updated: u32,
+    /// Number of nodes that are being repartitioned or wait for pods.
+    #[serde(default)]
+    pub changing: u32,
+    /// Number of nodes that failed to apply the newest partition.
+    #[serde(default)]
+    pub failed: u32,
+    /// Number of nodes that keep an older partition until their wave begins.
+    #[serde(default)]
+    pub pending: u32,
 }

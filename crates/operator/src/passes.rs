@@ -21,6 +21,7 @@ use crate::metrics::{self, Kind, Outcome, Write};
 use crate::policies::demand::{self, Reason, WaitingPod};
 use crate::policies::pace::{Pace, QuietPeriod};
 use crate::policies::snapshot::History;
+use crate::policies::staging::Staging;
 use crate::policies::status::{WrittenStatus, WrittenStatuses};
 use crate::policies::taint::{self, Taints};
 use crate::policies::{apply, plan, status};
@@ -55,6 +56,7 @@ pub(crate) struct Passes {
     written: WrittenStatuses,
     started: Instant,
     history: History,
+    staging: Staging,
     quiet: QuietPeriod,
     pace: Pace,
     publisher: EventPublisher,
@@ -107,6 +109,7 @@ impl Passes {
             written: WrittenStatuses::new(),
             started: Instant::now(),
             history: History::default(),
+            staging: Staging::default(),
             quiet: QuietPeriod::default(),
             pace: Pace::default(),
             publisher: EventPublisher::default(),
@@ -136,7 +139,9 @@ impl Passes {
         self.history.restore_writes(&mut observed, now);
         let mut plan = plan::plan(&observed);
         self.wakes.set_partitions_on_demand(!plan.demand.is_empty());
+        let failures = self.staging.hold_back(&mut plan, &observed, now);
         let outcome = self.plan_demand(&mut plan, &observed, now);
+        self.next = self.next.into_iter().chain(failures).min();
         self.set_gauges(&observed, &plan);
         let nodes = self.apply(&plan, &observed, seen).await;
         match &outcome {

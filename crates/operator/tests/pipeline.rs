@@ -640,6 +640,13 @@ fn only_conditions_that_need_attention_get_events() {
         ("Accepted", "True", "Accepted", false),
         ("Conflict", "True", "Overridden", true),
         ("Conflict", "False", "NoConflict", false),
+        ("RolledOut", "False", "RolloutStopped", true),
+        ("Ready", "False", "RolloutStopped", false),
+        ("RolledOut", "False", "RollingOut", false),
+        ("Ready", "False", "RollingOut", false),
+        ("RolledOut", "False", "RolloutPaused", false),
+        ("RolledOut", "False", "Invalid", false),
+        ("RolledOut", "True", "RolledOut", false),
     ] {
         let event = event(&condition(type_, status, reason));
         assert_eq!(event.is_some(), expected, "{type_} {status} {reason}");

@@ -150,7 +150,9 @@ impl Page {
             let path = self.section_of(inner).unwrap_or_else(|| child_path(path, name, field));
             format!("[object](#{})", anchor(&path))
         } else {
-            inner.get("type").and_then(Value::as_str).unwrap_or("any").to_owned()
+            let either = inner.get("x-kubernetes-int-or-string").is_some_and(|either| either == true);
+            let untyped = if either { "integer or string" } else { "any" };
+            inner.get("type").and_then(Value::as_str).unwrap_or(untyped).to_owned()
         };
         if field.get("items").is_some() {
             format!("list of {of}")

@@ -2,13 +2,14 @@
 //!
 //! ```text
 //!  read::Observed ─▶ validate ─▶ select ─▶ plan (layout)
-//!      ─▶ demand (snapshot, partition) ─▶ apply ─▶ status
+//!      ─▶ staging (waves) ─▶ demand (snapshot, partition) ─▶ apply ─▶ status
 //! ```
 //!
 //! | step | module | result |
 //! |---|---|---|
 //! | validate | [`validate`] | `SharingPolicySpec` → [`validate::Policy`], which is always valid |
 //! | decide | `select`, [`plan`], `layout` | the policy of each GPU, and fixed partitions |
+//! | decide | [`staging`], [`waves`] | which nodes a changed policy reaches now |
 //! | decide | [`demand`], [`snapshot`], `partition` | on-demand partitions, and why pods wait |
 //! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
 //! | report | [`status`] | `SharingPolicy.status`, and an Event for each condition that changes |
@@ -24,6 +25,8 @@ pub(crate) mod partition;
 pub mod plan;
 mod select;
 pub mod snapshot;
+pub mod staging;
 pub mod status;
 pub(crate) mod taint;
 pub mod validate;
+pub mod waves;

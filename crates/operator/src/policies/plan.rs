@@ -19,9 +19,10 @@ use sha2::{Digest, Sha256};
 use crate::policies::layout;
 use crate::policies::select::{self, matching_policies, selects_node, sort_by_rank};
 use crate::policies::validate::{
-    self, Demand, Gathering, InstanceShare, MpsShare, Policy, ReplicaRules, ShareSize, SharingMode,
+    self, Demand, Gathering, InstanceShare, MpsShare, Policy, ReplicaRules, RolloutRules, ShareSize, SharingMode,
     shared_instance_resource,
 };
+use crate::policies::waves::Progress;
 use crate::read::{Node, Observed};
 
 /// The desired state of all nodes, and a report about each policy.
@@ -54,6 +55,10 @@ pub struct Report {
     pub invalid: Option<Invalid>,
     /// The setting that selects on-demand partitioning, if the policy has one.
     pub demand: Option<&'static str>,
+    /// How a change of the policy reaches its nodes.
+    pub rollout: RolloutRules,
+    /// How far the last change has reached. Set by `staging`.
+    pub progress: Progress,
     /// Number of slices that pods request and that the policy's GPUs do not have yet.
     pub wanted: u32,
     /// Nodes and GPUs of the policy that plans exclude, each with the reason.
@@ -147,6 +152,7 @@ pub fn plan(observed: &Observed) -> Plan {
                         if let SharingMode::Demand(demand) = &policy.share {
                             report.demand = Some(demand.words);
                         }
+                        report.rollout = policy.rollout;
                         policies.push(policy);
                     }
                 }

@@ -85,7 +85,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::policies::validate::{Gathering, SharingMode};
+    use crate::policies::validate::{Gathering, RolloutRules, SharingMode};
 
     fn policy(name: &str, created: i64, labels: usize, gpus: GpuSelector) -> Policy {
         Policy {
@@ -96,6 +96,7 @@ mod tests {
             share: SharingMode::Whole,
             enforcement: cleave_api::sharingpolicy::Enforcement::Report,
             dynamic: Gathering::default(),
+            rollout: RolloutRules::default(),
         }
     }
 

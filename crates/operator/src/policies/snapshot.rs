@@ -156,7 +156,7 @@ fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
 }
 
 /// Returns whether the agent has read the latest spec.
-fn has_read(node: &Node) -> bool {
+pub(crate) fn has_read(node: &Node) -> bool {
     let Some(object) = node.object() else { return false };
     let observed = object.status.as_ref().map_or(0, |status| status.observed_generation);
     object.metadata.generation.is_none_or(|generation| observed >= generation)

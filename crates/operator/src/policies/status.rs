@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_api::SharingPolicy;
 use cleave_api::gpunode::{GpuStatus, MigPartition, MpsPartition, Partition, StepStatus, TimeSlicedPartition, Whole};
 use cleave_api::names::{
-    CONDITION_ACCEPTED, CONDITION_CONFLICT, CONDITION_READY, OPERATOR_MANAGER, STEP_DONE, STEP_FAILED, STEP_IN_USE,
-    STEP_REFUSED, STEP_WAITING, daemon_state, reason,
+    CONDITION_ACCEPTED, CONDITION_CONFLICT, CONDITION_READY, CONDITION_ROLLED_OUT, OPERATOR_MANAGER, STEP_DONE,
+    STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state, reason,
 };
-use cleave_api::sharingpolicy::SharingPolicyStatus;
+use cleave_api::sharingpolicy::{RolloutStatus, SharingPolicyStatus};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::Api;
@@ -18,6 +18,7 @@ use kube::runtime::events::{Event, EventType};
 use serde_json::json;
 
 use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
+use crate::policies::waves::{Phase, Progress};
 use crate::read::{Node, Observed};
 
 /// Maximum number of names in a sentence. A longer list ends with the number of omitted names.
@@ -116,9 +117,14 @@ pub fn event(changed: &Condition) -> Option<Event> {
         return None;
     }
     // Other conditions report these reasons too, or the reasons apply only briefly.
-    let reported_elsewhere =
-        [reason::MALFORMED, reason::INVALID, reason::APPLYING, reason::OVERRIDDEN].contains(&changed.reason.as_str());
-    if changed.type_ == CONDITION_READY && reported_elsewhere {
+    let reported_elsewhere = match changed.reason.as_str() {
+        reason::MALFORMED | reason::INVALID => changed.type_ != CONDITION_ACCEPTED,
+        reason::OVERRIDDEN => changed.type_ != CONDITION_CONFLICT,
+        reason::ROLLOUT_STOPPED => changed.type_ != CONDITION_ROLLED_OUT,
+        reason::APPLYING | reason::ROLLING_OUT | reason::ROLLOUT_PAUSED => true,
+        _ => false,
+    };
+    if reported_elsewhere {
         return None;
     }
     Some(Event {
@@ -152,6 +158,7 @@ fn evaluate(
         (CONDITION_ACCEPTED, accepted(report)),
         (CONDITION_READY, ready(report, observed, plan)),
         (CONDITION_CONFLICT, conflict(report)),
+        (CONDITION_ROLLED_OUT, rolled_out(report)),
     ];
     let condition = |(type_, verdict): (&str, Verdict)| {
         let before = old.and_then(|old| old.conditions.iter().find(|condition| condition.type_ == type_));
@@ -176,6 +183,7 @@ fn evaluate(
         total,
         in_use,
         wanted: report.wanted,
+        rollout: rollout_status(&report.progress),
         conditions: verdicts.into_iter().map(condition).collect(),
     }
 }
@@ -267,6 +275,56 @@ fn conflict(report: &Report) -> Verdict {
     )
 }
 
+/// Returns whether the newest partition has reached all nodes.
+fn rolled_out(report: &Report) -> Verdict {
+    if report.invalid.is_some() {
+        return Verdict::false_with(reason::INVALID, "the policy is invalid; see the condition Accepted");
+    }
+    let sentence = || shorten(&rollout_sentence(&report.progress), 2000);
+    match report.progress.phase {
+        Phase::Complete => Verdict::true_with(reason::ROLLED_OUT, ""),
+        Phase::RollingOut => Verdict::false_with(reason::ROLLING_OUT, sentence()),
+        Phase::Paused => Verdict::false_with(
+            reason::ROLLOUT_PAUSED,
+            format!("the rollout is paused: {}. Set rollout.paused to false to continue", sentence()),
+        ),
+        Phase::Stopped => Verdict::false_with(
+            reason::ROLLOUT_STOPPED,
+            format!(
+                "the rollout stopped, because nodes failed: {}. Repair or cordon the failed nodes, or change the policy back",
+                sentence()
+            ),
+        ),
+    }
+}
+
+/// Returns how many nodes a change has reached, and the names of the others.
+fn rollout_sentence(progress: &Progress) -> String {
+    let Progress { phase: _, updated, changing, waiting, failed, pending } = progress;
+    let mut parts: Vec<String> = Vec::new();
+    if !failed.is_empty() {
+        let failed = failed.iter().map(|(node, why)| format!("{node} failed ({why})"));
+        parts.push(join_names(failed.collect()));
+    }
+    parts.push(format!("{updated} of {} nodes serve the newest partition", progress.nodes()));
+    for (nodes, what) in [(changing, "repartitioning"), (waiting, "waiting for pods"), (pending, "pending")] {
+        if !nodes.is_empty() {
+            parts.push(format!("{what}: {}", join_names(nodes.iter().cloned().collect())));
+        }
+    }
+    parts.join("; ")
+}
+
+fn rollout_status(progress: &Progress) -> RolloutStatus {
+    let Progress { phase: _, updated, changing, waiting, failed, pending } = progress;
+    RolloutStatus {
+        updated: count(*updated),
+        changing: count(changing.len() + waiting.len()),
+        failed: count(failed.len()),
+        pending: count(pending.len()),
+    }
+}
+
 /// Returns whether the GPUs are partitioned as the policy specifies.
 fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     match &report.invalid {
@@ -294,6 +352,15 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         let nodes = join_names(report.unreported.iter().cloned().collect());
         let message = format!("no agent has reported the GPUs of {nodes}");
         problems.entry(Problem::AgentNotReady).or_default().push(message);
+    }
+    if !report.progress.pending.is_empty() {
+        let problem = match report.progress.phase {
+            Phase::Paused => Problem::RolloutPaused,
+            Phase::Stopped => Problem::RolloutStopped,
+            Phase::Complete | Phase::RollingOut => Problem::RollingOut,
+        };
+        let nodes = join_names(report.progress.pending.iter().cloned().collect());
+        problems.entry(problem).or_default().push(format!("nodes keep an older partition: {nodes}"));
     }
     for (what, why) in &report.excluded {
         problems.entry(Problem::Excluded).or_default().push(format!("{what} is excluded from plans: {why}"));
@@ -352,6 +419,9 @@ enum Problem {
     AgentNotReady,
     Excluded,
     Waiting,
+    RolloutStopped,
+    RolloutPaused,
+    RollingOut,
     Applying,
 }
 
@@ -366,6 +436,9 @@ impl Problem {
             Self::AgentNotReady => reason::AGENT_NOT_REPORTING,
             Self::Excluded => reason::EXCLUDED,
             Self::Waiting => reason::WAITING_FOR_PODS,
+            Self::RolloutStopped => reason::ROLLOUT_STOPPED,
+            Self::RolloutPaused => reason::ROLLOUT_PAUSED,
+            Self::RollingOut => reason::ROLLING_OUT,
             Self::Applying => reason::APPLYING,
         }
     }

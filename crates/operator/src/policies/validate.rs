@@ -9,13 +9,14 @@ use cleave_api::names::{
     RESOURCE_MPS, RESOURCE_SHARED, RESOURCE_SHARES_PREFIX, RESOURCE_TIMESLICE, is_served, mig_resource,
 };
 use cleave_api::sharingpolicy::{
-    Clients, ComputeMode, Dynamic, Enforcement, GpuSelector, Interval, MAX_REPLICAS, MemoryPolicy, Mig, Mode, Mps,
-    SharingPolicySpec, Sizes, ThreadPolicy, TimeSlicing,
+    Clients, ComputeMode, DEFAULT_MAX_UNAVAILABLE_PERCENT, Dynamic, Enforcement, GpuSelector, Interval, MAX_REPLICAS,
+    MemoryPolicy, Mig, Mode, Mps, OnFailure, Rollout, SharingPolicySpec, Sizes, ThreadPolicy, TimeSlicing,
 };
 use cleave_plan::device::Mode as PlannerMode;
 use cleave_plan::mps::{MAX_CLIENTS, Threads};
 use cleave_plan::units::Mebibytes;
 use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 /// Maximum number of MIG instances in a layout. No GPU has more.
 const MAX_INSTANCES: usize = 8;
@@ -37,6 +38,8 @@ pub struct Policy {
     pub enforcement: Enforcement,
     /// Time to wait for further pods, and for a node to change.
     pub dynamic: Gathering,
+    /// How a change of the policy reaches its nodes.
+    pub rollout: RolloutRules,
 }
 
 /// How a policy shares a GPU.
@@ -159,6 +162,42 @@ pub struct Gathering {
     pub timeout: Option<Duration>,
 }
 
+/// How a change of a policy reaches its nodes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RolloutRules {
+    /// Maximum number of nodes that are repartitioned at a time.
+    pub max_unavailable: MaxUnavailable,
+    /// Whether nodes keep the partition that they have.
+    pub paused: bool,
+    /// What happens to the other nodes when a node fails.
+    pub on_failure: OnFailure,
+}
+
+/// Maximum number of nodes that are repartitioned at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MaxUnavailable {
+    /// Number of nodes, at least 1.
+    Nodes(usize),
+    /// Percentage of the policy's nodes, from 1 to 100.
+    Percent(u32),
+}
+
+impl Default for MaxUnavailable {
+    fn default() -> Self {
+        Self::Percent(DEFAULT_MAX_UNAVAILABLE_PERCENT)
+    }
+}
+
+impl MaxUnavailable {
+    /// Returns the number of nodes, if the policy has `total` nodes. A percentage is rounded up.
+    pub fn of(self, total: usize) -> usize {
+        match self {
+            Self::Nodes(nodes) => nodes,
+            Self::Percent(percent) => total.saturating_mul(percent as usize).div_ceil(100).max(1),
+        }
+    }
+}
+
 impl MpsShare {
     /// Returns the name of the extended resource for shares of a whole GPU.
     pub fn resource(&self) -> &str {
@@ -230,6 +269,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         time_slicing,
         mig,
         dynamic,
+        rollout,
         enforcement,
         resource_name,
         replica_placement: _,
@@ -274,6 +314,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         share,
         enforcement: *enforcement,
         dynamic: gathering,
+        rollout: rollout.as_ref().map(rollout_rules).transpose()?.unwrap_or_default(),
     })
 }
 
@@ -510,6 +551,29 @@ fn gathering(dynamic: &Dynamic) -> Result<Gathering, Error> {
     Ok(Gathering { idle, timeout })
 }
 
+fn rollout_rules(rollout: &Rollout) -> Result<RolloutRules, Error> {
+    let Rollout { max_unavailable, paused, on_failure } = rollout;
+    let wrong = |value: String| Error::Text {
+        field: "rollout.maxUnavailable",
+        value,
+        expected: "a number of nodes, at least 1, or a percentage from 1% to 100%",
+    };
+    let parsed = match max_unavailable {
+        IntOrString::Int(nodes) => usize::try_from(*nodes).ok().filter(|&nodes| nodes > 0).map(MaxUnavailable::Nodes),
+        IntOrString::String(text) => text
+            .strip_suffix('%')
+            .filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))
+            .and_then(|digits| digits.parse().ok())
+            .filter(|percent| (1..=100).contains(percent))
+            .map(MaxUnavailable::Percent),
+    };
+    let max_unavailable = parsed.ok_or_else(|| match max_unavailable {
+        IntOrString::Int(nodes) => wrong(nodes.to_string()),
+        IntOrString::String(text) => wrong(text.clone()),
+    })?;
+    Ok(RolloutRules { max_unavailable, paused: *paused, on_failure: *on_failure })
+}
+
 fn duration(field: &'static str, text: &str) -> Result<Duration, Error> {
     let wrong =
         || Error::Text { field, value: text.to_owned(), expected: "a duration, for example 500ms, 10s or 1m30s" };
@@ -592,6 +656,27 @@ mod tests {
         let SharingMode::Demand(auto) = validate_yaml(&text("auto")).unwrap().share else { panic!("not by demand") };
         assert_eq!(auto.mode, PlannerMode::Auto);
         assert!(auto.mps.multi_user && auto.mps.limited);
+    }
+
+    #[test]
+    fn the_number_of_unavailable_nodes_is_a_number_or_a_percentage_rounded_up() {
+        let rules = |rollout: &str| {
+            let text = format!(
+                "apiVersion: cleave.dev/v1alpha1\nkind: SharingPolicy\nmetadata: {{name: p}}\nspec: {{mode: Whole{rollout}}}"
+            );
+            validate_yaml(&text).map(|policy| policy.rollout)
+        };
+        let of = |rollout: &str, total| rules(rollout).unwrap().max_unavailable.of(total);
+        assert_eq!([1, 2, 4, 5, 100].map(|total| of("", total)), [1, 1, 1, 2, 25]);
+        assert_eq!(of(", rollout: {paused: true}", 100), 25);
+        assert_eq!([1, 9].map(|total| of(", rollout: {maxUnavailable: 3}", total)), [3, 3]);
+        assert_eq!(of(", rollout: {maxUnavailable: 100%}", 7), 7);
+        for wrong in ["0", "-1", "0%", "101%", "5", "+5%", "%", "2.5%"] {
+            let error = rules(&format!(", rollout: {{maxUnavailable: '{wrong}'}}")).unwrap_err();
+            assert!(error.starts_with("rollout.maxUnavailable is "), "{error}");
+        }
+        assert!(rules(", rollout: {maxUnavailable: 0}").is_err());
+        assert!(rules(", rollout: {maxUnavailable: -1}").is_err());
     }
 
     #[test]

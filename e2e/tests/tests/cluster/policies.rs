@@ -191,3 +191,73 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
         },
     )
 }
+
+/// Returns the number of shares per GPU in the spec of each node, in order of the nodes' names.
+fn shares_in_specs(cluster: &Cluster, nodes: &[String]) -> Result<Vec<Value>> {
+    let shares = |node: &String| {
+        let gpus = cluster.gpunode(node)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
+        Ok(gpus.first().map_or(Value::Null, |gpu| gpu["partition"]["mps"]["slices"][0]["count"].clone()))
+    };
+    nodes.iter().map(shares).collect()
+}
+
+/// Waits until a policy reports this reason in its condition `RolledOut`, and these counts.
+fn wait_for_rollout(cluster: &Cluster, policy: &str, reason: &str, counts: &Value) -> Result<()> {
+    wait_until(&format!("{policy} reports {reason} and {counts}"), || {
+        let object = cluster.get(&format!("{POLICIES_PATH}/{policy}"))?;
+        let Some((_, found, message)) = read_condition(cluster, policy, "RolledOut")? else { return Ok(false) };
+        let rollout = &object["status"]["rollout"];
+        ensure!(found == reason && rollout == counts, "{found}: {message}; {rollout}");
+        Ok(object["status"]["observedGeneration"] == object["metadata"]["generation"])
+    })
+}
+
+#[test]
+fn a_changed_policy_reaches_one_node_after_the_other_and_can_be_paused_and_changed_back() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "waves")?;
+    let mut nodes = cluster.nodes()?;
+    nodes.sort();
+    ensure!(nodes.len() == 2, "nodes: {nodes:?}");
+    let path = format!("{POLICIES_PATH}/staged");
+    let counts = |updated: u32, changing: u32, pending: u32| json!({"updated": updated, "changing": changing, "failed": 0, "pending": pending});
+    scope.create_policy("staged", &json!({"mode": "Mps", "mps": {"units": 5}, "rollout": {"maxUnavailable": 1}}))?;
+    wait_for_rollout(&cluster, "staged", "RolledOut", &counts(2, 0, 0))?;
+    for node in &nodes {
+        let pod = format!("on-{node}");
+        scope.create_pod_on_node(node, &pod, &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
+        scope.wait_until_running(&pod)?;
+    }
+    wait_until("each node reports its pod", || {
+        let in_use = |node: &String| {
+            let gpus = cluster.gpunode(node)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
+            Ok(gpus.iter().any(|gpu| gpu["slices"][0]["inUse"] == 1))
+        };
+        Ok(nodes.iter().map(in_use).collect::<Result<Vec<bool>>>()?.into_iter().all(|reported| reported))
+    })?;
+    let unchanged = cluster.gpunode(&nodes[1])?["metadata"]["generation"].clone();
+
+    cluster.patch(&path, &json!({"spec": {"mps": {"units": 10}, "rollout": {"paused": true}}}))?;
+    wait_for_rollout(&cluster, "staged", "RolloutPaused", &counts(0, 0, 2))?;
+    ensure!(shares_in_specs(&cluster, &nodes)? == [json!(5), json!(5)], "a paused policy changed a node");
+
+    // Both nodes are in use, so the first one waits for its pod, and the second one for the first.
+    cluster.patch(&path, &json!({"spec": {"rollout": {"paused": false}}}))?;
+    wait_for_rollout(&cluster, "staged", "RollingOut", &counts(0, 1, 1))?;
+    ensure!(shares_in_specs(&cluster, &nodes)? == [json!(10), json!(5)], "not one node changed");
+
+    cluster.patch(&path, &json!({"spec": {"mps": {"units": 5}}}))?;
+    wait_for_rollout(&cluster, "staged", "RolledOut", &counts(2, 0, 0))?;
+    ensure!(shares_in_specs(&cluster, &nodes)? == [json!(5), json!(5)], "the change was not undone");
+    let generation = cluster.gpunode(&nodes[1])?["metadata"]["generation"].clone();
+    ensure!(generation == unchanged, "the node that never changed was written: {generation}, not {unchanged}");
+
+    cluster.patch(&path, &json!({"spec": {"mps": {"units": 10}}}))?;
+    wait_for_rollout(&cluster, "staged", "RollingOut", &counts(0, 1, 1))?;
+    scope.delete_pod(&format!("on-{}", nodes[0]), 0)?;
+    wait_for_rollout(&cluster, "staged", "RollingOut", &counts(1, 1, 0))?;
+    scope.delete_pod(&format!("on-{}", nodes[1]), 0)?;
+    wait_for_rollout(&cluster, "staged", "RolledOut", &counts(2, 0, 0))?;
+    ensure!(shares_in_specs(&cluster, &nodes)? == [json!(10), json!(10)], "a node kept its partition");
+    Ok(())
+}

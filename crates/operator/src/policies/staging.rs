@@ -1,0 +1,187 @@
+//! Holds a changed policy back from nodes whose wave has not begun. Pure: callers pass in the time.
+//!
+//! A node that is held back keeps its entries in `GpuNode.spec`. So the specs themselves store
+//! which nodes a change has reached, and a new leader continues. These changes are not held back:
+//!
+//! - GPUs without an entry in the spec, such as those of new nodes;
+//! - GPUs without a policy that receive their first one, unless the policy is paused;
+//! - GPUs that no policy selects any more: they become whole;
+//! - GPUs that are partitioned on demand.
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus};
+use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state};
+
+use crate::policies::partition::has_partition;
+use crate::policies::plan::{Plan, plan_id};
+use crate::policies::snapshot::has_read;
+use crate::policies::validate::RolloutRules;
+use crate::policies::waves::{self, NodeView, State};
+use crate::read::{Node, Observed};
+
+/// Time for which a failure must last before it stops a rollout. Agents retry failed steps, and an
+/// MPS daemon is briefly unavailable while its settings change.
+pub const FAILURE_TIME: Duration = Duration::from_secs(10);
+
+/// Taints of a node whose kubelet does not report.
+const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+
+/// Names a policy and a node.
+type PolicyAndNode = (String, String);
+
+/// What the operator remembers about failures. Times are durations since the process started.
+///
+/// A new leader starts with an empty memory. It waits [`FAILURE_TIME`] again, and a node that
+/// failed before the change then stops the rollout.
+#[derive(Debug, Clone, Default)]
+pub struct Staging {
+    /// Failing nodes: the failing plan, and since when it fails.
+    failing: BTreeMap<PolicyAndNode, (String, Duration)>,
+    /// Nodes that failed with an older partition, until they serve.
+    failed_before: BTreeSet<PolicyAndNode>,
+}
+
+impl Staging {
+    /// Restores the present entries of nodes whose wave has not begun, and records the progress of
+    /// each policy. Returns the time until the next decision, even if nothing changes.
+    pub fn hold_back(&mut self, plan: &mut Plan, observed: &Observed, now: Duration) -> Option<Duration> {
+        let mut next = None;
+        let mut seen = BTreeSet::new();
+        let mut held: Vec<(String, String, bool)> = Vec::new();
+        let policies = plan.policies.iter().filter(|(_, report)| report.demand.is_none());
+        let mut all_progress = BTreeMap::new();
+        for (policy, report) in policies {
+            let names: BTreeSet<&str> = report.following.iter().map(|at| at.node.as_str()).collect();
+            let mut views = BTreeMap::new();
+            for name in names {
+                let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
+                let Some(mut view) = view(policy, report.rollout, node, desired) else { continue };
+                let key = (policy.clone(), name.to_owned());
+                next = [next, self.update(&key, &mut view, node, now)].into_iter().flatten().min();
+                seen.insert(key);
+                views.insert(name.to_owned(), view);
+            }
+            let progress = waves::decide(report.rollout, &views);
+            held.extend(progress.pending.iter().map(|node| (node.clone(), policy.clone(), report.rollout.paused)));
+            all_progress.insert(policy.clone(), progress);
+        }
+        for (policy, progress) in all_progress {
+            if let Some(report) = plan.policies.get_mut(&policy) {
+                report.progress = progress;
+            }
+        }
+        for (node, policy, paused) in held {
+            let current = observed.nodes.get(&node).and_then(Node::object).map(|object| &object.spec);
+            if let (Some(current), Some(desired)) = (current, plan.nodes.get_mut(&node)) {
+                restore(&policy, paused, current, desired);
+            }
+        }
+        self.failing.retain(|key, _| seen.contains(key));
+        self.failed_before.retain(|key| seen.contains(key));
+        next
+    }
+
+    /// Applies what is remembered to a view. Returns the time until a failure counts.
+    fn update(&mut self, key: &PolicyAndNode, view: &mut NodeView, node: &Node, now: Duration) -> Option<Duration> {
+        let mut left = None;
+        if matches!(view.state, State::Failed(_)) {
+            let plan = node.object().map(|object| object.spec.plan_id.clone()).unwrap_or_default();
+            let since = match self.failing.get(key) {
+                Some((of, since)) if *of == plan => *since,
+                _ => now,
+            };
+            self.failing.insert(key.clone(), (plan, since));
+            left = Some(FAILURE_TIME.saturating_sub(now.saturating_sub(since))).filter(|left| !left.is_zero());
+            if left.is_some() {
+                view.state = State::Changing;
+            } else if !view.newest {
+                self.failed_before.insert(key.clone());
+            }
+        } else {
+            self.failing.remove(key);
+            if view.state == State::Serving {
+                self.failed_before.remove(key);
+            }
+        }
+        view.excused |= self.failed_before.contains(key);
+        left
+    }
+}
+
+/// Returns whether a GPU's change belongs to a wave.
+fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
+    current.partition != desired.partition && (current.policy.is_some() || paused)
+}
+
+/// Describes the GPUs of a policy on a node. Returns `None` if the node's spec has none of them.
+fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<NodeView> {
+    let object = node.object()?;
+    let unreachable = || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()));
+    let mut view = NodeView {
+        newest: true,
+        state: State::Serving,
+        serves: false,
+        in_use: false,
+        agent_ready: node.agent.is_some_and(|agent| agent.ready),
+        excused: node.unschedulable || unreachable(),
+    };
+    let mut any = false;
+    for desired in desired.gpus.iter().filter(|desired| desired.policy.as_deref() == Some(policy)) {
+        let Some(current) = object.spec.gpus.iter().find(|current| current.uuid == desired.uuid) else { continue };
+        let Some(gpu) = node.reported()?.iter().find(|gpu| gpu.uuid == desired.uuid) else { continue };
+        any = true;
+        let staged = is_staged(current, desired, rules.paused);
+        view.newest &= !staged;
+        view.in_use |= staged && gpu.slices.iter().any(|slice| slice.in_use > 0);
+        let state = if desired.cordoned || !gpu.health.class.is_empty() {
+            // The failure of a cordoned or faulted GPU reveals nothing about its partition.
+            None
+        } else if staged || current.partition == desired.partition {
+            gpu_state(node, current, gpu)
+        } else {
+            Some(State::Changing)
+        };
+        view.serves |= state == Some(State::Serving);
+        view.state = view.state.max(state.unwrap_or(State::Serving));
+    }
+    any.then_some(view)
+}
+
+/// Returns the state of a GPU relative to its spec. Returns `None` if the node has no status.
+fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Option<State> {
+    let object = node.object()?;
+    let status = object.status.as_ref()?;
+    if !has_read(node) {
+        return Some(State::Changing);
+    }
+    let failure = |why: &str| State::Failed(format!("GPU {}: {why}", gpu.index));
+    if let Some(step) = status.steps.iter().find(|step| step.gpu == gpu.uuid && step.result == STEP_FAILED) {
+        return Some(failure(if step.message.is_empty() { &step.action } else { &step.message }));
+    }
+    if let Some(step) = status.steps.iter().find(|step| step.gpu == gpu.uuid && step.result == STEP_REFUSED) {
+        return Some(failure(if step.message.is_empty() { &step.action } else { &step.message }));
+    }
+    if !gpu.health.healthy && gpu.health.reason == HEALTH_MPS_UNAVAILABLE {
+        return Some(failure(&gpu.health.message));
+    }
+    if let Some(step) = status.steps.iter().find(|step| step.gpu == gpu.uuid && step.result == STEP_WAITING) {
+        return Some(if step.reason == STEP_IN_USE { State::WaitingForPods } else { State::Changing });
+    }
+    let applied = status.plan_id == object.spec.plan_id || has_partition(&spec.partition, gpu);
+    let serves = gpu.mps.iter().all(|daemon| daemon.state == daemon_state::ACTIVE);
+    Some(if applied && serves { State::Serving } else { State::Changing })
+}
+
+/// Restores the present entries of a policy's GPUs that a wave would change.
+fn restore(policy: &str, paused: bool, current: &GpuNodeSpec, desired: &mut GpuNodeSpec) {
+    for entry in desired.gpus.iter_mut().filter(|entry| entry.policy.as_deref() == Some(policy)) {
+        let present = current.gpus.iter().find(|present| present.uuid == entry.uuid);
+        if let Some(present) = present.filter(|present| is_staged(present, entry, paused)) {
+            // Administrators' annotations apply at once.
+            let (cordoned, cleared) = (entry.cordoned, entry.cleared.clone());
+            *entry = GpuSpec { cordoned, cleared, ..present.clone() };
+        }
+    }
+    desired.plan_id = plan_id(&desired.gpus);
+}

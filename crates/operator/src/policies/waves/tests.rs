@@ -1,0 +1,167 @@
+//! Tests which nodes change in each situation.
+use super::*;
+use crate::policies::validate::MaxUnavailable;
+
+const RULES: RolloutRules =
+    RolloutRules { max_unavailable: MaxUnavailable::Nodes(2), paused: false, on_failure: OnFailure::Stop };
+
+/// No node begins to change.
+const NONE: [usize; 0] = [];
+
+/// Returns a node that serves the newest partition.
+fn updated() -> NodeView {
+    NodeView { newest: true, state: State::Serving, serves: true, in_use: false, agent_ready: true, excused: false }
+}
+
+/// Returns an unused node that serves an older partition.
+fn old() -> NodeView {
+    NodeView { newest: false, ..updated() }
+}
+
+fn with_state(state: State, view: NodeView) -> NodeView {
+    NodeView { serves: false, state, ..view }
+}
+
+fn changing(view: NodeView) -> NodeView {
+    with_state(State::Changing, view)
+}
+
+fn waiting(view: NodeView) -> NodeView {
+    with_state(State::WaitingForPods, view)
+}
+
+fn failed(view: NodeView) -> NodeView {
+    with_state(State::Failed("why".to_owned()), view)
+}
+
+fn in_use(view: NodeView) -> NodeView {
+    NodeView { in_use: true, ..view }
+}
+
+fn excused(view: NodeView) -> NodeView {
+    NodeView { excused: true, ..view }
+}
+
+fn decide_for(rules: RolloutRules, views: &[NodeView]) -> Progress {
+    let nodes = views.iter().enumerate().map(|(at, view)| (format!("n{at}"), view.clone())).collect();
+    decide(rules, &nodes)
+}
+
+/// Returns the numbers of the nodes that begin to change.
+fn begins(rules: RolloutRules, views: &[NodeView]) -> Vec<usize> {
+    let progress = decide_for(rules, views);
+    let old = views.iter().enumerate().filter(|(_, view)| !view.newest);
+    old.map(|(at, _)| at).filter(|at| !progress.pending.contains(&format!("n{at}"))).collect()
+}
+
+#[test]
+fn the_first_wave_is_one_node() {
+    assert_eq!(begins(RULES, &[old(), old(), old(), old()]), [0]);
+    assert_eq!(begins(RULES, &[changing(updated()), old(), old()]), NONE, "the canary has not finished");
+    assert_eq!(decide_for(RULES, &[old(), old()]).phase, Phase::RollingOut);
+}
+
+#[test]
+fn after_the_canary_the_limit_applies() {
+    assert_eq!(begins(RULES, &[updated(), old(), old(), old()]), [1, 2]);
+    assert_eq!(begins(RULES, &[updated(), changing(updated()), old(), old()]), [2]);
+    assert_eq!(begins(RULES, &[updated(), changing(updated()), changing(updated()), old()]), NONE);
+    let all = RolloutRules { max_unavailable: MaxUnavailable::Percent(100), ..RULES };
+    assert_eq!(begins(all, &[updated(), old(), old(), old()]), [1, 2, 3]);
+    let quarter = RolloutRules { max_unavailable: MaxUnavailable::Percent(25), ..RULES };
+    assert_eq!(begins(quarter, &[updated(), old(), old(), old(), old()]), [1, 2], "25% of 5 is rounded up");
+}
+
+#[test]
+fn unused_nodes_change_first_and_do_not_wait_for_pods() {
+    assert_eq!(begins(RULES, &[in_use(old()), old(), old()]), [1], "the canary");
+    assert_eq!(begins(RULES, &[in_use(old()), in_use(old())]), [0], "no node is unused");
+    let canary_waits = [waiting(updated()), in_use(old()), in_use(old())];
+    assert_eq!(begins(RULES, &canary_waits), NONE, "one canary at a time");
+    assert_eq!(begins(RULES, &[waiting(updated()), in_use(old()), old()]), [2], "a node became unused");
+    let waits = [updated(), waiting(updated()), waiting(updated()), in_use(old()), old()];
+    assert_eq!(begins(RULES, &waits), [4], "as many nodes wait as may, and the unused one changes");
+    assert_eq!(begins(RULES, &[updated(), waiting(updated()), in_use(old()), in_use(old())]), [2]);
+}
+
+#[test]
+fn a_partly_changed_node_that_waits_for_pods_is_a_canary_that_works() {
+    let partly = NodeView { serves: true, ..waiting(updated()) };
+    assert_eq!(begins(RULES, &[partly, old(), old(), old()]), [1, 2]);
+}
+
+#[test]
+fn a_failed_node_stops_the_others() {
+    let views = [failed(updated()), updated(), old()];
+    let progress = decide_for(RULES, &views);
+    assert_eq!((progress.phase, progress.updated), (Phase::Stopped, 1));
+    assert_eq!(progress.failed, BTreeMap::from([("n0".to_owned(), "why".to_owned())]));
+    assert_eq!(begins(RULES, &views), NONE);
+    let onward = RolloutRules { on_failure: OnFailure::Continue, ..RULES };
+    assert_eq!(begins(onward, &views), [2]);
+    assert_eq!(begins(onward, &[failed(updated()), old(), old()]), [1], "still one canary at a time");
+    assert_eq!(begins(RULES, &[excused(failed(updated())), updated(), old()]), [2], "it is cordoned");
+    let last = decide_for(RULES, &[failed(updated()), updated()]);
+    assert_eq!(last.phase, Phase::RollingOut, "no node is left to stop");
+}
+
+#[test]
+fn a_paused_policy_changes_no_node() {
+    let paused = RolloutRules { paused: true, ..RULES };
+    for views in [vec![old(), old()], vec![updated(), old()], vec![updated(), failed(old())]] {
+        assert_eq!(begins(paused, &views), NONE, "{views:?}");
+        assert_eq!(decide_for(paused, &views).phase, Phase::Paused);
+    }
+    assert_eq!(decide_for(paused, &[updated()]).phase, Phase::Complete);
+}
+
+#[test]
+fn a_policy_that_is_changed_back_repairs_nodes_at_once() {
+    let one = RolloutRules { max_unavailable: MaxUnavailable::Nodes(1), ..RULES };
+    // n0 never left the partition that is now the newest again. The others had begun to leave it.
+    let views = [updated(), failed(old()), failed(old()), changing(old()), changing(old())];
+    assert_eq!(begins(one, &views), [1, 2, 3, 4]);
+    let also_served = [updated(), failed(old()), old(), old()];
+    assert_eq!(begins(one, &also_served), [1, 2], "nodes that serve an older partition follow in waves");
+    let stopped = [updated(), failed(updated()), failed(old()), changing(old()), old()];
+    assert_eq!(begins(one, &stopped), [2], "only repairs continue");
+}
+
+#[test]
+fn an_unproven_change_does_not_wait_for_an_older_one_that_never_finishes() {
+    assert_eq!(begins(RULES, &[changing(old()), changing(old()), changing(old())]), [0]);
+    assert_eq!(begins(RULES, &[failed(old()), old()]), [1], "a failed node is the last canary");
+    assert_eq!(begins(RULES, &[failed(old())]), [0]);
+}
+
+#[test]
+fn nodes_without_a_ready_agent_stay_pending() {
+    let away = NodeView { agent_ready: false, ..old() };
+    assert_eq!(begins(RULES, &[away.clone(), old()]), [1]);
+    assert_eq!(begins(RULES, &[updated(), away]), NONE);
+}
+
+#[test]
+fn excused_nodes_do_not_count_as_unavailable() {
+    assert_eq!(begins(RULES, &[updated(), excused(changing(updated())), changing(updated()), old()]), [3]);
+}
+
+/// Every rollout ends, never exceeds its limit, and begins with one node.
+#[test]
+fn rollouts_of_any_size_end_within_their_limit() {
+    for (count, limit) in (1..12).flat_map(|count| (1..6).map(move |limit| (count, limit))) {
+        let rules = RolloutRules { max_unavailable: MaxUnavailable::Nodes(limit), ..RULES };
+        let mut views = vec![old(); count];
+        for wave in 0.. {
+            let begun = begins(rules, &views);
+            if decide_for(rules, &views).phase == Phase::Complete {
+                break;
+            }
+            assert!(!begun.is_empty() && begun.len() <= limit, "wave {wave} of {count} by {limit}: {begun:?}");
+            assert!(wave > 0 || begun.len() == 1, "the canary");
+            for at in begun {
+                views[at] = updated();
+            }
+        }
+    }
+}

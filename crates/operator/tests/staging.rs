@@ -1,0 +1,555 @@
+//! Tests how a changed policy reaches nodes: policies and nodes in, specs and statuses out, without
+//! a cluster.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleave_api::gpunode::{GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health, MpsStatus, SliceStatus, StepStatus};
+use cleave_api::sharingpolicy::{Enforcement, RolloutStatus, SharingPolicy};
+use cleave_operator::policies::apply::changes;
+use cleave_operator::policies::plan::{Plan, plan};
+use cleave_operator::policies::staging::{FAILURE_TIME, Staging};
+use cleave_operator::policies::status::{Update, WrittenStatuses, event, updates};
+use cleave_operator::read::{Agent, Node, Observed};
+use cleave_plan::snapshot::Taint;
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::core::DeserializeGuard;
+
+const FIVE: &str = "mode: Mps\nmps: {units: 5}";
+const TEN: &str = "mode: Mps\nmps: {units: 10}";
+const TEN_BY_TWO: &str = "mode: Mps\nmps: {units: 10}\nrollout: {maxUnavailable: 2}";
+
+/// A cluster of nodes with one GPU each, named n0, n1 and so on.
+#[derive(Clone)]
+struct World {
+    observed: Observed,
+    staging: Staging,
+    now: Duration,
+}
+
+impl World {
+    /// Returns a cluster whose nodes serve whole GPUs under no policy.
+    fn new(nodes: usize) -> Self {
+        let mut world = Self { observed: Observed::default(), staging: Staging::default(), now: Duration::ZERO };
+        (0..nodes).for_each(|at| world.add_node(at));
+        world.pass();
+        world.serve_all();
+        world
+    }
+
+    /// Returns a cluster whose nodes serve the partition of policy `p`.
+    fn with_policy(nodes: usize, spec: &str) -> Self {
+        let mut world = Self::new(nodes);
+        world.set_policy("p", spec);
+        world.pass();
+        world.serve_all();
+        world
+    }
+
+    fn add_node(&mut self, at: usize) {
+        let name = format!("n{at}");
+        let gpu = GpuStatus {
+            uuid: format!("GPU-{at:08}-0000-0000-0000-000000000000"),
+            model: "NVIDIA H100 80GB HBM3".to_owned(),
+            memory_mib: 81_559,
+            health: Health { healthy: true, ..Health::default() },
+            ..GpuStatus::default()
+        };
+        let status = GpuNodeStatus { agent_version: "0.1.0".to_owned(), gpus: vec![gpu], ..GpuNodeStatus::default() };
+        let object = GpuNode {
+            metadata: ObjectMeta { name: Some(name.clone()), generation: Some(1), ..ObjectMeta::default() },
+            spec: GpuNodeSpec::default(),
+            status: Some(status),
+        };
+        let node = Node {
+            agent: Some(Agent { ready: true }),
+            gpu_node: Some(Arc::new(DeserializeGuard(Ok(object)))),
+            ..Node::default()
+        };
+        self.observed.nodes.insert(name, node);
+    }
+
+    fn set_policy(&mut self, name: &str, spec: &str) {
+        let indented: String = spec.lines().map(|line| format!("  {line}\n")).collect();
+        let text = format!(
+            "apiVersion: cleave.dev/v1alpha1\nkind: SharingPolicy\nmetadata: {{name: {name}}}\nspec:\n{indented}"
+        );
+        let mut policy: SharingPolicy = serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+        if let Some(Ok(before)) = self.observed.policies.get(name) {
+            policy.status.clone_from(&before.status);
+        }
+        self.observed.policies.insert(name.to_owned(), Ok(policy));
+    }
+
+    fn object(&mut self, node: &str) -> &mut GpuNode {
+        match self.observed.nodes.get_mut(node).and_then(|node| node.gpu_node.as_mut()).map(Arc::make_mut) {
+            Some(DeserializeGuard(Ok(object))) => object,
+            _ => panic!("{node} has no GpuNode"),
+        }
+    }
+
+    fn gpu(&mut self, node: &str) -> &mut GpuStatus {
+        &mut self.object(node).status.as_mut().unwrap().gpus[0]
+    }
+
+    fn staged_plan(&mut self) -> (Plan, Option<Duration>) {
+        let mut plan = plan(&self.observed);
+        let next = self.staging.hold_back(&mut plan, &self.observed, self.now);
+        (plan, next)
+    }
+
+    /// Runs one pass of the operator. Returns the nodes whose spec it writes.
+    fn pass(&mut self) -> Vec<String> {
+        let written = self.write();
+        assert!(changes(&self.staged_plan().0, &self.observed).is_empty(), "a pass writes everything at once");
+        written
+    }
+
+    /// Like [`Self::pass`], but the operator does not look again after its writes.
+    fn write(&mut self) -> Vec<String> {
+        let (plan, _) = self.staged_plan();
+        let mut written = Vec::new();
+        for change in changes(&plan, &self.observed) {
+            let object = self.object(&change.node);
+            object.spec = change.spec;
+            object.metadata.generation = object.metadata.generation.map(|generation| generation + 1);
+            written.push(change.node);
+        }
+        written
+    }
+
+    /// Runs the agent of a node until it serves its spec.
+    fn serve(&mut self, node: &str) {
+        let object = self.object(node);
+        let GpuNode { metadata, spec, status } = object;
+        let status = status.as_mut().unwrap();
+        (status.observed_generation, status.plan_id) = (metadata.generation.unwrap(), spec.plan_id.clone());
+        status.steps.clear();
+        for gpu in &mut status.gpus {
+            let Some(desired) = spec.gpus.iter().find(|desired| desired.uuid == gpu.uuid) else { continue };
+            let (resource, total) = match &desired.partition.mps {
+                Some(mps) => (mps.slices[0].resource.clone(), mps.slices[0].count),
+                None => ("nvidia.com/gpu".to_owned(), 1),
+            };
+            gpu.slices = vec![SliceStatus { device: gpu.uuid.clone(), resource, total, ..SliceStatus::default() }];
+            gpu.health = Health { healthy: true, ..Health::default() };
+        }
+    }
+
+    fn serve_all(&mut self) {
+        let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
+        names.iter().for_each(|name| self.serve(name));
+    }
+
+    /// Lets the agent of a node read its spec and report one step.
+    fn report_step(&mut self, node: &str, result: &str, reason: &str) {
+        let object = self.object(node);
+        let status = object.status.as_mut().unwrap();
+        status.observed_generation = object.metadata.generation.unwrap();
+        status.steps = vec![StepStatus {
+            gpu: status.gpus[0].uuid.clone(),
+            result: result.to_owned(),
+            reason: reason.to_owned(),
+            message: "NVML: In use by another client".to_owned(),
+            ..StepStatus::default()
+        }];
+    }
+
+    /// Lets a pod use a slice of a node.
+    fn use_slice(&mut self, node: &str) {
+        self.gpu(node).slices[0].in_use = 1;
+    }
+
+    /// Returns the number of shares in the spec of each node. 0 for a whole GPU.
+    fn shares(&mut self) -> Vec<u32> {
+        let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
+        let shares = |object: &GpuNode| object.spec.gpus[0].partition.mps.as_ref().map_or(0, |mps| mps.slices[0].count);
+        names.iter().map(|name| shares(self.object(name))).collect()
+    }
+
+    /// Writes the status of policy `p`. Returns the update, if the status changed.
+    fn report(&mut self) -> Option<Update> {
+        let (plan, _) = self.staged_plan();
+        let all = updates(&plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH);
+        let update = all.into_iter().find(|update| update.policy == "p")?;
+        if let Some(Ok(policy)) = self.observed.policies.get_mut("p") {
+            policy.status = Some(update.status.clone());
+        }
+        Some(update)
+    }
+
+    /// Returns the status, reason and message of a condition of policy `p`.
+    fn condition(&mut self, type_: &str) -> (String, String, String) {
+        self.report();
+        let Some(Ok(policy)) = self.observed.policies.get("p") else { panic!("no policy") };
+        let conditions = &policy.status.as_ref().unwrap().conditions;
+        let found = conditions.iter().find(|condition| condition.type_ == type_).unwrap();
+        (found.status.clone(), found.reason.clone(), found.message.clone())
+    }
+
+    fn counts(&mut self) -> RolloutStatus {
+        self.report();
+        self.observed.policies["p"].as_ref().unwrap().status.as_ref().unwrap().rollout
+    }
+
+    /// Lets a failure last long enough to count.
+    fn wait_for_failure(&mut self) {
+        let (_, next) = self.staged_plan();
+        assert_eq!(next, Some(FAILURE_TIME), "the operator looks again when the failure counts");
+        self.now += FAILURE_TIME;
+    }
+}
+
+#[test]
+fn a_change_reaches_one_node_then_waves() {
+    let mut world = World::with_policy(5, FIVE);
+    world.set_policy("p", TEN_BY_TWO);
+    assert_eq!(world.pass(), ["n0"]);
+    assert_eq!(world.shares(), [10, 5, 5, 5, 5]);
+    assert!(world.pass().is_empty(), "the canary does not serve yet");
+    world.serve("n0");
+    assert_eq!(world.pass(), ["n1", "n2"]);
+    world.serve("n2");
+    assert_eq!(world.pass(), ["n3"]);
+    world.serve_all();
+    assert_eq!(world.pass(), ["n4"]);
+    world.serve_all();
+    assert!(world.pass().is_empty());
+    assert_eq!(world.shares(), [10; 5]);
+}
+
+#[test]
+fn by_default_a_quarter_of_the_nodes_changes_at_a_time() {
+    let mut world = World::with_policy(8, FIVE);
+    world.set_policy("p", TEN);
+    let mut waves = Vec::new();
+    while waves.last() != Some(&0) {
+        waves.push(world.pass().len());
+        world.serve_all();
+    }
+    assert_eq!(waves, [1, 2, 2, 2, 1, 0]);
+}
+
+#[test]
+fn a_new_leader_continues() {
+    let mut world = World::with_policy(4, FIVE);
+    world.set_policy("p", TEN_BY_TWO);
+    world.pass();
+    world.staging = Staging::default();
+    assert!(world.pass().is_empty(), "the canary of the former leader has not finished");
+    world.serve_all();
+    world.staging = Staging::default();
+    assert_eq!(world.pass(), ["n1", "n2"]);
+}
+
+#[test]
+fn a_node_serves_the_change_once_its_agent_and_its_daemon_do() {
+    let mut world = World::with_policy(2, FIVE);
+    // The numbers of slices do not change, so only the agent knows whether the limits are new.
+    world.set_policy("p", "mode: Mps\nmps: {units: 5, threads: Strict}");
+    assert_eq!(world.pass(), ["n0"]);
+    assert!(world.pass().is_empty(), "the agent has not read the spec");
+    world.serve("n0");
+    world.gpu("n0").mps = vec![MpsStatus { state: "Starting".to_owned(), ..MpsStatus::default() }];
+    assert!(world.pass().is_empty(), "the daemon is starting");
+    world.gpu("n0").mps[0].state = "Active".to_owned();
+    let mut beside = world.clone();
+    assert_eq!(world.pass(), ["n1"]);
+    // A GPU of another policy is still being repartitioned, so the node does not match its plan.
+    beside.object("n0").status.as_mut().unwrap().plan_id.clear();
+    let mut unfinished = beside.clone();
+    assert_eq!(beside.pass(), ["n1"]);
+    unfinished.gpu("n0").slices[0].total = 4;
+    assert!(unfinished.pass().is_empty());
+    // The agent knows best.
+    let plan_id = unfinished.object("n0").spec.plan_id.clone();
+    unfinished.object("n0").status.as_mut().unwrap().plan_id = plan_id;
+    assert_eq!(unfinished.pass(), ["n1"]);
+}
+
+#[test]
+fn the_time_of_a_failure_counts_from_the_newest_spec() {
+    let mut world = World::with_policy(2, FIVE);
+    world.set_policy("p", TEN);
+    world.pass();
+    world.report_step("n0", "Failed", "");
+    world.staged_plan();
+    world.now = FAILURE_TIME * 6 / 10;
+    world.set_policy("p", "mode: Mps\nmps: {units: 7}");
+    assert_eq!(world.write(), ["n0"], "the canary is the node that serves nothing");
+    // The agent has read the spec, and still reports the old failure.
+    world.report_step("n0", "Failed", "");
+    world.staged_plan();
+    world.now = FAILURE_TIME * 12 / 10;
+    assert_eq!(world.condition("RolledOut").1, "RollingOut");
+    world.now = FAILURE_TIME * 16 / 10;
+    assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
+}
+
+#[test]
+fn new_nodes_and_first_policies_do_not_wait() {
+    let mut world = World::new(3);
+    world.set_policy("p", FIVE);
+    assert_eq!(world.pass(), ["n0", "n1", "n2"], "the GPUs had no policy");
+    world.serve_all();
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n0"]);
+    world.add_node(3);
+    assert_eq!(world.pass(), ["n3"], "a new node gets the newest partition");
+    world.serve("n3");
+    assert_eq!(world.pass(), Vec::<String>::new(), "25% of four nodes, and n0 is changing");
+}
+
+#[test]
+fn a_paused_policy_changes_no_gpu() {
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("p", "mode: Mps\nmps: {units: 10}\nrollout: {paused: true}");
+    assert!(world.pass().is_empty());
+    let (status, reason, message) = world.condition("RolledOut");
+    assert_eq!((status.as_str(), reason.as_str()), ("False", "RolloutPaused"));
+    assert!(message.contains("0 of 3 nodes serve the newest partition; pending: n0, n1, n2"), "{message}");
+    assert_eq!(world.condition("Ready").1, "RolloutPaused");
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n0"]);
+    let mut first = World::new(2);
+    first.set_policy("p", "mode: Mps\nmps: {units: 10}\nrollout: {paused: true}");
+    assert!(first.pass().is_empty(), "not even GPUs without a policy change");
+    first.add_node(2);
+    assert_eq!(first.pass(), ["n2"], "a new node has no partition to keep");
+}
+
+#[test]
+fn a_pause_in_the_middle_keeps_both_partitions() {
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("p", TEN);
+    world.pass();
+    world.serve_all();
+    world.set_policy("p", "mode: Mps\nmps: {units: 10}\nrollout: {paused: true}");
+    assert!(world.pass().is_empty());
+    assert_eq!(world.shares(), [10, 5, 5]);
+    assert_eq!(world.counts(), RolloutStatus { updated: 1, pending: 2, ..RolloutStatus::default() });
+}
+
+#[test]
+fn a_failed_canary_stops_the_change_and_is_reported_once() {
+    for result in ["Failed", "Refused"] {
+        let mut world = World::with_policy(3, FIVE);
+        world.set_policy("p", TEN);
+        world.pass();
+        world.report_step("n0", result, "");
+        assert_eq!(world.condition("RolledOut").1, "RollingOut", "the agent retries");
+        world.wait_for_failure();
+        assert!(world.pass().is_empty());
+        let update = world.report().unwrap();
+        let events: Vec<String> = update.changed.iter().filter_map(event).map(|event| event.reason).collect();
+        assert_eq!(events.iter().filter(|reason| *reason == "RolloutStopped").count(), 1, "{events:?}");
+        let (status, reason, message) = world.condition("RolledOut");
+        assert_eq!((status.as_str(), reason.as_str()), ("False", "RolloutStopped"));
+        for part in ["n0 failed (GPU 0: NVML: In use by another client)", "0 of 3 nodes", "pending: n1, n2"] {
+            assert!(message.contains(part), "{message}");
+        }
+        let expected = RolloutStatus { failed: 1, pending: 2, ..RolloutStatus::default() };
+        assert_eq!(world.counts(), expected);
+        world.serve("n0");
+        assert_eq!(world.pass(), ["n1"], "a repaired node lets the change continue");
+    }
+}
+
+#[test]
+fn a_daemon_that_does_not_serve_stops_the_change() {
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("p", TEN);
+    world.pass();
+    world.serve("n0");
+    let health =
+        Health { reason: "MpsUnavailable".to_owned(), message: "state BackOff".to_owned(), ..Health::default() };
+    world.gpu("n0").health = health;
+    world.wait_for_failure();
+    assert!(world.pass().is_empty());
+    assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
+    // A fault of the GPU reveals nothing about the partition.
+    world.gpu("n0").health.class = "NeedsReset".to_owned();
+    assert_eq!(world.pass(), ["n1"]);
+}
+
+#[test]
+fn failures_do_not_stop_the_change_if_the_policy_says_so() {
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("p", "mode: Mps\nmps: {units: 10}\nrollout: {onFailure: Continue}");
+    world.pass();
+    world.report_step("n0", "Failed", "");
+    world.wait_for_failure();
+    assert_eq!(world.pass(), ["n1"]);
+}
+
+#[test]
+fn a_cordoned_node_does_not_stop_the_change() {
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("p", TEN);
+    world.pass();
+    world.report_step("n0", "Failed", "");
+    world.wait_for_failure();
+    assert!(world.pass().is_empty());
+    let mut unreachable = world.clone();
+    let mut cordoned_gpu = world.clone();
+    world.observed.nodes.get_mut("n0").unwrap().unschedulable = true;
+    assert_eq!(world.pass(), ["n1"]);
+    let key = "node.kubernetes.io/unreachable".to_owned();
+    let taint = Taint { key, effect: "NoExecute".to_owned(), ..Taint::default() };
+    unreachable.observed.nodes.get_mut("n0").unwrap().taints = vec![taint];
+    assert_eq!(unreachable.pass(), ["n1"]);
+    let annotations = BTreeMap::from([("cleave.dev/cordon".to_owned(), cordoned_gpu.gpu("n0").uuid.clone())]);
+    cordoned_gpu.object("n0").metadata.annotations = Some(annotations);
+    assert_eq!(cordoned_gpu.pass(), ["n0", "n1"], "the cordon of n0, and the partition of n1");
+}
+
+#[test]
+fn a_node_without_a_ready_agent_keeps_its_partition() {
+    let mut world = World::with_policy(2, FIVE);
+    world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: false });
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n1"]);
+    world.serve("n1");
+    assert!(world.pass().is_empty());
+    world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: true });
+    assert_eq!(world.pass(), ["n0"]);
+}
+
+#[test]
+fn a_policy_that_is_changed_back_reaches_failed_nodes_at_once() {
+    let mut world = World::with_policy(4, FIVE);
+    world.set_policy("p", TEN_BY_TWO);
+    world.pass();
+    world.serve_all();
+    world.pass();
+    world.serve("n1");
+    world.report_step("n2", "Failed", "");
+    world.wait_for_failure();
+    assert!(world.pass().is_empty());
+    assert_eq!(world.shares(), [10, 10, 10, 5]);
+    world.set_policy("p", "mode: Mps\nmps: {units: 5}\nrollout: {maxUnavailable: 1}");
+    assert_eq!(world.pass(), ["n0", "n2"], "the failed node, and a wave of one");
+    // The agent still reports the failure of the former spec for a moment.
+    assert_eq!(world.condition("RolledOut").1, "RollingOut");
+    world.serve_all();
+    assert_eq!(world.pass(), ["n1"]);
+    world.serve_all();
+    assert_eq!(world.shares(), [5; 4]);
+    let (status, reason, _) = world.condition("RolledOut");
+    assert_eq!((status.as_str(), reason.as_str()), ("True", "RolledOut"));
+}
+
+#[test]
+fn a_node_that_failed_before_the_change_does_not_stop_it() {
+    let mut world = World::with_policy(4, FIVE);
+    let health = Health { reason: "MpsUnavailable".to_owned(), ..Health::default() };
+    world.gpu("n1").health = health.clone();
+    world.wait_for_failure();
+    world.pass();
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n0"]);
+    world.serve("n0");
+    assert_eq!(world.pass(), ["n1", "n2"], "n1 has nothing to lose");
+    world.serve_all();
+    world.gpu("n1").health = health.clone();
+    world.wait_for_failure();
+    assert_eq!(world.pass(), ["n3"]);
+    // Once it has served, its next failure counts.
+    let mut world = World { now: Duration::ZERO, ..world };
+    world.serve_all();
+    world.pass();
+    world.set_policy("p", FIVE);
+    world.pass();
+    world.serve("n0");
+    assert_eq!(world.pass(), ["n1"]);
+    world.serve("n1");
+    world.gpu("n1").health = health;
+    world.wait_for_failure();
+    assert!(world.pass().is_empty());
+}
+
+#[test]
+fn unused_nodes_do_not_wait_for_nodes_in_use() {
+    let mut world = World::with_policy(4, FIVE);
+    world.use_slice("n0");
+    world.use_slice("n1");
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n2"]);
+    world.serve("n2");
+    assert_eq!(world.pass(), ["n3"]);
+    world.serve("n3");
+    assert_eq!(world.pass(), ["n0"]);
+    world.report_step("n0", "Waiting", "InUse");
+    assert!(world.pass().is_empty(), "one node at a time waits for pods");
+    let expected = RolloutStatus { updated: 2, changing: 1, pending: 1, ..RolloutStatus::default() };
+    assert_eq!(world.counts(), expected);
+    world.gpu("n1").slices[0].in_use = 0;
+    assert_eq!(world.pass(), ["n1"], "its pod has ended");
+}
+
+#[test]
+fn only_partitions_are_staged() {
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("p", &format!("{FIVE}\nenforcement: Evict"));
+    assert_eq!(world.pass(), ["n0", "n1", "n2"]);
+    assert_eq!(world.object("n2").spec.gpus[0].enforcement, Enforcement::Evict);
+    world.serve_all();
+    // A GPU that is held back follows administrators, but not the new policy.
+    world.set_policy("p", TEN);
+    world.pass();
+    let uuid = world.gpu("n2").uuid.clone();
+    world.object("n2").metadata.annotations = Some(BTreeMap::from([("cleave.dev/cordon".to_owned(), uuid)]));
+    assert_eq!(world.pass(), ["n2"]);
+    let held = &world.object("n2").spec.gpus[0];
+    assert!(held.cordoned && held.enforcement == Enforcement::Evict);
+    assert_eq!(world.shares(), [10, 5, 5]);
+    // Without the policy, all GPUs become whole.
+    world.observed.policies.clear();
+    assert_eq!(world.pass(), ["n0", "n1", "n2"]);
+    assert_eq!(world.shares(), [0, 0, 0]);
+}
+
+#[test]
+fn gpus_that_move_to_another_policy_are_staged_by_it() {
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("specific", "gpus: {models: [H100]}\nmode: Mps\nmps: {units: 10}");
+    assert_eq!(world.pass(), ["n0"]);
+    assert_eq!(world.object("n1").spec.gpus[0].policy.as_deref(), Some("p"));
+    world.serve_all();
+    assert_eq!(world.pass(), ["n1"]);
+}
+
+#[test]
+fn gpus_on_demand_are_not_staged() {
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("p", "mode: Auto");
+    let (plan, next) = world.staged_plan();
+    assert_eq!((plan.demand.len(), next), (3, None));
+    world.gpu("n0").mps = vec![MpsStatus { state: "Starting".to_owned(), ..MpsStatus::default() }];
+    assert_eq!(world.condition("RolledOut").0, "True");
+    world.gpu("n0").mps.clear();
+    // From demand to a fixed partition, the change is staged.
+    world.pass();
+    world.serve_all();
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n0"]);
+}
+
+#[test]
+fn nodes_that_keep_an_older_partition_are_not_ready() {
+    let mut world = World::with_policy(2, FIVE);
+    assert_eq!(world.condition("Ready").0, "True");
+    world.set_policy("p", TEN);
+    world.pass();
+    world.serve_all();
+    let (plan, _) = world.staged_plan();
+    assert_eq!(changes(&plan, &world.observed).len(), 1);
+    let mut paused = world.clone();
+    paused.set_policy("p", "mode: Mps\nmps: {units: 10}\nrollout: {paused: true}");
+    let (status, _, message) = paused.condition("Ready");
+    assert_eq!(status, "False");
+    assert!(message.contains("nodes keep an older partition: n1"), "{message}");
+}
