@@ -31,6 +31,7 @@ pub enum State {
 
 /// A node with GPUs of a policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about a node")]
 pub struct NodeView {
     /// Whether the node's spec has the newest partition of the policy.
     pub newest: bool,
