@@ -155,7 +155,7 @@ fn a_node_whose_hostname_label_differs_from_its_name_is_used_by_its_label() {
     // The next leader finds the same reservation: the pod is not stranded, and its shares are used.
     let world = world.pod("b", 9);
     let actions = reconcile_within_limits(&mut Gatekeeper::default(), &world, 60);
-    assert_eq!((released(&actions), actions.rescue), (vec![], Rescue::default()));
+    assert_eq!((released(&actions), &actions.rescue), (vec![], &Rescue::default()));
 }
 
 #[test]
