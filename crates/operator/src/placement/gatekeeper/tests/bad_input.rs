@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
-use super::world::{MPS_RESOURCE, TestCluster, reconcile, released, requesting};
+use super::world::{MPS_RESOURCE, TestCluster, reconcile, released, requesting, reservation};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, MAX_RELEASES, UNSCHEDULABLE_AFTER};
 use crate::placement::stranded::Rescue;
@@ -64,14 +64,6 @@ fn a_pod_with_three_hundred_topology_terms_is_judged_and_delays_no_other_pod() {
     for index in 0..20 {
         world = world.node(&format!("n{index}"), &[0]);
     }
-    // Only two nodes have the labels that the spread constraints require.
-    for node in ["n3", "n4"] {
-        world.change(
-            |world| &mut world.nodes,
-            node,
-            |node| (0..300).for_each(|index| node["metadata"]["labels"][format!("zone-{index}")] = json!("a")),
-        );
-    }
     let world = world
         .pod_with("spread", 1, json!({"topologySpreadConstraints": spread}))
         .pod_with("apart", 1, json!({"affinity": apart}))
@@ -81,12 +73,12 @@ fn a_pod_with_three_hundred_topology_terms_is_judged_and_delays_no_other_pod() {
     let mut all = released(&actions);
     all.sort_unstable();
     assert_eq!(all, [("team/apart", "reserved"), ("team/other", "reserved"), ("team/spread", "reserved")]);
-    let spread = actions.releases.iter().find(|release| release.pod == "team/spread").unwrap();
-    let terms = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution/nodeSelectorTerms";
-    let mut applied = world.clone();
-    assert!(applied.apply_release(spread));
-    let nodes = applied.pods["team/spread"].pointer(terms).unwrap()[0]["matchExpressions"][0]["values"].clone();
-    assert!(nodes.as_array().unwrap().iter().all(|node| ["n3", "n4"].contains(&node.as_str().unwrap())), "{nodes}");
+    // The operator does not evaluate so many terms, so it leaves the scheduler a choice.
+    let nodes_of = |pod: &str| {
+        let release = actions.releases.iter().find(|release| release.pod == pod).unwrap();
+        reservation(release).nodes.len()
+    };
+    assert_eq!((nodes_of("team/spread"), nodes_of("team/apart"), nodes_of("team/other")), (4, 4, 1));
 }
 
 #[test]
