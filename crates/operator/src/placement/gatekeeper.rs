@@ -434,8 +434,7 @@ impl Gatekeeper {
         let offers = LazyCell::new(|| Offers::of(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
-        let mut reserved: Vec<(String, &PodObject)> = Vec::new();
-        let mut unplaceable_releases = 0;
+        let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {
                 actions.more = true;
@@ -476,15 +475,13 @@ impl Gatekeeper {
             circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_for(name, may_pass, up) {
-                Some(unplaceable) if unplaceable >= unschedulable_after => {
-                    if unplaceable_releases < MAX_UNPLACEABLE_RELEASES {
-                        unplaceable_releases += 1;
-                        actions.releases.push(candidate.release_unplaceable(need, message, waited));
-                        continue;
-                    }
-                    actions.more = true;
+                Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),
+                Some(_) if unplaceable_releases >= MAX_UNPLACEABLE_RELEASES => actions.more = true,
+                Some(_) => {
+                    unplaceable_releases += 1;
+                    actions.releases.push(candidate.release_unplaceable(need, message, waited));
+                    continue;
                 }
-                Some(unplaceable) => actions.requeue_in(unschedulable_after.saturating_sub(unplaceable)),
                 None => {}
             }
             actions.waiting.insert(name.clone(), no_room(message));
