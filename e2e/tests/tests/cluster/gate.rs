@@ -370,9 +370,10 @@ fn run_storm(
         let pods = observe(scope, &mut observed)?;
         for pod in &pods {
             let ended = text(&pod["status"]["phase"]) == "Failed";
-            // Delete mostly running pods, and a few pending ones.
+            // Delete mostly running pods, and a few pending ones. While nobody leads, pods stay
+            // pending, and most of them must run later.
             let is_chosen =
-                if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(20) == 0 };
+                if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(200) == 0 };
             if ended || is_chosen {
                 delete(pod, u32::try_from(random.below(2))?)?;
             }
