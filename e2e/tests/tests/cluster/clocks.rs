@@ -64,8 +64,8 @@ impl<'a> Clocks<'a> {
             let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
             let is_settled = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod);
             let settled = pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled);
-            // An operator that does not lead is ready too. It acquires the lease up to 2 s after the
-            // former operator has released it, or after 15 s if that operator was killed.
+            // An operator that does not lead is ready too. It acquires the lease at most 2 s after
+            // the former operator has released it, or 17 s after that operator was killed.
             Ok(settled && component_pod(self.cluster, "operator").map(|_| true)?)
         })
     }
