@@ -36,6 +36,9 @@ pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
 /// Maximum number of pods released per reconcile. The operator writes their patches before it
 /// reconciles again.
 const MAX_RELEASES: usize = 128;
+/// Maximum number of pods released as unschedulable per reconcile. If thousands of such pods have a
+/// high priority, they must not use up the releases of pods that can run.
+const MAX_UNPLACEABLE_RELEASES: usize = MAX_RELEASES / 2;
 /// Why a pod waits if its controller repeatedly recreated stranded pods. See [`stranded`].
 const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of this controller, and they were recreated. This pod is released later";
 
@@ -431,7 +434,7 @@ impl Gatekeeper {
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
-        let mut reserved: Vec<(String, &PodObject)> = Vec::new();
+        let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {
                 actions.more = true;
@@ -472,11 +475,13 @@ impl Gatekeeper {
             circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_time(name, may_pass, up) {
-                Some(unplaceable) if unplaceable >= unschedulable_after => {
+                Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),
+                Some(_) if unplaceable_releases >= MAX_UNPLACEABLE_RELEASES => actions.more = true,
+                Some(_) => {
+                    unplaceable_releases += 1;
                     actions.releases.push(candidate.release_unplaceable(need, message, waited));
                     continue;
                 }
-                Some(unplaceable) => actions.requeue_in(unschedulable_after.saturating_sub(unplaceable)),
                 None => {}
             }
             actions.waiting.insert(name.clone(), waiting_for_room(message));

@@ -230,7 +230,8 @@ impl<'a> PlacementSearch<'a> {
         }
         let checker =
             key.rules.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
-        let most = if pod.spec.particular || has_unbound_volume { MAX_RELEASE_NODES } else { 1 };
+        let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !has_unbound_volume;
+        let most = if is_evaluated { 1 } else { MAX_RELEASE_NODES };
         let has_room = |node: &str| self.has_room(node, candidate);
         let allows = |node: &str| self.allows(node, checker.as_ref());
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));

@@ -60,10 +60,13 @@ impl<'a> Clocks<'a> {
         for workload in [WORKLOADS[0], WORKLOADS[2]] {
             kubectl(&["-n", SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=120s"])?;
         }
-        wait_until("all of Cleave's pods are ready", || {
+        wait_until("all of Cleave's pods are ready and the operator leads", || {
             let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
             let is_settled = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod);
-            Ok(pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled))
+            let settled = pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled);
+            // An operator that does not lead is ready too. It acquires the lease at most 2 s after
+            // the former operator has released it, or 17 s after that operator was killed.
+            Ok(settled && component_pod(self.cluster, "operator").map(|_| true)?)
         })
     }
 

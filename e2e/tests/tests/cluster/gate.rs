@@ -2,7 +2,10 @@
 //! delay a pod that could run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
@@ -101,7 +104,69 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
         Ok(conditions.into_iter().find(|condition| condition["reason"] == "Unschedulable"))
     })?;
     ensure!(condition["status"] == "False", "{condition}");
-    wait_for_event(&scope, "eleven", "the largest has 10")
+    wait_for_event(&scope, "eleven", "the largest has 10")?;
+    // The requirement that the release adds names no node, so it does not grow with the cluster.
+    let affinity = cluster.get(&scope.pod_path("eleven"))?["spec"]["affinity"].to_string();
+    ensure!(!affinity.contains("kubernetes.io/hostname") && !affinity.contains("NotIn"), "{affinity}");
+    Ok(())
+}
+
+/// Autoscalers read the condition, and not the gate.
+#[test]
+fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "grows")?;
+    let reason = |name: &str| {
+        let pod = cluster.get(&scope.pod_path(name))?;
+        let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
+        let scheduled = conditions.iter().find(|condition| condition["type"] == "PodScheduled");
+        Ok::<_, anyhow::Error>((is_gated(&pod), scheduled.map(|one| text(&one["reason"])).unwrap_or_default()))
+    };
+    for index in 0..GPUS_PER_NODE {
+        scope.create_pod(&format!("full-{index}"), &json!({SHARES_RESOURCE: 10}), SLEEP_FOREVER_SCRIPT)?;
+        scope.wait_until_running(&format!("full-{index}"))?;
+    }
+    scope.create_pod("eleven", &json!({SHARES_RESOURCE: 11}), SLEEP_FOREVER_SCRIPT)?;
+    scope.create_pod("more", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
+    wait_until("the pod is reported", || Ok(reason("more")? == (true, "Unschedulable".to_owned())))?;
+    // A node of the same kind would not help this pod, so it must not be added.
+    let eleven = reason("eleven")?;
+    ensure!(eleven == (true, "SchedulingGated".to_owned()), "{eleven:?}");
+    scope.delete_pod("full-0", 0)?;
+    scope.wait_until_running("more").map(drop)
+}
+
+/// Returns the GPUs that the replicas of a Deployment use.
+fn gpus_of_replicas(scope: &Scope, name: &str, replicas: u64, annotations: &Value) -> Result<BTreeSet<String>> {
+    let mut template = pod_template(name, 1);
+    template["spec"]["restartPolicy"] = json!("Always");
+    template["metadata"]["annotations"] = annotations.clone();
+    let spec = json!({"replicas": replicas, "selector": {"matchLabels": {"app": name}}, "template": template});
+    let deployments = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
+    scope.cluster.create(&deployments, &json!({"metadata": {"name": name}, "spec": spec}))?;
+    let mut gpus = BTreeSet::new();
+    wait_until(&format!("{replicas} replicas of {name} have an allocation"), || {
+        let pods = scope.pods()?;
+        let of_deployment = pods.iter().filter(|pod| pod["metadata"]["labels"]["app"] == name);
+        let mut allocated = Vec::new();
+        for pod in of_deployment {
+            allocated.extend(allocations(scope.cluster, scope, &text(&pod["metadata"]["name"]))?);
+        }
+        gpus = allocated.iter().map(|allocation| text(&allocation["device"])).collect();
+        Ok(allocated.len() as u64 == replicas)
+    })?;
+    Ok(gpus)
+}
+
+#[test]
+fn replicas_use_different_gpus_unless_an_annotation_packs_them() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "replicas")?;
+    let spread = gpus_of_replicas(&scope, "spread", GPUS_PER_NODE, &json!({}))?;
+    ensure!(spread.len() as u64 == GPUS_PER_NODE, "the replicas use {spread:?}");
+    let packed = gpus_of_replicas(&scope, "packed", 4, &json!({"cleave.dev/replica-placement": "Pack"}))?;
+    ensure!(packed.len() == 1, "the replicas use {packed:?}");
+    Ok(())
 }
 
 /// Returns a pod template with one container.
@@ -308,9 +373,10 @@ fn run_storm(
         let pods = observe(scope, &mut observed)?;
         for pod in &pods {
             let ended = text(&pod["status"]["phase"]) == "Failed";
-            // Delete mostly running pods, and a few pending ones.
+            // Delete mostly running pods, and a few pending ones. While nobody leads, pods stay
+            // pending, and most of them must run later.
             let is_chosen =
-                if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(20) == 0 };
+                if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(200) == 0 };
             if ended || is_chosen {
                 delete(pod, u32::try_from(random.below(2))?)?;
             }
@@ -347,34 +413,73 @@ fn kill_agent(scope: &Scope) -> Result<()> {
     signal_component("scheduler", "CONT").and(killed)
 }
 
+/// Interval at which the leading operator is killed in a storm of the default size, and in a storm
+/// whose size `STORM` sets. A new leader reserves nothing for 5 s, so kills make a storm longer.
+const LEADER_KILL_INTERVALS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
+
+/// Kills the leading operator at an interval, on a thread of its own. The other replica takes over.
+struct LeaderKiller {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Result<u32>>,
+}
+
+impl LeaderKiller {
+    fn start(interval: Duration) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        Self { stop, thread: std::thread::spawn(move || Self::run(interval, &stopped)) }
+    }
+
+    /// Kills leaders until `stopped` is set. Returns the number of killed leaders.
+    fn run(interval: Duration, stopped: &AtomicBool) -> Result<u32> {
+        let cluster = Cluster::connect()?;
+        let mut kills = 0;
+        let mut last_kill = Instant::now();
+        while !stopped.load(Ordering::Relaxed) {
+            if last_kill.elapsed() >= interval
+                // If the other replica does not lead yet, there is nothing to kill.
+                && let Ok(leader) = component_pod(&cluster, "operator")
+            {
+                last_kill = Instant::now();
+                let name = text(&leader["metadata"]["name"]);
+                cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{name}"), Some(0))?;
+                kills += 1;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        Ok(kills)
+    }
+
+    /// Stops the thread, and returns the number of killed leaders.
+    fn stop(self) -> Result<u32> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().map_err(|_| anyhow::anyhow!("the thread that kills leaders panicked"))?
+    }
+}
+
 /// The environment variable `STORM` sets the number of pods. A run with 1,000 pods finds more
 /// errors, but is too slow for every run of the tests.
 #[test]
 fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result<()> {
-    let count = std::env::var("STORM").map_or(Ok(120), |count| count.parse().context("STORM"))?;
+    let size = std::env::var("STORM").ok().map(|count| count.parse().context("STORM")).transpose()?;
+    let count = size.unwrap_or(120);
     let seed = std::env::var("SEED").map_or(Ok(42), |seed| seed.parse().context("SEED"))?;
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "storm")?;
     let mut killed: BTreeMap<&str, u32> = BTreeMap::new();
+    let (default_interval, interval) = LEADER_KILL_INTERVALS;
+    let leader_killer = LeaderKiller::start(if size.is_some() { interval } else { default_interval });
     let gated = run_storm(&scope, count, &mut Random::seeded(seed), |kills| {
-        let what = ["agent", "operator", "kubelet"][usize::try_from(kills % 3)?];
+        let what = ["agent", "kubelet"][usize::try_from(kills % 2)?];
         *killed.entry(what).or_default() += 1;
-        match what {
-            "agent" => kill_agent(&scope),
-            // Kill only the leader, so that the other replica takes over. If no operator leads,
-            // there is no pod to kill.
-            "operator" => component_pod(&cluster, "operator").map_or(Ok(()), |pod| {
-                cluster.delete(
-                    &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&pod["metadata"]["name"])),
-                    Some(0),
-                )
-            }),
-            _ => {
-                run_launcher(&["kill", &format!("kubelet@{NODE}")])?;
-                run_launcher(&["start", &format!("kubelet@{NODE}")]).map(drop)
-            }
+        if what == "agent" {
+            return kill_agent(&scope);
         }
-    })?;
+        run_launcher(&["kill", &format!("kubelet@{NODE}")])?;
+        run_launcher(&["start", &format!("kubelet@{NODE}")]).map(drop)
+    });
+    let leaders = leader_killer.stop()?;
+    let gated = gated?;
     // Runs the same storm without the gate, in a namespace that an administrator has exempted.
     cluster.patch(
         &format!("/api/v1/namespaces/{}", scope.namespace),
@@ -383,7 +488,7 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
     let plain = run_storm(&scope, count.min(120), &mut Random::seeded(seed), |_| Ok(()))?;
     let _ = writeln!(
         std::io::stderr(),
-        "storm, seed {seed}: with the gate {} pods, {} ran, {} rejected, {} split or over-committed, killed {killed:?}; without it {} pods, {} ran, {} rejected",
+        "storm, seed {seed}: with the gate {} pods, {} ran, {} rejected, {} split or over-committed, killed {killed:?} and {leaders} leading operators; without it {} pods, {} ran, {} rejected",
         gated.created,
         gated.ran.len(),
         gated.rejected.len(),

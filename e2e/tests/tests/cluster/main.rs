@@ -4,6 +4,7 @@
 //! Run one test at a time (`--test-threads=1`): the tests share the cluster, and each test restores
 //! it.
 mod admission;
+mod bad_input;
 mod chart;
 mod clocks;
 mod daemons;
@@ -26,6 +27,7 @@ mod stranded;
 mod tenants;
 mod upgrades;
 mod whole_gpus;
+mod zones;
 
 use anyhow::Result;
 use cleave_e2e::{Cluster, Scope, text, wait_until};

@@ -41,7 +41,8 @@ impl Drop for Cordon<'_> {
     }
 }
 
-fn node_path(node: &str) -> String {
+/// Returns the API path of a node.
+pub(crate) fn node_path(node: &str) -> String {
     format!("/api/v1/nodes/{node}")
 }
 
@@ -56,7 +57,8 @@ pub(crate) fn check_stays_gated(scope: &Scope, pod: &str, time: Duration) -> Res
     Ok(())
 }
 
-fn check_runs_soon(scope: &Scope, pod: &str) -> Result<()> {
+/// Waits until a pod runs, for at most [`START_TIMEOUT`].
+pub(crate) fn check_runs_soon(scope: &Scope, pod: &str) -> Result<()> {
     wait_for(&format!("{pod} runs"), START_TIMEOUT, || {
         let object = scope.cluster.get(&scope.pod_path(pod))?;
         let running = object["status"]["containerStatuses"][0]["state"]["running"].is_object();
@@ -92,13 +94,13 @@ fn a_pod_that_waits_while_its_policy_is_deleted_and_applied_again_runs() -> Resu
 }
 
 /// Nodes that a test adds, each with one GPU. Dropping the value removes them.
-struct AddedNodes<'a> {
+pub(crate) struct AddedNodes<'a> {
     cluster: &'a Cluster,
     names: Vec<String>,
 }
 
 impl<'a> AddedNodes<'a> {
-    fn new(cluster: &'a Cluster, names: &[&str]) -> Result<Self> {
+    pub(crate) fn new(cluster: &'a Cluster, names: &[&str]) -> Result<Self> {
         let mut added = Self { cluster, names: Vec::new() };
         for name in names {
             added.names.push((*name).to_owned());
@@ -112,11 +114,19 @@ impl<'a> AddedNodes<'a> {
 }
 
 impl AddedNodes<'_> {
-    /// Removes a node and its pods. Kubernetes itself would keep the pods for a minute, and a later
-    /// test would count an MPS host that has no node.
-    fn remove(&self, name: &str) -> Result<()> {
-        run_launcher(&["node", "remove", name])?;
-        self.cluster.delete(&node_path(name), None)?;
+    /// Removes the nodes and their pods. Kubernetes itself would keep the pods for a minute, and a
+    /// later test would count an MPS host that has no node.
+    fn remove_all(&mut self) -> Result<()> {
+        while let Some(name) = self.names.pop() {
+            run_launcher(&["node", "remove", &name])?;
+            self.cluster.delete(&node_path(&name), None)?;
+            self.delete_pods(&name)?;
+        }
+        Ok(())
+    }
+
+    /// Deletes all pods of a removed node.
+    fn delete_pods(&self, name: &str) -> Result<()> {
         wait_until(&format!("{name} has no pods"), || {
             let pods = self.cluster.list(&format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{name}"))?;
             for pod in &pods {
@@ -130,15 +140,17 @@ impl AddedNodes<'_> {
 
 impl Drop for AddedNodes<'_> {
     fn drop(&mut self) {
-        for name in &self.names {
-            if let Err(error) = self.remove(name) {
-                let _ = writeln!(std::io::stderr(), "failed to remove {name}: {error:#}");
+        // Each call removes at least one node, or fails to.
+        while !self.names.is_empty() {
+            if let Err(error) = self.remove_all() {
+                let _ = writeln!(std::io::stderr(), "failed to remove a node: {error:#}");
             }
         }
     }
 }
 
-fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
+/// Returns whether a node exists and offers shares.
+pub(crate) fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
     Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES_RESOURCE)? > 0)
 }
 
@@ -244,18 +256,55 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
         ensure!(pod["status"]["phase"] == "Running", "{}", pod["status"]);
         Ok(text(&pod["spec"]["nodeName"]) != node)
     })?;
-    let placed = || {
-        let conditions = cluster.get(&scope.pod_path("bare"))?["status"]["conditions"].as_array().cloned();
-        let mut conditions = conditions.unwrap_or_default().into_iter();
-        Ok::<_, anyhow::Error>(conditions.find(|condition| condition["type"] == "cleave.dev/Placed"))
-    };
-    wait_until("the condition of the pod without a controller names the required action", || {
-        let condition = placed()?;
-        Ok(condition
-            .is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("Delete and recreate it")))
-    })?;
+    wait_for_advice(&scope, "bare")?;
     // The node accepts the pod again: no decision was permanent.
     cordon.set(false)?;
     scope.wait_until_running("bare")?;
-    wait_until("the condition is True", || Ok(placed()?.is_some_and(|condition| condition["status"] == "True")))
+    wait_until("the condition is True", || {
+        Ok(placed_condition(&scope, "bare")?.is_some_and(|condition| condition["status"] == "True"))
+    })
+}
+
+#[test]
+fn a_released_pod_whose_node_is_deleted_before_binding_is_recreated() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "node-deleted")?;
+    let mut added = AddedNodes::new(&cluster, &["node3"])?;
+    scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
+    for node in ["node1", "node2", "node3"] {
+        wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
+    }
+    let stopped = StoppedScheduler::new()?;
+    let cordons = ["node1", "node2"].map(|node| Cordon::new(&cluster, node));
+    let apps = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
+    cluster.create(&apps, &deployment_on_different_nodes("owned", 1))?;
+    scope.create_pod("bare", &json!({SHARES_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
+    let of_deployment = || Ok(scope.pods()?.into_iter().find(|pod| pod["metadata"]["labels"]["app"] == "owned"));
+    let (node, first) = wait_until_released(&scope, of_deployment)?;
+    let (node_of_bare, _) = wait_until_released(&scope, || cluster.find(&scope.pod_path("bare")))?;
+    ensure!(node == "node3" && node_of_bare == "node3", "released to {node} and {node_of_bare}");
+    added.remove_all()?;
+    drop(cordons);
+    drop(stopped);
+    wait_until("the replacement runs on another node", || {
+        let Some(pod) = of_deployment()? else { return Ok(false) };
+        ensure!(pod["metadata"]["uid"] != first["metadata"]["uid"], "it is still the first");
+        Ok(pod["status"]["phase"] == "Running")
+    })?;
+    wait_for_advice(&scope, "bare")
+}
+
+/// Returns the condition of a pod that states whether it can be bound.
+fn placed_condition(scope: &Scope, pod: &str) -> Result<Option<Value>> {
+    let conditions = scope.cluster.get(&scope.pod_path(pod))?["status"]["conditions"].as_array().cloned();
+    Ok(conditions.unwrap_or_default().into_iter().find(|condition| condition["type"] == "cleave.dev/Placed"))
+}
+
+/// Waits until the condition of a stranded pod without a controller names the required action.
+fn wait_for_advice(scope: &Scope, pod: &str) -> Result<()> {
+    wait_until(&format!("the condition of {pod} names the required action"), || {
+        let condition = placed_condition(scope, pod)?;
+        Ok(condition
+            .is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("Delete and recreate it")))
+    })
 }

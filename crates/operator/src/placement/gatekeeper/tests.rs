@@ -1,4 +1,5 @@
 //! Tests the gatekeeper's decisions in simulated clusters.
+mod bad_input;
 mod constraints;
 mod growth;
 mod lag;
