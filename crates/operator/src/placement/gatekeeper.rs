@@ -21,6 +21,7 @@ use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
+use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, Stranded};
 use super::unanswered::Unanswered;
@@ -64,6 +65,7 @@ pub struct Gatekeeper {
     preemptors: Preemptors,
     stranded: Stranded,
     growth: Growth,
+    returning: Returning,
     fragments: Fragments,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
@@ -97,6 +99,7 @@ impl Gatekeeper {
             preemptors: Preemptors::default(),
             stranded: Stranded::default(),
             growth: Growth::new(true),
+            returning: Returning::default(),
             fragments: Fragments::new(false),
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
@@ -209,6 +212,7 @@ impl Gatekeeper {
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout, &self.agent_labels);
         changed.iter().for_each(|(node, _)| self.preemptors.touch(node));
+        self.returning.update(&self.nodes, changed.iter().map(|(node, _)| node.as_str()), now.up);
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
@@ -422,7 +426,7 @@ impl Gatekeeper {
         }
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
         let Self { agent_labels, chooser, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
-        let Self { evictions, preemptors, growth, .. } = self;
+        let Self { evictions, preemptors, growth, returning, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.skip_refused(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
@@ -431,6 +435,7 @@ impl Gatekeeper {
         let offers = LazyCell::new(|| Offers::of(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
+        let mut returning = returning.units(nodes, up, actions);
         let mut reserved: Vec<(String, &PodObject)> = Vec::new();
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {
@@ -470,6 +475,7 @@ impl Gatekeeper {
             let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld);
             let pause = growth.pause(candidate, &circumstances, up);
             circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
+            circumstances.returns = returning.serve(ledger, &search, candidate, circumstances.preemption);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_for(name, may_pass, up) {
                 Some(unplaceable) if unplaceable >= unschedulable_after => {

@@ -14,6 +14,7 @@
 //! | fits no node of the cluster, but a policy offers what it requests | after [`NO_NODE_AFTER`] |
 //! | is larger than what a GPU offers | never |
 //! | waits for a preemption, a repartitioning, an MPS host or the agent of a node | not now |
+//! | fits a node whose agent is away, or a GPU that is repartitioned | if that lasts ([`returning`](super::returning)) |
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -147,12 +148,14 @@ pub(super) struct Circumstances<'a> {
     /// Which MPS hosts are being replaced on nodes that the pod may use. The text is empty if no
     /// MPS host is being replaced.
     pub(super) withheld: String,
+    /// Whether the pod fits units that are about to return. See [`super::returning`].
+    pub(super) returns: bool,
 }
 
 impl<'a> Circumstances<'a> {
     /// The circumstances before a preemption is searched for.
     pub(super) const fn new(offers: &'a Offers, demand: Option<&'a WaitingPod>, withheld: String) -> Self {
-        Self { offers, demand, preemption: Prospect::Unknown, withheld }
+        Self { offers, demand, preemption: Prospect::Unknown, withheld, returns: false }
     }
 
     /// Whether room is made for the pod without evictions.
@@ -261,8 +264,8 @@ impl Growth {
         circumstances: &Circumstances<'_>,
         up: Duration,
     ) -> Outlook {
-        let Circumstances { offers, demand, preemption, withheld } = circumstances;
-        let gets_room = *preemption == Prospect::Room || circumstances.makes_room(candidate);
+        let Circumstances { offers, demand, preemption, withheld, returns } = circumstances;
+        let gets_room = *preemption == Prospect::Room || circumstances.makes_room(candidate) || *returns;
         let need = if gets_room || candidate.awaits_agent() {
             Need::Nothing
         } else {

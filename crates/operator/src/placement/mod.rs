@@ -15,7 +15,7 @@
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
-//! | | `growth`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
+//! | | `growth`, `returning`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
 //!
@@ -55,6 +55,7 @@ mod preemption;
 mod preemptors;
 mod queue;
 mod replicas;
+mod returning;
 mod run;
 mod search;
 mod stranded;

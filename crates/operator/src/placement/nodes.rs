@@ -16,7 +16,7 @@ use kube::core::DeserializeGuard;
 
 use super::cluster::Cluster;
 use super::evictions::Evictability;
-use super::facts;
+use super::facts::{self, Availability};
 use super::pod_tracker::PodTracker;
 use super::verdict::{Exclusion, PermanentObstacle, Verdict};
 use crate::pods::PodObject;
@@ -55,6 +55,9 @@ pub(super) struct NodeState {
     allocated: BTreeSet<String>,
     /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
     blocked: BTreeSet<String>,
+    /// The node's devices when its agent is ready and its GPUs are repartitioned. `None` if that is
+    /// so now, or changes nothing.
+    returning: Option<NodeFacts>,
 }
 
 /// The inputs of a [`NodeState`]. The state is computed again only if one of them changes.
@@ -110,7 +113,11 @@ impl NodeState {
     fn read(&mut self, object: &GpuNode) -> NodeFacts {
         let is_ready = self.versions.agent.unwrap_or_default();
         self.mps = Mps::of(object, is_ready);
-        let (facts, blocked) = facts::of_node(object, is_ready, &self.mps, self.versions.withheld);
+        let now = Availability { ready: is_ready, withheld: self.versions.withheld, repartitioned: false };
+        let (facts, blocked) = facts::of_node(object, now, &self.mps);
+        let (returning, _) =
+            facts::of_node(object, Availability { ready: true, repartitioned: true, ..now }, &self.mps);
+        self.returning = (returning != facts).then_some(returning);
         self.model.clone_from(&facts.model);
         self.policies = facts::policies(object);
         self.blocked = blocked;
@@ -119,6 +126,12 @@ impl NodeState {
         self.has_status = object.status.is_some();
         self.gpus = object.status.as_ref().map_or(0, |status| status.gpus.len());
         facts
+    }
+
+    /// Returns the node's devices when its agent is ready and its GPUs are repartitioned. Returns
+    /// `None` if that is so now, or changes nothing.
+    pub(super) const fn returning(&self) -> Option<&NodeFacts> {
+        self.returning.as_ref()
     }
 
     /// Returns the `resourceVersion` of the node.
@@ -430,7 +443,7 @@ pub(super) struct NodeChecks<'a> {
 }
 
 /// Taints of nodes whose kubelet may have stopped reporting.
-const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
 
 /// What serves a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -313,6 +313,18 @@ impl<'a> PlacementSearch<'a> {
             .collect()
     }
 
+    /// Returns which of these nodes rules between pods and volumes allow, and have enough CPU, memory
+    /// and other resources for the pod.
+    pub(super) fn with_room<'n>(
+        &self,
+        candidate: &'a Candidate<'a>,
+        nodes: impl Iterator<Item = &'n str>,
+    ) -> Vec<&'n str> {
+        let key = self.constraints.key(candidate.pod);
+        let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
+        nodes.filter(|node| self.has_room(node, candidate) && self.allows(node, checker.as_ref())).collect()
+    }
+
     /// Keeps CPU, memory and other resources of a node for a pod, so that the search for later pods
     /// of this reconcile respects the pod's nomination.
     pub(super) fn nominate(&mut self, candidate: &'a Candidate<'a>, node: &str) {
