@@ -210,7 +210,7 @@ impl Gatekeeper {
     /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
     /// according to the plan for GPUs that Cleave partitions on demand.
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
-        let changed = self.nodes.update(cluster, &self.rollout, &self.agent_labels);
+        let changed = self.nodes.update(cluster, &self.rollout);
         changed.iter().for_each(|(node, _)| self.preemptors.touch(node));
         self.returning.update(&self.nodes, changed.iter().map(|(node, _)| node.as_str()), now.up);
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
@@ -321,7 +321,7 @@ impl Gatekeeper {
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
         let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
         let step = self.rollout.update(&views, up);
-        for (name, facts) in self.nodes.update(cluster, &self.rollout, &self.agent_labels) {
+        for (name, facts) in self.nodes.update(cluster, &self.rollout) {
             self.preemptors.touch(&name);
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);

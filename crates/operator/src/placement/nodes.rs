@@ -49,8 +49,8 @@ pub(super) struct NodeState {
     pub(super) managed: bool,
     /// Whether the agent has written the status of the `GpuNode`.
     has_status: bool,
-    /// Whether the node has all labels of nodes with an agent. False if no labels are known.
-    has_agent_labels: bool,
+    /// Whether the node had a `GpuNode` or an agent since this process knows the node.
+    was_of_cleave: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
     /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
@@ -201,7 +201,7 @@ impl NodeState {
             Provider::Unclear
         } else if !self.may_be_outdated() {
             Provider::Another
-        } else if self.has_agent_labels {
+        } else if self.was_of_cleave {
             Provider::Unclear
         } else {
             Provider::Outdated
@@ -250,14 +250,8 @@ impl NodeState {
 
 impl Nodes {
     /// Updates the nodes that have changed. Returns the devices of each changed node, or `None` for
-    /// a node that was deleted or has no valid `GpuNode`. `agent_labels` are labels of all nodes
-    /// with an agent.
-    pub(super) fn update(
-        &mut self,
-        cluster: &Cluster,
-        rollout: &Rollout,
-        agent_labels: &BTreeMap<String, String>,
-    ) -> Vec<(String, Option<NodeFacts>)> {
+    /// a node that was deleted or has no valid `GpuNode`.
+    pub(super) fn update(&mut self, cluster: &Cluster, rollout: &Rollout) -> Vec<(String, Option<NodeFacts>)> {
         let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
         for pod in &cluster.agents {
             if let Some(node) = &pod.spec.node_name {
@@ -286,9 +280,10 @@ impl Nodes {
             }
             let mut state = NodeState::new(object, gpu_node, versions.into_owned());
             let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.read(object));
-            state.missing = state.still_reported(self.0.get(name));
-            let has_label = |(key, value): (&String, &String)| state.node.labels.get(key) == Some(value);
-            state.has_agent_labels = !agent_labels.is_empty() && agent_labels.iter().all(has_label);
+            let before = self.0.get(name);
+            state.missing = state.still_reported(before);
+            state.was_of_cleave =
+                before.is_some_and(|before| before.was_of_cleave || before.managed || before.has_agent());
             self.0.insert(name.to_owned(), state);
             changed.push((name.to_owned(), facts));
         }
@@ -450,14 +445,14 @@ pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "
 pub(super) enum Provider {
     /// No node offers the resource.
     Nothing,
-    /// Only kubelets of nodes that are not ready and without a sign of Cleave report the resource.
+    /// Only kubelets of nodes that are not ready and where Cleave never ran report the resource.
     /// Their reports may be old.
     Outdated,
     /// A device plugin on nodes where Cleave does not run.
     Another,
     /// Kubelets report the resource on nodes where Cleave runs, but Cleave does not serve it, or on
-    /// nodes that are not ready and have the labels of nodes with an agent. Either another plugin
-    /// serves the resource, or the kubelet's report is old.
+    /// nodes that are not ready and where Cleave ran before. Either another plugin serves the
+    /// resource, or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.
