@@ -256,7 +256,7 @@ impl Gatekeeper {
             self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             actions.releases.extend(self.unanswered.retries(&ledger, now).take(room));
-            actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.smallest());
+            actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.reported());
         } else {
             actions.requeue_in(settling);
         }

@@ -22,12 +22,13 @@ use cleave_api::SharingPolicy;
 use cleave_api::names::{RESOURCE_GPU, is_served, mig_resource};
 use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::mps::MAX_CLIENTS;
+use cleave_plan::snapshot::Pod as PlanPod;
 use kube::ResourceExt;
 use kube::core::DeserializeGuard;
 
 use super::actions::{Actions, Report};
 use super::preemption::Prospect;
-use super::search::Candidate;
+use super::search::{Candidate, NodeKey};
 use super::verdict::{Need, PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::{Reason, WaitingPod};
@@ -185,14 +186,23 @@ fn shares(mps: &MpsShare) -> u32 {
     }
 }
 
+/// Pods that are reported, and that may use the same nodes.
+#[derive(Debug)]
+pub(super) struct ReportedPods {
+    /// One of the pods. All have its node selector, affinity and tolerations.
+    pub(super) pod: PlanPod,
+    /// The smallest request among these pods, by resource.
+    pub(super) smallest: BTreeMap<String, u64>,
+}
+
 /// What each pod at the gate needs, and what was reported about it.
 #[derive(Debug)]
 pub(super) struct Growth {
     enabled: bool,
     /// By UID.
     pods: BTreeMap<String, Waiter>,
-    /// The smallest request among the pods that are reported, by resource.
-    smallest: BTreeMap<String, u64>,
+    /// The pods that are reported.
+    reported: Vec<ReportedPods>,
 }
 
 /// A pod at the gate that was not placeable. Times are durations since the process started.
@@ -213,7 +223,7 @@ struct Waiter {
 impl Growth {
     /// If not `enabled`, no pod is reported, and earlier reports are taken back.
     pub(super) const fn new(enabled: bool) -> Self {
-        Self { enabled, pods: BTreeMap::new(), smallest: BTreeMap::new() }
+        Self { enabled, pods: BTreeMap::new(), reported: Vec::new() }
     }
 
     /// Returns whether reports are enabled.
@@ -221,20 +231,9 @@ impl Growth {
         self.enabled
     }
 
-    /// Returns the smallest request among the pods that are to be reported, by resource.
-    pub(super) const fn smallest(&self) -> &BTreeMap<String, u64> {
-        &self.smallest
-    }
-
-    fn add_smallest(&mut self, requests: &[DeviceRequest]) {
-        let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
-        for request in requests {
-            *sums.entry(&request.resource).or_default() += u64::from(request.units.get());
-        }
-        for (resource, units) in sums {
-            let smallest = self.smallest.entry(resource.to_owned()).or_insert(units);
-            *smallest = units.min(*smallest);
-        }
+    /// Returns the pods that are to be reported.
+    pub(super) fn reported(&self) -> &[ReportedPods] {
+        &self.reported
     }
 
     /// Time for which no pods are evicted for the pod, because room is made for it otherwise.
@@ -320,7 +319,7 @@ impl Growth {
     /// Adds the reports about the pods at the gate that stay there. Forgets all other pods.
     pub(super) fn report(&mut self, candidates: &[Candidate<'_>], up: Duration, actions: &mut Actions) {
         let mut before = std::mem::take(&mut self.pods);
-        self.smallest.clear();
+        let mut groups: BTreeMap<NodeKey<'_>, ReportedPods> = BTreeMap::new();
         let released: BTreeSet<String> = actions.releases.iter().map(|release| release.uid.clone()).collect();
         for candidate in candidates {
             let uid = candidate.pod.uid().unwrap_or_default();
@@ -329,7 +328,8 @@ impl Growth {
             let wanted = self.enabled && waiter.is_due(reported, up);
             if wanted {
                 actions.reported += 1;
-                self.add_smallest(&candidate.device_requests);
+                let new = || ReportedPods { pod: candidate.plan_pod.clone(), smallest: BTreeMap::new() };
+                groups.entry(candidate.node_key()).or_insert_with(new).add(&candidate.device_requests);
             }
             if let Some(due) = waiter.due.filter(|due| self.enabled && up < *due && !wanted) {
                 actions.requeue_in(due.saturating_sub(up));
@@ -351,6 +351,20 @@ impl Growth {
                 });
             }
             self.pods.insert(uid, waiter);
+        }
+        self.reported = groups.into_values().collect();
+    }
+}
+
+impl ReportedPods {
+    fn add(&mut self, requests: &[DeviceRequest]) {
+        let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
+        for request in requests {
+            *sums.entry(&request.resource).or_default() += u64::from(request.units.get());
+        }
+        for (resource, units) in sums {
+            let smallest = self.smallest.entry(resource.to_owned()).or_insert(units);
+            *smallest = units.min(*smallest);
         }
     }
 }

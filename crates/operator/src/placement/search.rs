@@ -160,13 +160,14 @@ impl<'a> Candidate<'a> {
         self.release(ReleaseReason::Unschedulable(message), destination, waited)
     }
 
-    fn node_key(&self) -> NodeKey<'_> {
+    /// Returns what decides on which nodes the pod may run, regardless of other pods.
+    pub(super) fn node_key(&self) -> NodeKey<'_> {
         (&self.plan_pod.node_selector, self.plan_pod.affinity.as_slice(), self.plan_pod.tolerations.as_slice())
     }
 }
 
 /// Node selector, affinity and tolerations, which decide on which nodes a pod may run.
-type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
+pub(super) type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
 /// All properties of a pod that decide whether the pod is placeable.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]

@@ -418,3 +418,38 @@ fn a_node_whose_free_shares_are_on_several_gpus_is_tainted_for_the_autoscaler() 
     let world = TestCluster::default().node("n1", &[6, 6]).pod("five", 5).policy(10);
     assert_eq!(reconcile_later(&mut disabled, &world, FULL_SECONDS).taints, []);
 }
+
+#[test]
+fn only_nodes_that_a_reported_pod_may_use_are_tainted_as_fragmented() {
+    let mut world = TestCluster::default().policy(10);
+    let nodes: [(&str, Value, Value); 5] = [
+        ("chosen", json!({"pool": "a"}), json!([])),
+        ("cordoned", json!({"pool": "a"}), json!([])),
+        ("no-label", json!({}), json!([])),
+        ("tainted", json!({"pool": "a"}), json!([{"key": "team", "value": "x", "effect": "NoSchedule"}])),
+        ("other-pool", json!({"pool": "b"}), json!([])),
+    ];
+    for (name, labels, taints) in nodes {
+        world = world.node(name, &[6, 6]);
+        world.change(
+            |world| &mut world.nodes,
+            name,
+            |node| {
+                node["metadata"]["labels"].as_object_mut().unwrap().extend(labels.as_object().unwrap().clone());
+                node["spec"]["taints"] = taints;
+                node["spec"]["unschedulable"] = json!(name == "cordoned");
+            },
+        );
+    }
+    // The second pod may use the other pool, and is too large even for the sum of a node.
+    let world = world.pod_with("a", 5, json!({"nodeSelector": {"pool": "a"}})).pod_with(
+        "b",
+        9,
+        json!({"nodeSelector": {"pool": "b"}}),
+    );
+    let mut keeper = Gatekeeper::default().with_taints(true);
+    let actions = reconcile_later(&mut keeper, &world, FULL_SECONDS);
+    assert_eq!(actions.reported, 2);
+    let tainted: Vec<&str> = actions.taints.iter().map(|change| change.node.as_str()).collect();
+    assert_eq!(tainted, ["chosen", "cordoned"], "a cordon ends");
+}
