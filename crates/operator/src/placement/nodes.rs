@@ -331,9 +331,15 @@ impl Nodes {
     }
 
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
-    /// node still reports their allocations. Ended and deleted pods count as terminating, so that
-    /// no other pod is evicted for the same units.
-    pub(super) fn holders<'a>(&self, living: &[&'a PodObject], evictability: &Evictability<'a>) -> Holders<'a> {
+    /// node still reports their allocations. Of the latter, those that `is_ending` accepts count as
+    /// terminating, so that no other pod is evicted for the same units. The units of the others are
+    /// used.
+    pub(super) fn holders<'a>(
+        &self,
+        living: &[&'a PodObject],
+        evictability: &Evictability<'a>,
+        is_ending: impl Fn(&str) -> bool,
+    ) -> Holders<'a> {
         let mut holders = BTreeMap::new();
         let mut kept = BTreeSet::new();
         for pod in living.iter().filter(|pod| pod.requests_gpus()) {
@@ -349,7 +355,7 @@ impl Nodes {
         }
         let gone = Holder { priority: 0, started: Moment(0), budget: None, ending: true, requests: None };
         for pod in self.0.values().flat_map(|state| state.allocated.difference(&state.blocked)) {
-            if !holders.contains_key(pod) && !kept.contains(pod) {
+            if !holders.contains_key(pod) && !kept.contains(pod) && is_ending(pod) {
                 holders.insert(pod.clone(), gone);
             }
         }
