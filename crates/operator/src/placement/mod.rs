@@ -11,7 +11,7 @@
 //! | | `queue` | order and back-off of the pods at the gate |
 //! | | `unanswered` | releases to send again |
 //! | | `learning`, `replicas` | what the search ranks nodes by |
-//! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
+//! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
@@ -35,6 +35,7 @@
 //!
 //! `stranded` handles released pods that no node accepts.
 mod actions;
+mod amounts;
 mod budgets;
 mod claims;
 mod cluster;

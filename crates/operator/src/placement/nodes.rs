@@ -14,6 +14,7 @@ use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
 use kube::core::DeserializeGuard;
 
+use super::amounts::{self, Free};
 use super::cluster::Cluster;
 use super::evictions::Evictability;
 use super::facts::{self, Availability};
@@ -158,7 +159,7 @@ impl NodeState {
     /// Returns the node's CPU, memory and other resources that no bound pod requests, in
     /// thousandths. Excludes the resources that Cleave can serve. The result is negative if pods
     /// request more than the node has.
-    pub(super) fn free_resources(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
+    pub(super) fn free_resources(&self, tracker: &PodTracker) -> Free<'_> {
         let mut free = self.free_with_gpus(tracker);
         free.retain(|resource, _| !is_served(resource));
         free
@@ -166,7 +167,7 @@ impl NodeState {
 
     /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
     /// is negative if pods request more than the node has.
-    pub(super) fn free_with_gpus(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
+    pub(super) fn free_with_gpus(&self, tracker: &PodTracker) -> Free<'_> {
         let requested = tracker.requested(&self.node.name);
         let amounts = self.node.allocatable.iter().map(|(resource, quantity)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
@@ -326,7 +327,7 @@ impl Nodes {
             return Some("the node has no GpuNode".to_owned());
         }
         let refused = scheduling::admit(pod, &state.node).err().map(|refused| refused.to_string());
-        let full = || !has_room(&state.free_resources(tracker), &pod.requests);
+        let full = || !amounts::cover(&state.free_resources(tracker), amounts::requested(&pod.requests));
         refused.or_else(|| full().then(|| "not enough CPU, memory or another resource".to_owned()))
     }
 
@@ -465,15 +466,4 @@ pub(super) enum Provider {
     Missing,
     /// GPUs that Cleave manages, now or after a repartitioning.
     Cleave,
-}
-
-/// Returns whether `free` covers the requests and one more pod. Requests that Cleave serves do not
-/// count.
-fn has_room(free: &BTreeMap<&str, i128>, requests: &BTreeMap<String, Quantity>) -> bool {
-    let pods = free.get("pods").is_none_or(|pods| *pods >= 1000);
-    let fits = |(name, quantity): (&String, &Quantity)| {
-        let wanted = quantity.milli().unwrap_or(0);
-        wanted == 0 || free.get(name.as_str()).is_some_and(|free| *free >= i128::from(wanted))
-    };
-    pods && requests.iter().filter(|(name, _)| !is_served(name)).all(fits)
 }
