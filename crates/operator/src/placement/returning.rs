@@ -38,12 +38,12 @@ impl Returning {
 
     /// Returns the units that pods may wait for now.
     pub(super) fn units<'a>(&self, nodes: &'a Nodes, up: Duration, actions: &mut Actions) -> ReturningUnits<'a> {
-        let mut names = Vec::new();
+        let mut names = BTreeSet::new();
         for (name, since) in &self.0 {
             let left = since.saturating_add(RETURN_TIME).saturating_sub(up);
             if let Some((name, _)) = nodes.0.get_key_value(name).filter(|_| !left.is_zero()) {
                 actions.requeue_in(left);
-                names.push(name.as_str());
+                names.insert(name.as_str());
             }
         }
         ReturningUnits { nodes, names, ledger: None, hopeless: BTreeSet::new() }
@@ -54,7 +54,7 @@ impl Returning {
 pub(super) struct ReturningUnits<'a> {
     nodes: &'a Nodes,
     /// Names of the nodes.
-    names: Vec<&'a str>,
+    names: BTreeSet<&'a str>,
     /// These nodes when their units have returned, less what was promised to pods. Built for the
     /// first pod.
     ledger: Option<Ledger>,
@@ -102,10 +102,10 @@ impl<'a> ReturningUnits<'a> {
 }
 
 /// Returns a ledger of these nodes when their units have returned.
-fn returned(ledger: &Ledger, nodes: &Nodes, names: &[&str]) -> Ledger {
+fn returned(ledger: &Ledger, nodes: &Nodes, names: &BTreeSet<&str>) -> Ledger {
     let is_here = |place: &Place| match place {
-        Place::OneOf { nodes, .. } => names.iter().any(|name| nodes.contains(*name)),
-        Place::Bound(node) => names.contains(&node.as_str()),
+        Place::OneOf { nodes, .. } => nodes.iter().any(|node| names.contains(node.as_str())),
+        Place::Bound(node) => names.contains(node.as_str()),
     };
     let claims = ledger.claims().iter().filter(|(_, claim)| is_here(&claim.place));
     let facts = |name: &&str| Some(((*name).to_owned(), nodes.0.get(*name)?.returning()?.clone()));
