@@ -162,8 +162,8 @@ fn late_after(before: u32) -> Duration {
 
 /// Sends the number of each term in which this process leads, once `stored` shows that the stores
 /// are as new as the lease. Runs until `stop` is cancelled. `pod` is the namespace and the name of
-/// this process's pod. `late` counts terms in which this takes too long. The process gives up such a
-/// term, so that another process can lead.
+/// this process's pod. `late` counts terms in which this takes too long. The process gives up such
+/// a term, so that another process can lead.
 pub(crate) async fn run(
     (client, late): (Client, Counter),
     pod: (String, String),

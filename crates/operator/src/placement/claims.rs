@@ -19,9 +19,9 @@ pub(super) const MAX_RENEWALS: u32 = 11;
 /// Time for which the ledger keeps the claim of a deleted pod if the agent never reported its
 /// allocation. A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
-/// Time after a pod ended or was deleted for which units that its node still lists count as about to
-/// be free. After that, they count as used until the node reports something else. The kubelet may be
-/// unable to stop the pod's programs, and other pods must not wait for it.
+/// Time after a pod ended or was deleted for which units that its node still lists count as about
+/// to be free. After that, they count as used until the node reports something else. The kubelet
+/// may be unable to stop the pod's programs, and other pods must not wait for it.
 pub(super) const LISTED_TIME: Duration = Duration::from_secs(60);
 
 /// State of the pods that have claims in the ledger, by pod name.
@@ -180,8 +180,8 @@ impl PodClaims {
         }
     }
 
-    /// Returns whether units that a node lists for a pod that ended or was deleted count as about to
-    /// be free.
+    /// Returns whether units that a node lists for a pod that ended or was deleted count as about
+    /// to be free.
     pub(super) fn is_ending(&self, name: &str, up: Duration) -> bool {
         let ended = self.ended.get(name).copied().unwrap_or(self.built);
         up < ended.saturating_add(LISTED_TIME)

@@ -90,8 +90,8 @@ pub(super) fn policies(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
     of_devices
 }
 
-/// Returns the devices of a GPU after its repartitioning. Unless `repartitioned`, all of their units
-/// count as used.
+/// Returns the devices of a GPU after its repartitioning. Unless `repartitioned`, all of their
+/// units count as used.
 fn planned_devices(
     gpu: &GpuStatus,
     partition: &cleave_api::gpunode::Partition,

@@ -1,5 +1,5 @@
-//! Units that are unavailable for a moment: an agent restarts, or a GPU is being repartitioned. A pod
-//! that these units can serve needs no other node yet. Pure: callers pass in the time.
+//! Units that are unavailable for a moment: an agent restarts, or a GPU is being repartitioned. A
+//! pod that these units can serve needs no other node yet. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 

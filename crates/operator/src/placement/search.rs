@@ -314,8 +314,8 @@ impl<'a> PlacementSearch<'a> {
             .collect()
     }
 
-    /// Returns which of these nodes rules between pods and volumes allow, and have enough CPU, memory
-    /// and other resources for the pod.
+    /// Returns the nodes of this list that rules between pods and volumes allow, and that have
+    /// enough CPU, memory and other resources for the pod.
     pub(super) fn with_room<'n>(
         &self,
         candidate: &'a Candidate<'a>,

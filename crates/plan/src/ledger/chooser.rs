@@ -233,8 +233,8 @@ impl<S: Score> Chooser<S> {
 }
 
 impl<S: Score> Chooser<S> {
-    /// Clears the caches of the tables that were not used for the longest time, until the others are
-    /// within the limit.
+    /// Clears the caches of the tables that were not used for the longest time, until the others
+    /// are within the limit.
     fn clear_oldest(&mut self) {
         self.choices += 1;
         let all = || self.tables.values().flat_map(BTreeMap::values);
