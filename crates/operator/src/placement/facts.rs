@@ -11,7 +11,7 @@ use cleave_plan::ledger::{Allocation, DeviceFacts, NodeFacts, Reservation, Units
 
 use crate::pods::PodObject;
 use crate::policies::partition;
-use crate::rollout::Mps;
+use crate::rollout::MpsState;
 
 /// What decides which units of a node are available, besides the `GpuNode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,11 @@ pub(super) struct Availability {
 /// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
 /// - units that are reported as unhealthy
 /// - units that are not available by `availability`
-pub(super) fn of_node(object: &GpuNode, availability: Availability, mps: &Mps) -> (NodeFacts, BTreeSet<String>) {
+pub(super) fn node_facts(
+    object: &GpuNode,
+    availability: Availability,
+    mps: &MpsState,
+) -> (NodeFacts, BTreeSet<String>) {
     let Availability { ready, withheld, .. } = availability;
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let annotations = object.metadata.annotations.as_ref();
@@ -78,7 +82,7 @@ pub(super) fn of_node(object: &GpuNode, availability: Availability, mps: &Mps) -
 }
 
 /// Returns the names of the policies of a node's devices, by device.
-pub(super) fn policies(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
+pub(super) fn policies_by_device(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
     let mut names: BTreeMap<&str, Arc<str>> = BTreeMap::new();
     let mut of_devices = BTreeMap::new();
     for gpu in object.status.iter().flat_map(|status| &status.gpus) {
