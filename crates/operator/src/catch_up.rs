@@ -41,8 +41,12 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time after which the process logs that the stores still lag, and reads the required versions
 /// again. The newest object of a list may have ended or been deleted.
 const WARN_AFTER: Duration = Duration::from_secs(10);
-/// Time in one term after which the process reports that it still writes nothing.
+/// Time in one term after which the process gives up the lease if it still writes nothing. Another
+/// process may have newer stores. Each consecutive late term doubles the time, so that a process
+/// without another one, or in a cluster where this always takes long, becomes ready in the end.
 const LATE_AFTER: Duration = Duration::from_secs(60);
+/// Maximum number of times that [`LATE_AFTER`] is doubled.
+const MAX_DOUBLINGS: u32 = 4;
 
 /// A resource version of each kind of object that reservations depend on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -106,13 +110,11 @@ struct CatchUp {
     began: Instant,
     /// The versions that the stores must contain. `None` until the process has read them.
     required: Option<Versions>,
-    /// Whether the process has reported that the stores take too long.
-    reported: bool,
 }
 
 impl CatchUp {
     fn new(term: u64) -> Self {
-        Self { term, began: Instant::now(), required: None, reported: false }
+        Self { term, began: Instant::now(), required: None }
     }
 
     /// Reads the required versions and waits for them. Returns false if a retry is necessary.
@@ -136,24 +138,33 @@ impl CatchUp {
         }
     }
 
-    /// Reports once if the process has led for [`LATE_AFTER`] and still writes nothing.
-    fn report_if_late(&mut self, late: &Counter) {
-        if !self.reported && self.began.elapsed() >= LATE_AFTER {
-            self.reported = true;
-            late.inc();
-            let (term, required) = (self.term, self.required);
-            tracing::error!(
-                term,
-                ?required,
-                "this process leads but writes nothing: its watches lag or the API server fails"
-            );
+    /// Returns whether the process has led for too long without writing, and reports that. `before`
+    /// is the number of consecutive late terms before this one.
+    fn is_late(&self, before: u32, late: &Counter) -> bool {
+        if self.began.elapsed() < late_after(before) {
+            return false;
         }
+        late.inc();
+        let (term, required) = (self.term, self.required);
+        tracing::error!(
+            term,
+            ?required,
+            "giving up the lease: nothing could be written, because the watches lag or the API server fails"
+        );
+        true
     }
+}
+
+/// Returns the time after which a term is late. `before` is the number of consecutive late terms
+/// before it.
+fn late_after(before: u32) -> Duration {
+    LATE_AFTER.saturating_mul(2_u32.saturating_pow(before.min(MAX_DOUBLINGS)))
 }
 
 /// Sends the number of each term in which this process leads, once `stored` shows that the stores
 /// are as new as the lease. Runs until `stop` is cancelled. `pod` is the namespace and the name of
-/// this process's pod. `late` counts terms in which the stores take longer than [`LATE_AFTER`].
+/// this process's pod. `late` counts terms in which this takes too long. The process gives up such
+/// a term, so that another process can lead.
 pub(crate) async fn run(
     (client, late): (Client, Counter),
     pod: (String, String),
@@ -163,16 +174,20 @@ pub(crate) async fn run(
 ) {
     let follow = async {
         let mut last: Option<CatchUp> = None;
+        let (mut given_up, mut late_terms) = (0, 0_u32);
         loop {
-            let ended = *ready.borrow();
+            let ended = given_up.max(*ready.borrow());
             let term = lease.term_after(ended).await;
             // Versions that were read in an earlier term do not suffice.
             let mut current = last.take().filter(|last| last.term == term).unwrap_or_else(|| CatchUp::new(term));
             if current.attempt(&client, &pod, &mut stored).await {
                 tracing::info!(term, "the stores are as new as the lease");
                 ready.send_replace(term);
+                late_terms = 0;
+            } else if current.is_late(late_terms, &late) {
+                lease.give_up(term);
+                (given_up, late_terms) = (term, late_terms.saturating_add(1));
             } else {
-                current.report_if_late(&late);
                 last = Some(current);
             }
         }
@@ -322,6 +337,12 @@ mod tests {
         );
     }
 
+    #[test]
+    fn the_time_for_a_term_doubles_up_to_a_limit() {
+        let minutes: Vec<u64> = [0, 1, 2, 3, 4, 5, u32::MAX].map(|before| late_after(before).as_secs() / 60).into();
+        assert_eq!(minutes, [1, 2, 4, 8, 16, 16, 16]);
+    }
+
     /// An API server with a lease, two pages of nodes and one `GpuNode`. It answers the annotation
     /// of this process's pod with `marked`. Records the requests other than those about the lease.
     fn mock_server(marked: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
@@ -381,8 +402,10 @@ mod tests {
             tokio::time::sleep(Duration::from_secs(30)).await;
             assert!(!guard.is_current(), "the watch of pods lags by one version");
             assert_eq!(late.get(), 0);
-            tokio::time::sleep(LATE_AFTER * 2).await;
-            assert_eq!(late.get(), 1, "it is reported once");
+            tokio::time::sleep(Duration::from_secs(45)).await;
+            assert_eq!((late.get(), guard.term()), (1, None), "another process may lead");
+            tokio::time::sleep(Duration::from_secs(100)).await;
+            assert_eq!((late.get(), guard.term()), (1, Some(2)), "no other process leads; the time is doubled");
             progress.send_replace(versions(50, 40, 45));
             guard.changed().await;
             assert!(guard.is_current());

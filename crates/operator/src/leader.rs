@@ -32,6 +32,9 @@ const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// Delay before a failed request is retried.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
+/// Time after which a process that gave up the lease may acquire it again, if it is free. Another
+/// process needs at most the [`LEASE_TIME`] and one [`POLL_INTERVAL`] to acquire it.
+pub(crate) const GIVE_UP_TIME: Duration = Duration::from_secs(20);
 /// Time limit of a request to the API server. A renewal is two requests.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -112,6 +115,8 @@ pub struct LeaseGuard {
     terms: watch::Receiver<Term>,
     /// The last term for which this process is ready to write. `None` if the lease suffices.
     ready: Option<watch::Receiver<u64>>,
+    /// The last term that this process gave up.
+    given_up: watch::Sender<u64>,
 }
 
 /// The state that the elector reports to the guards.
@@ -163,13 +168,19 @@ impl LeaseGuard {
     /// Returns a guard of the same lease that is current only in terms up to the one that `ready`
     /// contains.
     pub(crate) fn with_readiness(&self, ready: watch::Receiver<u64>) -> Self {
-        Self { terms: self.terms.clone(), ready: Some(ready) }
+        Self { ready: Some(ready), ..self.clone() }
+    }
+
+    /// Ends a term in which this process cannot write, so that another process can lead. If none
+    /// does, this process acquires the lease again after [`GIVE_UP_TIME`].
+    pub(crate) fn give_up(&self, term: u64) {
+        self.given_up.send_replace(term);
     }
 
     /// Returns a guard that is current for an hour.
     #[cfg(test)]
     pub(crate) fn of_leader() -> Self {
-        let (terms, guard) = new_guard();
+        let (Channels { term: terms, .. }, guard) = new_guard();
         let until = Instant::now() + Duration::from_secs(3600);
         terms.send_replace(Term { known: true, number: 1, until: Some(until) });
         guard
@@ -185,7 +196,7 @@ impl LeaseGuard {
     pub async fn changed(&mut self) {
         let led = self.is_current();
         loop {
-            let Self { terms, ready } = self;
+            let Self { terms, ready, .. } = self;
             let ready_changed = async {
                 let changed = match ready {
                     Some(ready) => ready.changed().await.is_ok(),
@@ -221,13 +232,13 @@ pub(crate) fn start(
     (namespace, name, me): (String, String, String),
     (stop, released): (CancellationToken, CancellationToken),
 ) -> anyhow::Result<(LeaseGuard, impl Future<Output = anyhow::Result<()>>)> {
-    let (term, guard) = new_guard();
+    let (channels, guard) = new_guard();
     let (report, ended) = oneshot::channel();
     let elect = move || -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         runtime.context("failed to start the runtime")?.block_on(async {
             let api = Api::namespaced(connect()?, &namespace);
-            Elector::with_term(api, name, me, term).run(stop, released).await;
+            Elector::with_channels(api, name, me, channels).run(stop, released).await;
             Ok(())
         })
     };
@@ -237,10 +248,17 @@ pub(crate) fn start(
     Ok((guard, async { ended.await.context("the thread of the lease panicked")? }))
 }
 
-/// Returns a guard, and the sender of its terms.
-fn new_guard() -> (watch::Sender<Term>, LeaseGuard) {
-    let (sender, terms) = watch::channel(Term::default());
-    (sender, LeaseGuard { terms, ready: None })
+/// The elector's side of a guard.
+struct Channels {
+    term: watch::Sender<Term>,
+    given_up: watch::Receiver<u64>,
+}
+
+/// Returns a guard, and the elector's side of it.
+fn new_guard() -> (Channels, LeaseGuard) {
+    let (term, terms) = watch::channel(Term::default());
+    let (sender, given_up) = watch::channel(0);
+    (Channels { term, given_up }, LeaseGuard { terms, ready: None, given_up: sender })
 }
 
 /// The lease could not be read or written.
@@ -263,18 +281,21 @@ pub struct Elector {
     last: Option<ObservedLease>,
     /// Whether this process was not the holder at some read since the last term began.
     interrupted: bool,
-    term: watch::Sender<Term>,
+    /// Until when this process does not acquire the lease, because it gave the lease up.
+    declines_until: Option<Instant>,
+    channels: Channels,
 }
 
 impl Elector {
     /// Creates an elector and the guard that it renews.
     pub fn new(api: Api<Lease>, name: String, me: String) -> (Self, LeaseGuard) {
-        let (term, guard) = new_guard();
-        (Self::with_term(api, name, me, term), guard)
+        let (channels, guard) = new_guard();
+        (Self::with_channels(api, name, me, channels), guard)
     }
 
-    fn with_term(api: Api<Lease>, name: String, me: String, term: watch::Sender<Term>) -> Self {
-        Self { api, name, me, started: Instant::now(), last: None, interrupted: true, term }
+    fn with_channels(api: Api<Lease>, name: String, me: String, channels: Channels) -> Self {
+        let (started, declines_until) = (Instant::now(), None);
+        Self { api, name, me, started, last: None, interrupted: true, declines_until, channels }
     }
 
     /// Acquires and renews the lease until `stop` is cancelled. Then waits for `released`, which is
@@ -288,15 +309,45 @@ impl Elector {
                     RETRY_DELAY
                 }
             };
-            // Both are cancel-safe: dropping a timer or a wait for a token loses nothing.
+            // All are cancel-safe: dropping a timer or a wait for a token or a value loses nothing.
+            let given_up = async {
+                if self.channels.given_up.changed().await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+            };
             tokio::select! {
                 () = stop.cancelled() => break,
-                () = tokio::time::sleep(delay) => {}
+                () = tokio::time::sleep(delay) => continue,
+                () = given_up => {}
+            }
+            if self.end_term() {
+                // Writes that started while the guard was valid complete or time out first.
+                tokio::select! {
+                    () = stop.cancelled() => break,
+                    () = tokio::time::sleep(LEASE_TIME - GUARD_TIME) => self.release().await,
+                }
             }
         }
         // No other process may lead until all writers of this process have stopped.
         released.cancelled().await;
         self.release().await;
+    }
+
+    /// Ends the current term if this process gave it up. Returns true if it ended.
+    fn end_term(&mut self) -> bool {
+        let given_up = *self.channels.given_up.borrow_and_update();
+        let ends = self.channels.term.borrow().current_number() == Some(given_up);
+        if ends {
+            self.declines_until = Some(Instant::now() + (LEASE_TIME - GUARD_TIME) + GIVE_UP_TIME);
+            self.set_term(None);
+        }
+        ends
+    }
+
+    /// Returns the time for which this process does not acquire the lease.
+    fn declines_for(&self) -> Option<Duration> {
+        let left = self.declines_until?.saturating_duration_since(Instant::now());
+        (!left.is_zero()).then_some(left)
     }
 
     /// Reads the lease and executes the next step. Returns the delay before the next read.
@@ -307,7 +358,7 @@ impl Elector {
         self.last = lease
             .as_ref()
             .map(|lease| ObservedLease::after_read(self.last.take(), lease.spec.clone().unwrap_or_default(), now));
-        let decision = evaluate(self.last.as_ref(), &self.me, now);
+        let decision = self.declines_for().map_or_else(|| evaluate(self.last.as_ref(), &self.me, now), Decision::Wait);
         self.interrupted |= decision != Decision::Renew;
         let written = match decision {
             Decision::Wait(left) => {
@@ -342,12 +393,12 @@ impl Elector {
     }
 
     fn set_term(&mut self, until: Option<Instant>) {
-        let before = *self.term.borrow();
+        let before = *self.channels.term.borrow();
         if before.current_number().is_some() != until.is_some() {
             tracing::info!(lease = self.name, identity = self.me, leader = until.is_some(), "leadership changed");
         }
         let interrupted = until.is_some() && std::mem::take(&mut self.interrupted);
-        self.term.send_modify(|term| {
+        self.channels.term.send_modify(|term| {
             // Writers may have seen that the guard expired, and dropped their state.
             let begins = interrupted || until.is_some() && term.current_number().is_none();
             *term = Term { known: true, number: term.number + u64::from(begins), until };
@@ -516,6 +567,46 @@ mod tests {
         assert_eq!((lease.term(), guard.is_current()), (None, false), "the guard has expired");
         elector.poll().await.unwrap();
         assert_eq!((lease.term(), guard.is_current()), (Some(3), false), "writers have dropped their state");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_process_that_gives_up_the_lease_acquires_it_again_only_if_no_other_does() {
+        for other_leads in [false, true] {
+            let (written, writes) = std::sync::mpsc::channel();
+            let client = lease_server(written);
+            let api = || Api::<Lease>::namespaced(client.clone(), "default");
+            let (elector, mut guard) = Elector::new(api(), "l".to_owned(), "me".to_owned());
+            let (mut other, other_guard) = Elector::new(api(), "l".to_owned(), "other".to_owned());
+            let stop = CancellationToken::new();
+            let test = async {
+                assert_eq!(guard.term_after(0).await, 1);
+                guard.give_up(0);
+                tokio::time::sleep(LEASE_TIME).await;
+                assert_eq!(guard.term(), Some(1), "that term is over");
+                guard.give_up(1);
+                let began = Instant::now();
+                guard.changed().await;
+                assert_eq!((guard.term(), began.elapsed()), (None, Duration::ZERO));
+                let holder = async || api().get("l").await.unwrap().spec.unwrap().holder_identity;
+                assert_eq!(holder().await.as_deref(), Some("me"), "writes may be in flight");
+                tokio::time::sleep(LEASE_TIME - GUARD_TIME + SECOND).await;
+                assert_eq!(holder().await, None, "the lease is free");
+                if other_leads {
+                    for _ in 0..2 * GIVE_UP_TIME.as_secs() {
+                        other.poll().await.unwrap();
+                        assert_eq!((guard.term(), other_guard.is_current()), (None, true));
+                        tokio::time::sleep(SECOND).await;
+                    }
+                } else {
+                    assert_eq!(guard.term_after(1).await, 2);
+                    let elapsed = began.elapsed();
+                    assert!(elapsed >= GIVE_UP_TIME && elapsed < 2 * GIVE_UP_TIME, "{elapsed:?}");
+                }
+                stop.cancel();
+            };
+            tokio::join!(test, elector.run(stop.clone(), stop.clone()));
+            drop(writes);
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::device::{self, Mode};
 use crate::mig::{Profile, built_in};
 use crate::mps::MAX_CLIENTS;
 use crate::planner::{GpuPlan, Placement, Plan, PlannedSlices};
-use crate::scheduling::Constraints;
+use crate::scheduling::{Constraints, PODS, UNLIMITED_BY_DEFAULT};
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 
 /// A rule that a plan violates.
@@ -283,12 +283,12 @@ impl Checker {
             for (name, request) in &pod.requests {
                 *used.entry((&node.name, name)).or_default() += request.milli().unwrap_or(u64::MAX);
             }
-            *used.entry((&node.name, "pods")).or_default() += 1000;
+            *used.entry((&node.name, PODS)).or_default() += 1000;
             self.check_placement(pod, placement, &slices_of, &mut free);
         }
         for ((node, resource), amount) in used {
             let Some(node) = nodes.get(node) else { continue };
-            let limited = !["cpu", "memory", "ephemeral-storage", "pods"].contains(&resource);
+            let limited = !UNLIMITED_BY_DEFAULT.contains(&resource);
             let of_gpus = plan.placements.iter().flat_map(|one| &one.takes).any(|take| take.resource == resource);
             let Some(all) = node
                 .allocatable

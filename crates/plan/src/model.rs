@@ -10,7 +10,7 @@ use crate::mig::{Instance, Table};
 use crate::mps::MAX_CLIENTS;
 use crate::partition::{Cell, Class, Demand, InstanceSharing, Kind, ResourceId, SharedTable, Usage, merge_cells};
 use crate::policy::Policy;
-use crate::scheduling::Constraints;
+use crate::scheduling::{Constraints, PODS, UNLIMITED_BY_DEFAULT};
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 use crate::states::{ClassId, DemandId};
 
@@ -20,10 +20,6 @@ const MAX_SLICES: u64 = 1024;
 
 /// Maximum number of equal slices of one GPU. No mode allows more, and a plan lists each slice.
 const MAX_EQUAL_SLICES: u32 = 4096;
-
-/// Resources that are unlimited on a node that does not list them.
-const UNLIMITED_BY_DEFAULT: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
-const PODS: &str = "pods";
 
 pub(crate) struct Model<'a> {
     /// Nodes by name.

@@ -4,6 +4,11 @@ use std::collections::BTreeMap;
 
 use crate::snapshot::{Node, NodeSelectorTerm, Operator, Pod, Requirement, Taint, Toleration};
 
+/// The resource with which the scheduler counts pods.
+pub const PODS: &str = "pods";
+/// Resources that are unlimited on a node that does not list them.
+pub(crate) const UNLIMITED_BY_DEFAULT: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
+
 /// The properties of a pod that decide which nodes it may run on. Pods with equal constraints are
 /// checked once.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

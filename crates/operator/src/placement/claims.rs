@@ -19,6 +19,10 @@ pub(super) const MAX_RENEWALS: u32 = 11;
 /// Time for which the ledger keeps the claim of a deleted pod if the agent never reported its
 /// allocation. A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
+/// Time after a pod ended or was deleted for which units that its node still lists count as about
+/// to be free. After that, they count as used until the node reports something else. The kubelet
+/// may be unable to stop the pod's programs, and other pods must not wait for it.
+pub(super) const LISTED_TIME: Duration = Duration::from_secs(60);
 
 /// State of the pods that have claims in the ledger, by pod name.
 #[derive(Debug, Default)]
@@ -37,6 +41,10 @@ pub(super) struct PodClaims {
     renewals: BTreeMap<String, u32>,
     /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
     lingering: BTreeMap<String, Duration>,
+    /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, each with the time.
+    ended: BTreeMap<String, Duration>,
+    /// When the ledger was built. The time at which other pods ended is unknown.
+    built: Duration,
     /// Nodes on which reservations have ended.
     freed: BTreeSet<String>,
 }
@@ -46,6 +54,8 @@ impl PodClaims {
     pub(super) fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, living: &[&PodObject], now: Now) -> Ledger {
         self.uids.clear();
         self.replicas = ReplicaIndex::default();
+        self.ended.clear();
+        self.built = now.up;
         let mut facts = Facts { nodes, ..Facts::default() };
         for pod in living.iter().filter(|pod| pod.requests_gpus()) {
             let Some(place) = placement_of(pod, now) else { continue };
@@ -162,10 +172,19 @@ impl PodClaims {
                 self.lingering.remove(name);
             }
         }
-        for name in &maybe_deleted {
-            self.allocated.remove(name);
-            self.expired.remove(name);
+        self.ended.retain(|name, ended| up < ended.saturating_add(LISTED_TIME) && !present.contains(name));
+        for name in maybe_deleted {
+            self.allocated.remove(&name);
+            self.expired.remove(&name);
+            self.ended.entry(name).or_insert(up);
         }
+    }
+
+    /// Returns whether units that a node lists for a pod that ended or was deleted count as about
+    /// to be free.
+    pub(super) fn is_ending(&self, name: &str, up: Duration) -> bool {
+        let ended = self.ended.get(name).copied().unwrap_or(self.built);
+        up < ended.saturating_add(LISTED_TIME)
     }
 
     /// Ends the expired reservations of pods that the scheduler refuses.

@@ -13,6 +13,17 @@ use crate::pods::PodObject;
 use crate::policies::partition;
 use crate::rollout::MpsState;
 
+/// What decides which units of a node are available, besides the `GpuNode`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Availability {
+    /// Whether the node's agent is ready. A pod that starts on a node without an agent fails.
+    pub(super) ready: bool,
+    /// Whether shares under MPS are withheld, because the operator replaces the node's MPS host.
+    pub(super) withheld: bool,
+    /// Whether each GPU counts as if it had the partition of its spec.
+    pub(super) repartitioned: bool,
+}
+
 /// Returns the node's devices for the ledger, and the pods on devices that serve no new pods.
 /// Evicting those pods would make no units available.
 ///
@@ -20,14 +31,13 @@ use crate::rollout::MpsState;
 ///
 /// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
 /// - units that are reported as unhealthy
-/// - all units of a node whose agent is not ready, because a pod that starts on the node fails
-/// - shares under MPS if `withheld`, because the operator replaces the node's MPS host
+/// - units that are not available by `availability`
 pub(super) fn node_facts(
     object: &GpuNode,
-    ready: bool,
+    availability: Availability,
     mps: &MpsState,
-    withheld: bool,
 ) -> (NodeFacts, BTreeSet<String>) {
+    let Availability { ready, withheld, .. } = availability;
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let annotations = object.metadata.annotations.as_ref();
     let cordons = Cordons::read(annotations.and_then(|annotations| annotations.get(CORDON_ANNOTATION)));
@@ -36,7 +46,8 @@ pub(super) fn node_facts(
         facts.model.clone_from(&gpu.model);
         let spec = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
         let repartitioned = spec.filter(|spec| !partition::has_partition(&spec.partition, gpu));
-        let available = ready && gpu.health.healthy && repartitioned.is_none() && !cordons.0.contains_key(&gpu.uuid);
+        let usable = ready && gpu.health.healthy && !cordons.0.contains_key(&gpu.uuid);
+        let available = usable && repartitioned.is_none();
         let is_available = |resource: &str| available && !(withheld && mps.serves(resource));
         for slice in &gpu.slices {
             let used = if is_available(&slice.resource) {
@@ -52,7 +63,7 @@ pub(super) fn node_facts(
             });
         }
         if let Some(spec) = repartitioned {
-            facts.devices.extend(planned_devices(gpu, &spec.partition));
+            facts.devices.extend(planned_devices(gpu, &spec.partition, usable && availability.repartitioned));
         }
         for allocation in &gpu.allocations {
             let units = u32::try_from(allocation.ids.len()).ok().and_then(Units::new);
@@ -83,24 +94,28 @@ pub(super) fn policies_by_device(object: &GpuNode) -> BTreeMap<String, Arc<str>>
     of_devices
 }
 
-/// Returns the devices of a GPU after its repartitioning. None of their units is free yet.
-fn planned_devices(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) -> Vec<DeviceFacts> {
-    let mut sums: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
+/// Returns the devices of a GPU after its repartitioning. Unless `repartitioned`, all of their
+/// units count as used.
+fn planned_devices(
+    gpu: &GpuStatus,
+    partition: &cleave_api::gpunode::Partition,
+    repartitioned: bool,
+) -> Vec<DeviceFacts> {
+    let mut sums: BTreeMap<(Option<u32>, String), (u32, u32)> = BTreeMap::new();
     for slice in partition::desired(partition, gpu) {
-        let sum = sums.entry((slice.placement, slice.resource)).or_default();
-        *sum = sum.saturating_add(slice.count);
+        let (capacity, used) = sums.entry((slice.placement, slice.resource)).or_default();
+        *capacity = capacity.saturating_add(slice.count);
+        if slice.in_use || !repartitioned {
+            *used = used.saturating_add(slice.count);
+        }
     }
     let device = |placement: Option<u32>| match placement {
         // A MIG instance has no UUID before it exists.
         Some(start) => format!("{} (planned MIG instance at {start})", gpu.uuid),
         None => format!("{} (planned)", gpu.uuid),
     };
-    let facts = |((placement, resource), capacity)| DeviceFacts {
-        device: device(placement),
-        resource,
-        capacity,
-        used: capacity,
-    };
+    let facts =
+        |((placement, resource), (capacity, used))| DeviceFacts { device: device(placement), resource, capacity, used };
     sums.into_iter().map(facts).collect()
 }
 

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_api::names::FRAGMENTED_TAINT;
 use cleave_plan::ledger::Ledger;
 
+use super::growth::ReportedPods;
 use super::nodes::{NodeState, Nodes};
 use crate::policies::taint::{Change, add_patch, remove_patch};
 
@@ -42,16 +43,16 @@ impl FragmentationTaints {
         self.decided.remove(node);
     }
 
-    /// Returns the nodes whose taint changes. `smallest` is the smallest request among the pods
-    /// that are reported to autoscalers, by resource. None of these requests fits on any node.
-    pub(super) fn update(&mut self, nodes: &Nodes, ledger: &Ledger, smallest: &BTreeMap<String, u64>) -> Vec<Change> {
+    /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
+    /// autoscalers. None of these requests fits on any node.
+    pub(super) fn update(&mut self, nodes: &Nodes, ledger: &Ledger, reported: &[ReportedPods]) -> Vec<Change> {
         if !self.enabled {
             return Vec::new();
         }
         let mut changes = Vec::new();
         let mut differing = BTreeSet::new();
         for (name, state) in &nodes.0 {
-            let Some(change) = taint_change(name, state, looks_free(ledger, name, smallest)) else { continue };
+            let Some(change) = taint_change(name, state, looks_free(ledger, state, reported)) else { continue };
             differing.insert(name.as_str());
             let version = state.resource_version().to_owned();
             if changes.len() < MAX_CHANGES && self.decided.get(name) != Some(&version) {
@@ -64,16 +65,18 @@ impl FragmentationTaints {
     }
 }
 
-/// Returns whether the sum of a node's free units suffices for one of the requests.
-fn looks_free(ledger: &Ledger, node: &str, smallest: &BTreeMap<String, u64>) -> bool {
-    if smallest.is_empty() {
+/// Returns whether the sum of a node's free units suffices for one of the pods that may use the
+/// node. A node that no reported pod may use delays no new node.
+fn looks_free(ledger: &Ledger, node: &NodeState, reported: &[ReportedPods]) -> bool {
+    if reported.is_empty() {
         return false;
     }
     let mut free: BTreeMap<String, u64> = BTreeMap::new();
-    for usage in ledger.devices(node) {
+    for usage in ledger.devices(&node.node.name) {
         *free.entry(usage.resource).or_default() += u64::from(usage.free);
     }
-    smallest.iter().any(|(resource, units)| free.get(resource).is_some_and(|free| free >= units))
+    let suffices = |(resource, units): (&String, &u64)| free.get(resource).is_some_and(|free| free >= units);
+    reported.iter().any(|pods| pods.smallest.iter().any(suffices) && node.may_admit_later(&pods.pod))
 }
 
 /// Returns the change of a node's taint. Returns `None` if the node already has the taint, or lacks

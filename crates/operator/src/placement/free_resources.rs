@@ -1,12 +1,13 @@
 //! Tracks the free CPU, memory and other resources of nodes within one reconcile.
 use std::collections::BTreeMap;
 
-use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::ledger::{Claim, Ledger, Place};
+use cleave_plan::scheduling::PODS;
 
+use super::amounts::{self, Free};
 use super::nodes::Nodes;
-use super::pod_tracker::{PODS, PodTracker};
+use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
 
 /// Free resources by node, in thousandths. Pods that are released to a node count as if they were
@@ -19,7 +20,7 @@ pub(super) struct FreeResources<'a> {
     /// Waiting pods for which room on each node is nominated, by name. Pods of the same or lower
     /// priority do not see the resources that these pods request as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
-    computed: BTreeMap<&'a str, BTreeMap<&'a str, i128>>,
+    computed: BTreeMap<&'a str, Free<'a>>,
 }
 
 /// A waiting pod with a nomination.
@@ -88,9 +89,9 @@ impl<'a> FreeResources<'a> {
         let nominees: Vec<_> = self.nominated.get(node).into_iter().flatten().filter(of_others).collect();
         let mut missing = BTreeMap::new();
         let slot = free.contains_key(PODS).then_some((PODS, 1000));
-        for (resource, wanted) in amounts(pod.requests).chain(slot) {
+        for (resource, wanted) in amounts::requested(pod.requests).chain(slot) {
             let free = *free.get(resource)?;
-            let kept: i128 = nominees.iter().map(|(_, nominee)| amount(nominee.requests, resource)).sum();
+            let kept: i128 = nominees.iter().map(|(_, nominee)| amounts::amount(nominee.requests, resource)).sum();
             let short = wanted.saturating_add(kept).saturating_sub(free);
             if short > 0 {
                 if allocatable.get(resource).and_then(Quantity::milli).is_none_or(|all| i128::from(all) < wanted) {
@@ -106,7 +107,7 @@ impl<'a> FreeResources<'a> {
     pub(super) fn subtract(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) {
         self.compute_free(node);
         if let Some(free) = self.computed.get_mut(node) {
-            subtract(free, requests);
+            amounts::subtract(free, requests);
         }
     }
 
@@ -116,29 +117,10 @@ impl<'a> FreeResources<'a> {
         if !self.computed.contains_key(name.as_str()) {
             let mut free = state.free_resources(self.tracker);
             for requests in self.released.get(name.as_str()).into_iter().flatten() {
-                subtract(&mut free, requests);
+                amounts::subtract(&mut free, requests);
             }
             self.computed.insert(name, free);
         }
         Some(())
-    }
-}
-
-/// Returns the amounts that a pod requests of a node's resources, in thousandths. Excludes requests
-/// that Cleave serves.
-fn amounts(requests: &BTreeMap<String, Quantity>) -> impl Iterator<Item = (&str, i128)> {
-    let of_node = requests.iter().filter(|(name, _)| !is_served(name) && *name != PODS);
-    let amounts = of_node.map(|(name, quantity)| (name.as_str(), i128::from(quantity.milli().unwrap_or(0))));
-    amounts.filter(|(_, amount)| *amount > 0)
-}
-
-/// Returns the amount that a pod uses of one resource of a node, in thousandths.
-fn amount(requests: &BTreeMap<String, Quantity>, resource: &str) -> i128 {
-    if resource == PODS { 1000 } else { requests.get(resource).and_then(Quantity::milli).unwrap_or(0).into() }
-}
-
-fn subtract(free: &mut BTreeMap<&str, i128>, requests: &BTreeMap<String, Quantity>) {
-    for (name, free) in free.iter_mut() {
-        *free = free.saturating_sub(amount(requests, name));
     }
 }

@@ -21,6 +21,7 @@ use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
+use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, StrandedPods};
 use super::unanswered::UnansweredReleases;
@@ -67,6 +68,7 @@ pub struct Gatekeeper {
     preemptors: Preemptors,
     stranded: StrandedPods,
     growth: AutoscalerReports,
+    returning: Returning,
     fragments: FragmentationTaints,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
@@ -100,6 +102,7 @@ impl Gatekeeper {
             preemptors: Preemptors::default(),
             stranded: StrandedPods::default(),
             growth: AutoscalerReports::new(true),
+            returning: Returning::default(),
             fragments: FragmentationTaints::new(false),
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
@@ -210,8 +213,9 @@ impl Gatekeeper {
     /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
     /// according to the plan for GPUs that Cleave partitions on demand.
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
-        let changed = self.nodes.update(cluster, &self.rollout, &self.agent_labels);
+        let changed = self.nodes.update(cluster, &self.rollout);
         changed.iter().for_each(|(node, _)| self.preemptors.record_node_change(node));
+        self.returning.update(&self.nodes, changed.iter().map(|(node, _)| node.as_str()), now.up);
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
@@ -255,7 +259,7 @@ impl Gatekeeper {
             self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             actions.releases.extend(self.unanswered.releases_to_retry(&ledger, now).take(room));
-            actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.smallest_requests());
+            actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.reported());
         } else {
             actions.requeue_in(settling);
         }
@@ -320,7 +324,7 @@ impl Gatekeeper {
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
         let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
         let step = self.rollout.update(&views, up);
-        for (name, facts) in self.nodes.update(cluster, &self.rollout, &self.agent_labels) {
+        for (name, facts) in self.nodes.update(cluster, &self.rollout) {
             self.preemptors.record_node_change(&name);
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);
@@ -425,7 +429,7 @@ impl Gatekeeper {
         }
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
         let Self { agent_labels, chooser, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
-        let Self { evictions, preemptors, growth, .. } = self;
+        let Self { evictions, preemptors, growth, returning, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
@@ -434,7 +438,8 @@ impl Gatekeeper {
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
-        let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
+        let (mut returning = returning.units(nodes, up, actions);
+        let mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {
                 actions.more = true;
@@ -473,6 +478,7 @@ impl Gatekeeper {
             let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld);
             let pause = growth.preemption_pause(candidate, &circumstances, up);
             circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
+            circumstances.returns = returning.serve(ledger, &search, candidate, circumstances.preemption);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_time(name, may_pass, up) {
                 Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),

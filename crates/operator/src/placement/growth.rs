@@ -14,6 +14,7 @@
 //! | fits no node of the cluster, but a policy offers what it requests | after [`NO_NODE_AFTER`] |
 //! | is larger than what a GPU offers | never |
 //! | waits for a preemption, a repartitioning, an MPS host or the agent of a node | not now |
+//! | fits a node whose agent is away, or a GPU that is repartitioned | if that lasts ([`returning`](super::returning)) |
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -21,12 +22,13 @@ use cleave_api::SharingPolicy;
 use cleave_api::names::{RESOURCE_GPU, is_served, mig_resource};
 use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::mps::MAX_CLIENTS;
+use cleave_plan::snapshot::Pod as PlanPod;
 use kube::ResourceExt;
 use kube::core::DeserializeGuard;
 
 use super::actions::{Actions, Report};
 use super::preemption::Prospect;
-use super::search::Candidate;
+use super::search::{Candidate, NodeKey};
 use super::verdict::{Need, PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::{Reason, WaitingPod};
@@ -147,12 +149,14 @@ pub(super) struct Circumstances<'a> {
     /// Which MPS hosts are being replaced on nodes that the pod may use. The text is empty if no
     /// MPS host is being replaced.
     pub(super) withheld: String,
+    /// Whether the pod fits units that are about to return. See [`super::returning`].
+    pub(super) returns: bool,
 }
 
 impl<'a> Circumstances<'a> {
     /// Returns the circumstances before the search for a preemption.
     pub(super) const fn new(offers: &'a Offers, demand: Option<&'a WaitingPod>, withheld: String) -> Self {
-        Self { offers, demand, preemption: Prospect::Unknown, withheld }
+        Self { offers, demand, preemption: Prospect::Unknown, withheld, returns: false }
     }
 
     /// Returns whether room is being made for the pod without evictions.
@@ -182,14 +186,23 @@ fn max_shares(mps: &MpsShare) -> u32 {
     }
 }
 
+/// Pods that are reported, and that may use the same nodes.
+#[derive(Debug)]
+pub(super) struct ReportedPods {
+    /// One of the pods. All have its node selector, affinity and tolerations.
+    pub(super) pod: PlanPod,
+    /// The smallest request among these pods, by resource.
+    pub(super) smallest: BTreeMap<String, u64>,
+}
+
 /// What each pod at the gate needs, and what was reported about it.
 #[derive(Debug)]
 pub(super) struct AutoscalerReports {
     enabled: bool,
     /// By UID.
     pods: BTreeMap<String, UnplaceablePod>,
-    /// The smallest request among the pods that are reported, by resource.
-    smallest: BTreeMap<String, u64>,
+    /// The pods that are reported.
+    reported: Vec<ReportedPods>,
 }
 
 /// A pod at the gate that was not placeable. Times are durations since the process started.
@@ -210,7 +223,7 @@ struct UnplaceablePod {
 impl AutoscalerReports {
     /// If not `enabled`, no pod is reported, and earlier reports are taken back.
     pub(super) const fn new(enabled: bool) -> Self {
-        Self { enabled, pods: BTreeMap::new(), smallest: BTreeMap::new() }
+        Self { enabled, pods: BTreeMap::new(), reported: Vec::new() }
     }
 
     /// Returns whether reports are enabled.
@@ -218,20 +231,9 @@ impl AutoscalerReports {
         self.enabled
     }
 
-    /// Returns the smallest request among the pods that are to be reported, by resource.
-    pub(super) const fn smallest_requests(&self) -> &BTreeMap<String, u64> {
-        &self.smallest
-    }
-
-    fn add_smallest(&mut self, requests: &[DeviceRequest]) {
-        let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
-        for request in requests {
-            *sums.entry(&request.resource).or_default() += u64::from(request.units.get());
-        }
-        for (resource, units) in sums {
-            let smallest = self.smallest.entry(resource.to_owned()).or_insert(units);
-            *smallest = units.min(*smallest);
-        }
+    /// Returns the pods that are to be reported.
+    pub(super) fn reported(&self) -> &[ReportedPods] {
+        &self.reported
     }
 
     /// Time for which no pods are evicted for the pod, because room is made for it otherwise.
@@ -261,8 +263,8 @@ impl AutoscalerReports {
         circumstances: &Circumstances<'_>,
         up: Duration,
     ) -> Outlook {
-        let Circumstances { offers, demand, preemption, withheld } = circumstances;
-        let gets_room = *preemption == Prospect::Room || circumstances.is_making_room(candidate);
+        let Circumstances { offers, demand, preemption, withheld, returns } = circumstances;
+        let gets_room = *preemption == Prospect::Room || circumstances.is_making_room(candidate) || *returns;
         let need = if gets_room || candidate.awaits_agent() {
             Need::Nothing
         } else {
@@ -317,7 +319,7 @@ impl AutoscalerReports {
     /// Adds the reports about the pods at the gate that stay there. Forgets all other pods.
     pub(super) fn add_reports(&mut self, candidates: &[Candidate<'_>], up: Duration, actions: &mut Actions) {
         let mut before = std::mem::take(&mut self.pods);
-        self.smallest.clear();
+        let mut groups: BTreeMap<NodeKey<'_>, ReportedPods> = BTreeMap::new();
         let released: BTreeSet<String> = actions.releases.iter().map(|release| release.uid.clone()).collect();
         for candidate in candidates {
             let uid = candidate.pod.uid().unwrap_or_default();
@@ -326,7 +328,8 @@ impl AutoscalerReports {
             let wanted = self.enabled && waiter.is_due(reported, up);
             if wanted {
                 actions.reported += 1;
-                self.add_smallest(&candidate.device_requests);
+                let new = || ReportedPods { pod: candidate.plan_pod.clone(), smallest: BTreeMap::new() };
+                groups.entry(candidate.node_key()).or_insert_with(new).add(&candidate.device_requests);
             }
             if let Some(due) = waiter.due.filter(|due| self.enabled && up < *due && !wanted) {
                 actions.requeue_in(due.saturating_sub(up));
@@ -348,6 +351,20 @@ impl AutoscalerReports {
                 });
             }
             self.pods.insert(uid, waiter);
+        }
+        self.reported = groups.into_values().collect();
+    }
+}
+
+impl ReportedPods {
+    fn add(&mut self, requests: &[DeviceRequest]) {
+        let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
+        for request in requests {
+            *sums.entry(&request.resource).or_default() += u64::from(request.units.get());
+        }
+        for (resource, units) in sums {
+            let smallest = self.smallest.entry(resource.to_owned()).or_insert(units);
+            *smallest = units.min(*smallest);
         }
     }
 }

@@ -11,11 +11,11 @@
 //! | | `queue` | order and back-off of the pods at the gate |
 //! | | `unanswered` | releases to send again |
 //! | | `learning`, `replicas` | what the search ranks nodes by |
-//! | | `search`, `constraints`, `free_resources`, `verdict` | a placement for a pod, or why it is not placeable |
+//! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
-//! | | `growth`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
+//! | | `growth`, `returning`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
 //!
@@ -35,6 +35,7 @@
 //!
 //! `stranded` handles released pods that no node accepts.
 mod actions;
+mod amounts;
 mod budgets;
 mod claims;
 mod cluster;
@@ -55,6 +56,7 @@ mod preemption;
 mod preemptors;
 mod queue;
 mod replicas;
+mod returning;
 mod run;
 mod search;
 mod stranded;

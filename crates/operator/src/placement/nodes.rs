@@ -14,9 +14,10 @@ use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
 use kube::core::DeserializeGuard;
 
+use super::amounts::{self, Free};
 use super::cluster::Cluster;
 use super::evictions::Evictability;
-use super::facts;
+use super::facts::{self, Availability};
 use super::pod_tracker::PodTracker;
 use super::verdict::{Exclusion, PermanentObstacle, Verdict};
 use crate::pods::PodObject;
@@ -49,12 +50,15 @@ pub(super) struct NodeState {
     pub(super) managed: bool,
     /// Whether the agent has written the status of the `GpuNode`.
     has_status: bool,
-    /// Whether the node has all labels of nodes with an agent. False if no labels are known.
-    has_agent_labels: bool,
+    /// Whether the node had a `GpuNode` or an agent since this process knows the node.
+    was_of_cleave: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
     /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
     blocked: BTreeSet<String>,
+    /// The node's devices when its agent is ready and its GPUs are repartitioned. `None` if that is
+    /// so now, or changes nothing.
+    returning: Option<NodeFacts>,
 }
 
 /// The inputs of a [`NodeState`]. The state is computed again only if one of these inputs changes.
@@ -110,7 +114,11 @@ impl NodeState {
     fn update_from(&mut self, object: &GpuNode) -> NodeFacts {
         let is_ready = self.versions.agent.unwrap_or_default();
         self.mps = MpsState::of(object, is_ready);
-        let (facts, blocked) = facts::node_facts(object, is_ready, &self.mps, self.versions.withheld);
+        let now = Availability { ready: is_ready, withheld: self.versions.withheld, repartitioned: false };
+        let (facts, blocked) = facts::node_facts(object, now, &self.mps);
+        let (returning, _) =
+            facts::node_facts(object, Availability { ready: true, repartitioned: true, ..now }, &self.mps);
+        self.returning = (returning != facts).then_some(returning);
         self.model.clone_from(&facts.model);
         self.policies = facts::policies_by_device(object);
         self.blocked = blocked;
@@ -119,6 +127,12 @@ impl NodeState {
         self.has_status = object.status.is_some();
         self.gpus = object.status.as_ref().map_or(0, |status| status.gpus.len());
         facts
+    }
+
+    /// Returns the node's devices when its agent is ready and its GPUs are repartitioned. Returns
+    /// `None` if that is so now, or changes nothing.
+    pub(super) const fn returning(&self) -> Option<&NodeFacts> {
+        self.returning.as_ref()
     }
 
     /// Returns the `resourceVersion` of the node.
@@ -145,7 +159,7 @@ impl NodeState {
     /// Returns the node's CPU, memory and other resources that no bound pod requests, in
     /// thousandths. Excludes the resources that Cleave can serve. The result is negative if pods
     /// request more than the node has.
-    pub(super) fn free_resources(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
+    pub(super) fn free_resources(&self, tracker: &PodTracker) -> Free<'_> {
         let mut free = self.free_resources_with_gpus(tracker);
         free.retain(|resource, _| !is_served(resource));
         free
@@ -153,7 +167,7 @@ impl NodeState {
 
     /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
     /// is negative if pods request more than the node has.
-    pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
+    pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> Free<'_> {
         let requested = tracker.requested(&self.node.name);
         let amounts = self.node.allocatable.iter().map(|(resource, quantity)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
@@ -188,7 +202,7 @@ impl NodeState {
             Provider::Unclear
         } else if !self.may_be_outdated() {
             Provider::Another
-        } else if self.has_agent_labels {
+        } else if self.was_of_cleave {
             Provider::Unclear
         } else {
             Provider::Outdated
@@ -237,14 +251,8 @@ impl NodeState {
 
 impl Nodes {
     /// Updates the nodes that have changed. Returns the devices of each changed node, or `None` for
-    /// a node that was deleted or has no valid `GpuNode`. `agent_labels` are labels of all nodes
-    /// with an agent.
-    pub(super) fn update(
-        &mut self,
-        cluster: &Cluster,
-        rollout: &Rollout,
-        agent_labels: &BTreeMap<String, String>,
-    ) -> Vec<(String, Option<NodeFacts>)> {
+    /// a node that was deleted or has no valid `GpuNode`.
+    pub(super) fn update(&mut self, cluster: &Cluster, rollout: &Rollout) -> Vec<(String, Option<NodeFacts>)> {
         let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
         for pod in &cluster.agents {
             if let Some(node) = &pod.spec.node_name {
@@ -273,9 +281,10 @@ impl Nodes {
             }
             let mut state = NodeState::new(object, gpu_node, versions.into_owned());
             let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.update_from(object));
-            state.missing = state.still_reported_resources(self.0.get(name));
-            let has_label = |(key, value): (&String, &String)| state.node.labels.get(key) == Some(value);
-            state.has_agent_labels = !agent_labels.is_empty() && agent_labels.iter().all(has_label);
+            let before = self.0.get(name);
+            state.missing = state.still_reported_resources(before);
+            state.was_of_cleave =
+                before.is_some_and(|before| before.was_of_cleave || before.managed || before.has_agent());
             self.0.insert(name.to_owned(), state);
             changed.push((name.to_owned(), facts));
         }
@@ -318,14 +327,20 @@ impl Nodes {
             return Some("the node has no GpuNode".to_owned());
         }
         let refused = scheduling::admit(pod, &state.node).err().map(|refused| refused.to_string());
-        let full = || !has_room(&state.free_resources(tracker), &pod.requests);
+        let full = || !amounts::cover(&state.free_resources(tracker), amounts::requested(&pod.requests));
         refused.or_else(|| full().then(|| "not enough CPU, memory or another resource".to_owned()))
     }
 
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
-    /// node still reports their allocations. Ended and deleted pods count as terminating, so that
-    /// no other pod is evicted for the same units.
-    pub(super) fn holders<'a>(&self, living: &[&'a PodObject], evictability: &Evictability<'a>) -> Holders<'a> {
+    /// node still reports their allocations. Of the latter, those that `is_ending` accepts count as
+    /// terminating, so that no other pod is evicted for the same units. The units of the others are
+    /// used.
+    pub(super) fn holders<'a>(
+        &self,
+        living: &[&'a PodObject],
+        evictability: &Evictability<'a>,
+        is_ending: impl Fn(&str) -> bool,
+    ) -> Holders<'a> {
         let mut holders = BTreeMap::new();
         let mut kept = BTreeSet::new();
         for pod in living.iter().filter(|pod| pod.requests_gpus()) {
@@ -341,7 +356,7 @@ impl Nodes {
         }
         let gone = Holder { priority: 0, started: Moment(0), budget: None, ending: true, requests: None };
         for pod in self.0.values().flat_map(|state| state.allocated.difference(&state.blocked)) {
-            if !holders.contains_key(pod) && !kept.contains(pod) {
+            if !holders.contains_key(pod) && !kept.contains(pod) && is_ending(pod) {
                 holders.insert(pod.clone(), gone);
             }
         }
@@ -430,36 +445,25 @@ pub(super) struct NodeChecks<'a> {
 }
 
 /// Taints of nodes whose kubelet may have stopped reporting.
-const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
 
 /// What serves a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Provider {
     /// No node offers the resource.
     Nothing,
-    /// Only kubelets of nodes that are not ready and without a sign of Cleave report the resource.
+    /// Only kubelets of nodes that are not ready and where Cleave never ran report the resource.
     /// Their reports may be old.
     Outdated,
     /// A device plugin on nodes where Cleave does not run.
     Another,
     /// Kubelets report the resource on nodes where Cleave runs but does not serve the resource. Or
-    /// they report it on nodes that are not ready and have the labels of nodes with an agent.
-    /// Either another plugin serves the resource, or the kubelet's report is old.
+    /// they report it on nodes that are not ready and where Cleave ran before. Either another plugin
+    /// serves the resource, or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.
     Missing,
     /// GPUs that Cleave manages, now or after a repartitioning.
     Cleave,
-}
-
-/// Returns whether `free` covers the requests and one more pod. Requests that Cleave serves do not
-/// count.
-fn has_room(free: &BTreeMap<&str, i128>, requests: &BTreeMap<String, Quantity>) -> bool {
-    let pods = free.get("pods").is_none_or(|pods| *pods >= 1000);
-    let fits = |(name, quantity): (&String, &Quantity)| {
-        let wanted = quantity.milli().unwrap_or(0);
-        wanted == 0 || free.get(name.as_str()).is_some_and(|free| *free >= i128::from(wanted))
-    };
-    pods && requests.iter().filter(|(name, _)| !is_served(name)).all(fits)
 }

@@ -7,13 +7,13 @@
 //! `nodes.nodeSelector`. So no node without one of these labels ever becomes a node of Cleave.
 use std::collections::BTreeMap;
 
-use cleave_api::names::is_served;
 use cleave_plan::scheduling;
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Operator, Pod as PlanPod, Requirement};
 
+use super::amounts::{self, Free};
 use super::cluster::{is_released, plan_pod};
 use super::nodes::Nodes;
-use super::pod_tracker::{PODS, PodTracker};
+use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
 
 /// Labels that every node with an agent has.
@@ -25,7 +25,7 @@ pub(super) struct OtherNodes<'a>(Vec<OtherNode<'a>>);
 struct OtherNode<'a> {
     node: &'a PlanNode,
     /// Free resources, GPUs included, in thousandths.
-    free: BTreeMap<&'a str, i128>,
+    free: Free<'a>,
     /// Label that all of Cleave's nodes have and this node lacks.
     label: (&'a str, &'a str),
 }
@@ -63,33 +63,13 @@ impl<'a> OtherNodes<'a> {
     /// Finds a node with room for the pod, and subtracts the pod's requests. Returns a requirement
     /// that keeps the pod away from all of Cleave's nodes.
     pub(super) fn place(&mut self, pod: &PlanPod) -> Option<Requirement> {
-        let other =
-            self.0.iter_mut().find(|other| other.has_room(pod) && scheduling::admit(pod, other.node).is_ok())?;
-        other.subtract(pod);
+        let has_room =
+            |other: &&mut OtherNode<'_>| amounts::cover(&other.free, amounts::requested_with_gpus(&pod.requests));
+        let mut others = self.0.iter_mut();
+        let other = others.find(|other| has_room(other) && scheduling::admit(pod, other.node).is_ok())?;
+        amounts::subtract(&mut other.free, &pod.requests);
         let (key, value) = other.label;
         Some(Requirement { key: key.to_owned(), operator: Operator::NotIn, values: vec![value.to_owned()] })
-    }
-}
-
-impl OtherNode<'_> {
-    fn has_room(&self, pod: &PlanPod) -> bool {
-        let free = |resource: &str| self.free.get(resource).copied().unwrap_or(0);
-        let fits = pod.requests.iter().all(|(resource, quantity)| match quantity.milli() {
-            Some(wanted) => i128::from(wanted) <= free(resource),
-            None => !is_served(resource),
-        });
-        fits && free(PODS) >= 1000
-    }
-
-    fn subtract(&mut self, pod: &PlanPod) {
-        let one = (PODS, 1000);
-        let requested =
-            pod.requests.iter().map(|(resource, quantity)| (resource.as_str(), quantity.milli().unwrap_or(0)));
-        for (resource, milli) in requested.chain([one]) {
-            if let Some(free) = self.free.get_mut(resource) {
-                *free -= i128::from(milli);
-            }
-        }
     }
 }
 

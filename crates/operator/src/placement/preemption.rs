@@ -208,7 +208,8 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     fn holders(&self) -> &Holders<'a> {
-        self.holders.get_or_init(|| self.nodes.holders(self.living, &self.evictability))
+        let is_ending = |pod: &str| self.claims.is_ending(pod, self.up);
+        self.holders.get_or_init(|| self.nodes.holders(self.living, &self.evictability, is_ending))
     }
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`. Scans the pods once

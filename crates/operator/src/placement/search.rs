@@ -160,13 +160,14 @@ impl<'a> Candidate<'a> {
         self.release(ReleaseReason::Unschedulable(message), destination, waited)
     }
 
-    fn node_key(&self) -> NodeKey<'_> {
+    /// Returns what decides on which nodes the pod may run, regardless of other pods.
+    pub(super) fn node_key(&self) -> NodeKey<'_> {
         (&self.plan_pod.node_selector, self.plan_pod.affinity.as_slice(), self.plan_pod.tolerations.as_slice())
     }
 }
 
 /// Node selector, affinity and tolerations, which decide on which nodes a pod may run.
-type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
+pub(super) type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
 /// All properties of a pod that decide whether the pod is placeable.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
@@ -312,6 +313,18 @@ impl<'a> PlacementSearch<'a> {
                 Some(PreemptionNode { name, missing })
             })
             .collect()
+    }
+
+    /// Returns the nodes of this list that rules between pods and volumes allow, and that have
+    /// enough CPU, memory and other resources for the pod.
+    pub(super) fn with_room<'n>(
+        &self,
+        candidate: &'a Candidate<'a>,
+        nodes: impl Iterator<Item = &'n str>,
+    ) -> Vec<&'n str> {
+        let key = self.constraints.key(candidate.pod);
+        let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
+        nodes.filter(|node| self.has_room(node, candidate) && self.allows(node, checker.as_ref())).collect()
     }
 
     /// Keeps CPU, memory and other resources of a node for a pod. The search for later pods of this

@@ -21,6 +21,7 @@ use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, RESOURCE_GPU, STEP_FAILED, STEP_
 use cleave_plan::Quantity;
 use cleave_plan::device::{MIG_PREFIX, Mode, SHARED_SUFFIX, sized_slice_gib};
 use cleave_plan::mig::Profile;
+use cleave_plan::scheduling;
 use cleave_plan::snapshot::{Gpu, MigSharing, Node as PlanNode, Slice, Snapshot};
 
 use crate::pods::{Claimant, Sum};
@@ -369,7 +370,7 @@ impl NodeBuilder<'_> {
                 requested.add_one(name, quantity);
             }
         }
-        requested.add_one("pods", &Quantity::whole(pods.len() as u64));
+        requested.add_one(scheduling::PODS, &Quantity::whole(pods.len() as u64));
         input.snapshot.nodes.push(PlanNode {
             name: self.name.to_owned(),
             labels: self.node.labels.clone(),

@@ -19,6 +19,8 @@ use crate::placement::{self, Candidate, Demand, Learned, Placer, Replicas, Score
 
 /// Maximum number of resources whose requests are learned. Other resources use the tightest fit.
 const MAX_LEARNED: usize = 64;
+/// Maximum size of all tables together.
+const LIMITS: Limits = Limits { tables: 256, ranks: 1 << 21 };
 /// Free CPU of a node whose CPU is unknown, in thousandths of a core.
 const UNKNOWN_CPU: Cpu = Cpu { total: 0, free: u32::MAX as u64 };
 
@@ -81,12 +83,24 @@ struct Table<S: Score> {
     by_node: BTreeMap<String, usize>,
     unused: Vec<usize>,
     is_learned: bool,
+    /// The choice that last used the table. See [`Chooser::choices`].
+    used: u64,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Row {
     node: String,
     devices: Vec<String>,
+}
+
+/// Limits of what the tables keep.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// Number of tables above which tables without nodes are dropped. GPUs that are partitioned on
+    /// demand may offer each resource and size only for some time.
+    tables: usize,
+    /// Number of cached ranks, of 24 bytes each. One table may have a fourth of them.
+    ranks: usize,
 }
 
 /// Chooses devices for pods by the score `S`.
@@ -97,11 +111,15 @@ pub struct Chooser<S: Score = Learned> {
     cpu: BTreeMap<String, Cpu>,
     /// The learner of each resource's requests.
     learners: BTreeMap<String, Learner>,
+    /// Number of choices so far.
+    choices: u64,
+    limits: Limits,
 }
 
 impl<S: Score + Default> Default for Chooser<S> {
     fn default() -> Self {
-        Self { tables: BTreeMap::new(), cpu: BTreeMap::new(), learners: BTreeMap::new() }
+        let (tables, cpu, learners) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Self { tables, cpu, learners, choices: 0, limits: LIMITS }
     }
 }
 
@@ -160,6 +178,16 @@ impl<S: Score + Default> Chooser<S> {
                 tables.entry(capacity).or_default().add_or_change(name, row, &devices);
             }
         }
+        self.drop_empty_tables();
+    }
+
+    /// Drops the tables without nodes if there are too many tables. Their scores are learned again
+    /// when nodes offer the resources again.
+    fn drop_empty_tables(&mut self) {
+        if self.tables.values().map(BTreeMap::len).sum::<usize>() > self.limits.tables {
+            self.tables.values_mut().for_each(|tables| tables.retain(|_, table| !table.by_node.is_empty()));
+            self.tables.retain(|_, tables| !tables.is_empty());
+        }
     }
 }
 
@@ -183,9 +211,11 @@ impl<S: Score> Chooser<S> {
         device_requests: &[DeviceRequest],
         criteria: ChoiceCriteria<'_>,
     ) -> impl Iterator<Item = (&str, Vec<&str>)> {
+        self.clear_oldest();
         let mut lists = Vec::new();
         if let Some((resource, units, gpus)) = equal_requests(device_requests) {
             for (&capacity, table) in self.tables.get_mut(resource).into_iter().flatten() {
+                table.used = self.choices;
                 if if gpus == 1 { units <= capacity } else { units == capacity } {
                     let per_gpu = thousandths(units, capacity);
                     let demand = Demand { cpu: criteria.cpu, gpus, per_gpu, models: Vec::new() };
@@ -200,6 +230,23 @@ impl<S: Score> Chooser<S> {
             let (_, Reverse(index)) = heads.max()?;
             lists.get_mut(index)?.next().map(|(_, node, devices)| (node, devices))
         })
+    }
+}
+
+impl<S: Score> Chooser<S> {
+    /// Clears the caches of the tables that were not used for the longest time, until the others
+    /// are within the limit.
+    fn clear_oldest(&mut self) {
+        self.choices += 1;
+        let all = || self.tables.values().flat_map(BTreeMap::values);
+        let mut cached: usize = all().map(|table| table.placer.count_cached_ranks()).sum();
+        while cached > self.limits.ranks {
+            let tables = self.tables.values_mut().flat_map(BTreeMap::values_mut);
+            let in_use = tables.filter(|table| table.placer.count_cached_ranks() > 0);
+            let Some(oldest) = in_use.min_by_key(|table| table.used) else { return };
+            cached -= oldest.placer.count_cached_ranks();
+            oldest.placer.clear();
+        }
     }
 }
 
@@ -317,4 +364,65 @@ fn equal_requests(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)>
 fn to_demand(device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) -> Option<(&str, Demand)> {
     let (resource, per_gpu, gpus) = equal_requests(device_requests)?;
     Some((resource, Demand { cpu, gpus, per_gpu, models }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{DeviceFacts, Ledger, NodeFacts, Units};
+    use super::*;
+    use crate::placement::Tightest;
+
+    /// A node with one free device of each of these resources.
+    fn node(resources: impl Iterator<Item = usize>) -> NodeFacts {
+        let device = |resource: usize| DeviceFacts {
+            device: "a".to_owned(),
+            resource: format!("r{resource}"),
+            capacity: 10,
+            used: 0,
+        };
+        NodeFacts { devices: resources.map(device).collect(), ..NodeFacts::default() }
+    }
+
+    fn candidates(chooser: &mut Chooser<Tightest>, resource: usize, units: u32) -> usize {
+        let units = Units::new(units).unwrap();
+        let beside = Beside { cpu: 0, siblings: &Siblings::default() };
+        chooser.candidates(&[DeviceRequest { resource: format!("r{resource}"), units }], beside).count()
+    }
+
+    fn cached(chooser: &Chooser<Tightest>) -> Vec<usize> {
+        chooser.tables.values().flat_map(BTreeMap::values).map(|table| table.placer.count_cached_ranks()).collect()
+    }
+
+    #[test]
+    fn the_ranks_of_all_tables_are_bounded_and_the_oldest_are_dropped_first() {
+        let mut chooser = Chooser { limits: Limits { ranks: 7, ..LIMITS }, ..Chooser::<Tightest>::default() };
+        let mut ledger = Ledger::default();
+        ledger.observe("m", node(0..3));
+        ledger.observe("n", node(0..3));
+        ledger.synchronize(&mut chooser);
+        // Each kind of request has a rank on each of two nodes.
+        for (resource, units) in [(0, 1), (1, 1), (0, 2), (2, 1)] {
+            assert_eq!(candidates(&mut chooser, resource, units), 2);
+        }
+        assert_eq!(cached(&chooser), [4, 2, 2], "dropped before the next choice");
+        assert_eq!(candidates(&mut chooser, 0, 3), 2);
+        assert_eq!(cached(&chooser), [6, 0, 2], "the second table was not used for the longest time");
+        assert_eq!(candidates(&mut chooser, 1, 1), 2, "a dropped rank is computed again");
+        assert_eq!(cached(&chooser), [6, 2, 0]);
+    }
+
+    #[test]
+    fn tables_without_nodes_are_dropped_when_there_are_many() {
+        let mut chooser = Chooser { limits: Limits { tables: 4, ..LIMITS }, ..Chooser::<Tightest>::default() };
+        let mut ledger = Ledger::default();
+        for resource in 0..100 {
+            ledger.observe("n", node(resource..resource + 2));
+            ledger.synchronize(&mut chooser);
+            assert!(chooser.tables.len() <= 4);
+            assert_eq!((candidates(&mut chooser, resource, 1), candidates(&mut chooser, resource + 1, 1)), (1, 1));
+        }
+        ledger.observe("n", node(0..9));
+        ledger.synchronize(&mut chooser);
+        assert_eq!(chooser.tables.len(), 9, "tables with nodes stay");
+    }
 }

@@ -17,14 +17,13 @@ use super::node::{Node, Nominated};
 use super::pack::{pack, tightest_devices};
 use super::request::DeviceRequest;
 use crate::Quantity;
+use crate::scheduling::PODS;
 
 /// Maximum number of ways to place the requests on a node's devices. A pod of one container has one
 /// way for each device.
 const MAX_OPTIONS: usize = 512;
 /// Maximum number of steps of the search for ways to place the requests.
 const MAX_STEPS: usize = 20_000;
-/// The resource with which the scheduler counts pods.
-const PODS: &str = "pods";
 
 /// A pending pod.
 #[derive(Debug, Clone, Copy)]

@@ -124,6 +124,16 @@ impl<S: Score> Placer<S> {
     pub fn set_score(&mut self, score: S) {
         self.before = self.nodes.iter().map(|node| score.precompute(node)).collect();
         self.score = score;
+        self.clear();
+    }
+
+    /// Returns the number of cached ranks.
+    pub fn count_cached_ranks(&self) -> usize {
+        self.cached_ranks.len().saturating_mul(self.nodes.len())
+    }
+
+    /// Clears the cache.
+    pub fn clear(&mut self) {
         self.cached_ranks.clear();
         self.changes.clear();
     }
@@ -132,8 +142,7 @@ impl<S: Score> Placer<S> {
     pub fn add(&mut self, node: Node) -> usize {
         self.before.push(self.score.precompute(&node));
         self.nodes.push(node);
-        self.cached_ranks.clear();
-        self.changes.clear();
+        self.clear();
         self.nodes.len() - 1
     }
 

@@ -71,6 +71,41 @@ fn replicas_are_spread_over_zones_by_their_constraint() {
 }
 
 #[test]
+fn optional_fields_of_a_spread_constraint_apply() {
+    let in_a = json!({ZONE: "a"});
+    let cases = [
+        // Fields, node selector, whether the node of zone b has a taint, and how many of four
+        // replicas are released.
+        (json!({}), json!({}), false, 4),
+        (json!({"minDomains": 2}), json!({}), false, 4),
+        (json!({"minDomains": 3}), json!({}), false, 2),
+        (json!({"minDomains": 3, "matchLabelKeys": ["revision"]}), json!({}), false, 4),
+        (json!({}), json!({}), true, 1),
+        (json!({"nodeTaintsPolicy": "Honor"}), json!({}), true, 4),
+        (json!({}), in_a.clone(), false, 4),
+        (json!({"nodeAffinityPolicy": "Ignore"}), in_a, false, 1),
+    ];
+    for (fields, selector, tainted, expected) in cases {
+        let mut constraint = json!({"maxSkew": 1, "topologyKey": ZONE, "whenUnsatisfiable": "DoNotSchedule",
+            "labelSelector": {"matchLabels": {"app": "web"}}});
+        constraint.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let mut world = nodes_in_zones(&[("a1", "a"), ("b1", "b")]);
+        if tainted {
+            let taints = json!([{"key": "team", "effect": "NoSchedule"}]);
+            world.change(|world| &mut world.nodes, "b1", |node| node["spec"]["taints"] = taints);
+        }
+        for at in 0..4 {
+            let spec = json!({"topologySpreadConstraints": [constraint], "nodeSelector": selector});
+            world = replica(world, &format!("r{at}"), spec);
+            let label = |pod: &mut serde_json::Value| pod["metadata"]["labels"]["revision"] = json!(at.to_string());
+            world.change(|world| &mut world.pods, &format!("team/r{at}"), label);
+        }
+        let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
+        assert_eq!(actions.releases.len(), expected, "{fields} {selector} tainted: {tainted}");
+    }
+}
+
+#[test]
 fn a_pod_is_released_only_to_the_node_of_its_volume() {
     let mounts = json!({"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]});
     let nodes = ["n1", "n2", "n3", "n4", "n5", "n6"];

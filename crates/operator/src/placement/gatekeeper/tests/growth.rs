@@ -3,10 +3,11 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, refuse, released, replica};
+use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, refuse, released, replica, whole_gpus};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::growth::{FULL_AFTER, MAX_PAUSE, NO_NODE_AFTER};
+use crate::placement::returning::RETURN_TIME;
 use crate::placement::stranded;
 use crate::policies::demand::{Reason, WaitingPod};
 
@@ -227,6 +228,108 @@ fn a_pod_is_not_reported_while_the_status_of_a_node_is_missing() {
 }
 
 #[test]
+fn pods_that_fit_a_node_whose_agent_is_away_for_a_moment_are_not_reported() {
+    let not_ready: Change = |world| {
+        world.change(
+            |world| &mut world.agents,
+            "n2",
+            |agent| agent["status"]["conditions"][0]["status"] = json!("False"),
+        );
+    };
+    let deleted: Change = |world| drop(world.agents.remove("n2"));
+    let tainted: Change = |world| {
+        drop(world.agents.remove("n2"));
+        let taints = json!([{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"},
+            {"key": "cleave.dev/unhealthy", "effect": "NoSchedule"}]);
+        world.change(|world| &mut world.nodes, "n2", |node| node["spec"]["taints"] = taints);
+    };
+    let removed: Change = |world| {
+        drop(world.agents.remove("n2"));
+        let taints = json!([{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"},
+            {"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]);
+        world.change(|world| &mut world.nodes, "n2", |node| node["spec"]["taints"] = taints);
+    };
+    let faulty: Change = |world| {
+        drop(world.agents.remove("n2"));
+        world.change(
+            |world| &mut world.gpu_nodes,
+            "n2",
+            |node| node["status"]["gpus"][0]["health"]["healthy"] = json!(false),
+        );
+    };
+    // The node has room for one of two pods.
+    let one: &[_] = &[("team/b", true)];
+    let both: &[_] = &[("team/a", true), ("team/b", true)];
+    let cases = [
+        ("not ready", not_ready, one),
+        ("deleted", deleted, one),
+        ("tainted", tainted, one),
+        ("node is removed", removed, both),
+        ("GPU is faulty", faulty, both),
+    ];
+    for (what, change, expected) in cases {
+        let before = TestCluster::default().node("n1", &[10]).node("n2", &[8, 9]).pod("a", 2).pod("b", 2).policy(10);
+        let mut world = before.clone();
+        change(&mut world);
+        let mut keeper = Gatekeeper::default();
+        let actions = reconcile_later(&mut keeper, &world, FULL_SECONDS);
+        assert_eq!(reports(&actions), expected, "{what}");
+        refuse(&mut world, "team/b");
+        if expected == one {
+            let left = RETURN_TIME - FULL_AFTER;
+            assert!(actions.requeue.is_some_and(|requeue| requeue <= left), "{what}: {:?}", actions.requeue);
+            let mut returned = before;
+            refuse(&mut returned, "team/b");
+            returned.version = world.version;
+            returned.change(|world| &mut world.nodes, "n2", |_| ());
+            returned.change(|world| &mut world.agents, "n2", |_| ());
+            let limit = RETURN_TIME.as_secs();
+            assert_eq!(reports(&reconcile(&mut keeper, &world, limit - 1)), [], "{what}");
+            assert_eq!(reports(&reconcile(&mut keeper, &world, limit)), [], "{what}");
+            let late = reconcile(&mut keeper, &world, limit + FULL_SECONDS);
+            assert_eq!(reports(&late), [("team/a", true)], "{what}");
+            let back = reconcile(&mut keeper, &returned, limit + FULL_SECONDS);
+            assert_eq!(released(&back), [("team/a", "reserved")], "{what}");
+        }
+    }
+}
+
+#[test]
+fn pods_that_fit_a_gpu_after_its_repartitioning_are_not_reported() {
+    let mut world = whole_gpus(TestCluster::default(), "n1", &[0, 0]).pod("a", 6).pod("b", 6).pod("c", 4).policy(10);
+    let mps = json!({"multiUser": true, "computeMode": "ExclusiveProcess", "slices": [{"resource": MPS_RESOURCE, "count": 10}]});
+    let gpu = json!({"uuid": "n1-GPU-0", "enforcement": "Report", "partition": {"mps": mps}});
+    world.change(|world| &mut world.gpu_nodes, "n1", |node| node["spec"] = json!({"planId": "p", "gpus": [gpu]}));
+    let mut keeper = Gatekeeper::default();
+    let actions = reconcile_later(&mut keeper, &world, FULL_SECONDS);
+    assert_eq!(reports(&actions), [("team/b", true)], "the GPU will have ten shares");
+    let late = RETURN_TIME.as_secs() + FULL_SECONDS;
+    reconcile(&mut keeper, &world, RETURN_TIME.as_secs());
+    refuse(&mut world, "team/b");
+    let actions = reconcile(&mut keeper, &world, late);
+    assert_eq!(reports(&actions), [("team/a", true), ("team/c", true)], "the repartitioning does not end");
+}
+
+#[test]
+fn rules_between_pods_count_on_nodes_whose_agent_is_away() {
+    let term = json!({"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": "kubernetes.io/hostname"});
+    let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}});
+    let mut world = TestCluster::default().node("n1", &[10]).node("n2", &[0]).policy(10);
+    world = replica(replica(world, "a", apart.clone()), "b", apart);
+    world.change(
+        |world| &mut world.pods,
+        "team/a",
+        |pod| {
+            pod["spec"]["nodeName"] = json!("n2");
+            pod["spec"]["schedulingGates"] = json!([]);
+        },
+    );
+    world.agents.remove("n2");
+    let actions = reconcile_later(&mut Gatekeeper::default(), &world, FULL_SECONDS);
+    assert_eq!(reports(&actions), [("team/b", true)]);
+}
+
+#[test]
 fn a_new_leader_changes_no_report_and_no_taint_before_it_reserves() {
     let mut world = TestCluster::default().node("n1", &[6, 6]).pod("five", 5).policy(10);
     refuse(&mut world, "team/five");
@@ -322,4 +425,39 @@ fn a_node_whose_free_shares_are_on_several_gpus_is_tainted_for_the_autoscaler() 
     let mut disabled = Gatekeeper::default();
     let world = TestCluster::default().node("n1", &[6, 6]).pod("five", 5).policy(10);
     assert_eq!(reconcile_later(&mut disabled, &world, FULL_SECONDS).taints, []);
+}
+
+#[test]
+fn only_nodes_that_a_reported_pod_may_use_are_tainted_as_fragmented() {
+    let mut world = TestCluster::default().policy(10);
+    let nodes: [(&str, Value, Value); 5] = [
+        ("chosen", json!({"pool": "a"}), json!([])),
+        ("cordoned", json!({"pool": "a"}), json!([])),
+        ("no-label", json!({}), json!([])),
+        ("tainted", json!({"pool": "a"}), json!([{"key": "team", "value": "x", "effect": "NoSchedule"}])),
+        ("other-pool", json!({"pool": "b"}), json!([])),
+    ];
+    for (name, labels, taints) in nodes {
+        world = world.node(name, &[6, 6]);
+        world.change(
+            |world| &mut world.nodes,
+            name,
+            |node| {
+                node["metadata"]["labels"].as_object_mut().unwrap().extend(labels.as_object().unwrap().clone());
+                node["spec"]["taints"] = taints;
+                node["spec"]["unschedulable"] = json!(name == "cordoned");
+            },
+        );
+    }
+    // The second pod may use the other pool, and is too large even for the sum of a node.
+    let world = world.pod_with("a", 5, json!({"nodeSelector": {"pool": "a"}})).pod_with(
+        "b",
+        9,
+        json!({"nodeSelector": {"pool": "b"}}),
+    );
+    let mut keeper = Gatekeeper::default().with_taints(true);
+    let actions = reconcile_later(&mut keeper, &world, FULL_SECONDS);
+    assert_eq!(actions.reported, 2);
+    let tainted: Vec<&str> = actions.taints.iter().map(|change| change.node.as_str()).collect();
+    assert_eq!(tainted, ["chosen", "cordoned"], "a cordon ends");
 }

@@ -28,6 +28,16 @@ fn label_node(world: &mut TestCluster, node: &str) {
     world.change(|world| &mut world.nodes, node, |node| node["metadata"]["labels"]["gpu"] = json!("cleave"));
 }
 
+/// Adds all labels of nodes with an agent to a node.
+fn add_agent_labels(world: &mut TestCluster, node: &str) {
+    label_node(world, node);
+    world.change(
+        |world| &mut world.nodes,
+        node,
+        |node| node["metadata"]["labels"]["kubernetes.io/os"] = json!("linux"),
+    );
+}
+
 /// Returns a cluster with one whole GPU on Cleave's node n1, and pods at the gate that request one
 /// each.
 fn cluster_with_waiting_pods(pods: &[&str]) -> TestCluster {
@@ -234,25 +244,26 @@ fn a_node_of_another_plugin_that_is_not_ready_delays_no_pod() {
     for mut keeper in [gatekeeper_with_agent_labels(), Gatekeeper::default()] {
         assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "not_managed")]);
     }
-    // Cleave's agent may have run on the node before the node failed: the node has all labels.
+    // The labels of nodes with an agent may be those of every node, such as `kubernetes.io/os`.
     let mut labelled = world.clone();
-    let os: ClusterChange = |world| {
-        world.change(
-            |world| &mut world.nodes,
-            "dead",
-            |node| node["metadata"]["labels"]["kubernetes.io/os"] = json!("linux"),
-        );
-    };
-    os(&mut labelled);
-    assert_eq!(
-        released(&reconcile(&mut gatekeeper_with_agent_labels(), &labelled, 0)),
-        [("team/a", "not_managed")],
-        "one label of two"
-    );
-    label_node(&mut labelled, "dead");
-    let mut labels = gatekeeper_with_agent_labels();
-    assert_eq!(released(&reconcile(&mut labels, &labelled, 0)), []);
-    assert!(!released(&reconcile(&mut labels, &labelled, LONG_SECONDS)).is_empty());
+    add_agent_labels(&mut labelled, "dead");
+    let mut keeper = gatekeeper_with_agent_labels();
+    assert_eq!(released(&reconcile(&mut keeper, &labelled, 0)), [("team/a", "not_managed")], "all labels");
+    // Cleave ran on the node before the node failed.
+    for had_agent in [true, false] {
+        let mut before = TestCluster::default().node("dead", &[10]);
+        if had_agent {
+            before.gpu_nodes.clear()
+        } else {
+            before.agents.clear()
+        }
+        let mut keeper = gatekeeper_with_agent_labels();
+        reconcile(&mut keeper, &before, 0);
+        assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [], "an agent: {had_agent}");
+        world.change(|world| &mut world.nodes, "dead", |_| ());
+        assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [], "an agent: {had_agent}");
+        assert!(!released(&reconcile(&mut keeper, &world, LONG_SECONDS)).is_empty());
+    }
     // No other node reports the resource, and the report of this node may be old.
     not_ready(&mut world, "other");
     let mut keeper = gatekeeper_with_agent_labels();

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reconcile, released};
 use crate::evict::Evicted;
 use crate::placement::actions::Actions;
+use crate::placement::claims::LISTED_TIME;
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
 
@@ -367,4 +368,26 @@ fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
     reality.given.remove(&first);
     reality.report(&mut world);
     assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [("team/high", "reserved")]);
+}
+
+#[test]
+fn no_pod_waits_for_long_for_a_deleted_pod_whose_node_still_lists_it() {
+    let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
+    let second = if first == "team/first" { "team/second" } else { "team/first" };
+    world.pods.remove(&first);
+    let limit = LISTED_TIME.as_secs();
+    for second in [1, limit] {
+        let actions = reconcile(&mut keeper, &world, second);
+        assert_eq!((victims(&actions), actions.requeue.is_some()), (vec![], true), "second {second}");
+    }
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 1 + limit)), [second]);
+    // A new leader does not know when the pod was deleted.
+    let mut keeper = Gatekeeper::default();
+    for second in [500, 499 + limit] {
+        assert_eq!(victims(&reconcile(&mut keeper, &world, second)), [""; 0], "second {second}");
+    }
+    let actions = reconcile(&mut keeper, &world, 500 + limit);
+    assert_eq!((victims(&actions), released(&actions)), (vec![second], vec![]), "the listed units stay used");
 }

@@ -1,0 +1,120 @@
+//! Units that are unavailable for a moment: an agent restarts, or a GPU is being repartitioned. A
+//! pod that these units can serve needs no other node yet. Pure: callers pass in the time.
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use cleave_api::names::UNHEALTHY_TAINT;
+use cleave_plan::ledger::{Facts, Ledger, Moment, Place, Tightest};
+use cleave_plan::snapshot::Toleration;
+
+use super::actions::Actions;
+use super::nodes::{Nodes, OUTDATED_TAINTS};
+use super::preemption::Prospect;
+use super::search::{Candidate, PlacementSearch, SearchKey};
+
+/// Time for which pods wait for the units of a node that are unavailable for a moment.
+///
+/// An agent restarts within a second, or within a minute if its image is pulled. A GPU is
+/// repartitioned within a minute. Longer absences, such as the reboot of a server, take about as
+/// long as an autoscaler needs to add a node.
+pub(super) const RETURN_TIME: Duration = Duration::from_secs(120);
+
+/// Nodes with units that are unavailable for a moment, each with the time since when, as durations
+/// since the process started.
+#[derive(Debug, Default)]
+pub(super) struct Returning(BTreeMap<String, Duration>);
+
+impl Returning {
+    /// Examines the nodes that have changed.
+    pub(super) fn update<'n>(&mut self, nodes: &Nodes, changed: impl Iterator<Item = &'n str>, up: Duration) {
+        for node in changed {
+            if nodes.0.get(node).is_some_and(|state| state.returning().is_some()) {
+                self.0.entry(node.to_owned()).or_insert(up);
+            } else {
+                self.0.remove(node);
+            }
+        }
+    }
+
+    /// Returns the units that pods may wait for now.
+    pub(super) fn units<'a>(&self, nodes: &'a Nodes, up: Duration, actions: &mut Actions) -> ReturningUnits<'a> {
+        let mut names = BTreeSet::new();
+        for (name, since) in &self.0 {
+            let left = since.saturating_add(RETURN_TIME).saturating_sub(up);
+            if let Some((name, _)) = nodes.0.get_key_value(name).filter(|_| !left.is_zero()) {
+                actions.requeue_in(left);
+                names.insert(name.as_str());
+            }
+        }
+        ReturningUnits { nodes, names, ledger: None, hopeless: BTreeSet::new() }
+    }
+}
+
+/// The units that return soon, within one reconcile. Each unit serves one pod.
+pub(super) struct ReturningUnits<'a> {
+    nodes: &'a Nodes,
+    /// Names of the nodes.
+    names: BTreeSet<&'a str>,
+    /// These nodes when their units have returned, less what was promised to pods. Built for the
+    /// first pod.
+    ledger: Option<Ledger>,
+    /// Properties of pods that do not fit.
+    hopeless: BTreeSet<SearchKey<'a>>,
+}
+
+impl<'a> ReturningUnits<'a> {
+    /// Returns whether a pod fits units that return soon, and keeps these units from later pods.
+    /// Keeps none for a pod for which a preemption makes room.
+    pub(super) fn serve(
+        &mut self,
+        ledger: &Ledger,
+        search: &PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        preemption: Prospect,
+    ) -> bool {
+        if self.names.is_empty() || preemption == Prospect::Room || candidate.device_requests.is_empty() {
+            return false;
+        }
+        let key = search.key(candidate);
+        if self.hopeless.contains(&key) {
+            return false;
+        }
+        let Self { nodes, names, ledger: known, hopeless } = self;
+        let returned = known.get_or_insert_with(|| returned(ledger, nodes, names));
+        // The taints of a node whose agent is away end when the agent is ready.
+        let mut pod = candidate.plan_pod.clone();
+        pod.tolerations.extend(OUTDATED_TAINTS.iter().chain(&[UNHEALTHY_TAINT]).map(|key| tolerate(key)));
+        let admitted = names.iter().copied().filter(|name| nodes.admits(name, &pod));
+        let fits = |returned: &Ledger, on: &[&str]| {
+            returned.fit_for(candidate.pending_pod(), on.iter().copied(), 1, &Tightest).ok()
+        };
+        // Rules between pods cost more than units, so they are evaluated last.
+        let has_units: Vec<&str> = admitted.filter(|name| fits(returned, &[name]).is_some()).collect();
+        let found = (!has_units.is_empty())
+            .then(|| search.with_room(candidate, has_units.into_iter()))
+            .and_then(|on| fits(returned, &on));
+        let Some(found) = found else {
+            hopeless.insert(key);
+            return false;
+        };
+        returned.reserve(&candidate.name, &found, Moment(u64::MAX)).is_ok()
+    }
+}
+
+/// Returns a ledger of these nodes when their units have returned.
+fn returned(ledger: &Ledger, nodes: &Nodes, names: &BTreeSet<&str>) -> Ledger {
+    let is_here = |place: &Place| match place {
+        Place::OneOf { nodes, .. } => nodes.iter().any(|node| names.contains(node.as_str())),
+        Place::Bound(node) => names.contains(node.as_str()),
+    };
+    let claims = ledger.claims().iter().filter(|(_, claim)| is_here(&claim.place));
+    let facts = |name: &&str| Some(((*name).to_owned(), nodes.0.get(*name)?.returning()?.clone()));
+    Ledger::rebuild(Facts {
+        nodes: names.iter().filter_map(facts).collect(),
+        claims: claims.map(|(pod, claim)| (pod.clone(), claim.clone())).collect(),
+    })
+}
+
+fn tolerate(key: &str) -> Toleration {
+    Toleration { key: key.to_owned(), operator: "Exists".to_owned(), ..Toleration::default() }
+}
