@@ -1,6 +1,7 @@
 //! Tests the gatekeeper's decisions in simulated clusters.
 mod constraints;
 mod growth;
+mod histories;
 mod lag;
 mod mps_hosts;
 mod other_nodes;
