@@ -112,6 +112,8 @@ fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
 struct World {
     simulation: Simulation,
     operator: Operator,
+    /// The version of the cluster to which scheduler, kubelets and agents have reacted.
+    reacted: u64,
 }
 
 /// Returns the name of an object that a number selects.
@@ -139,12 +141,17 @@ impl World {
 
     /// Everything reacts once.
     fn settle(&mut self, which: usize) -> Result<(), String> {
-        let Self { simulation, operator } = self;
+        let Self { simulation, operator, .. } = self;
         simulation.run_kubelets();
         simulation.run_controllers();
         operator.report_all(simulation);
         self.reconcile(Answers::Good)?;
-        self.react(which)
+        if self.reacted == self.simulation.api.version {
+            return Ok(());
+        }
+        self.react(which)?;
+        self.reacted = self.simulation.api.version;
+        Ok(())
     }
 
     /// Scheduler, kubelets and agents react once.
@@ -291,6 +298,18 @@ impl World {
         }
     }
 
+    fn run(&mut self, steps: &[Step], heals: bool) -> Result<(), String> {
+        for (number, step) in steps.iter().enumerate() {
+            self.simulation.log(|| format!("step {number}: {step:?}"));
+            self.step(step, number)?;
+        }
+        if heals {
+            self.simulation.log(|| "all faults end".to_owned());
+            self.heal();
+        }
+        self.quiet()
+    }
+
     /// Nothing happens any more, except what follows from what has happened.
     fn quiet(&mut self) -> Result<(), String> {
         let end = self.simulation.now + QUIET;
@@ -366,14 +385,11 @@ impl Simulation {
 fn run((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> Result<(), String> {
     let simulation = Simulation::new(gpus);
     let operator = Operator::new(&simulation, *reports);
-    let mut world = World { simulation, operator };
-    for (number, step) in steps.iter().enumerate() {
-        world.step(step, number).map_err(|error| format!("step {number}, second {}: {error}", world.simulation.now))?;
-    }
-    if *heals {
-        world.heal();
-    }
-    world.quiet().map_err(|error| format!("quiet, second {}: {error}", world.simulation.now))
+    let mut world = World { simulation, operator, reacted: 0 };
+    world.run(steps, *heals).map_err(|error| {
+        let last = world.simulation.log.len().saturating_sub(60);
+        format!("second {}: {error}\n{}", world.simulation.now, world.simulation.log[last..].join("\n"))
+    })
 }
 
 proptest! {

@@ -264,6 +264,8 @@ impl Operator {
             release.reported = false;
         }
         let applied = matches!(answer, Answer::Done | Answer::Lost) && simulation.api.apply_release(&release);
+        let reason = &release.reason;
+        simulation.log(|| format!("release of {} ({reason:?}): {answer:?}, applied: {applied}", release.pod));
         if applied {
             simulation.released_at.insert(release.uid.clone(), simulation.now);
         }
@@ -285,6 +287,7 @@ impl Operator {
             if unsuccessful.contains(&eviction.preemptor.as_str()) {
                 continue;
             }
+            simulation.log(|| format!("preemption of {} for {}", eviction.pod, eviction.preemptor));
             let result = evict(simulation, (&eviction.pod, &eviction.uid, None), answers.next());
             self.keeper.record_eviction(eviction, &result, Duration::from_secs(simulation.now));
             if !matches!(result, Evicted::Done | Evicted::NotFound) {
@@ -298,6 +301,7 @@ impl Operator {
     fn rescue(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut Answers) {
         for one in &actions.rescue.recreate {
             let owner = simulation.api.pods.get(&one.pod).map(|pod| text(pod, "/metadata/ownerReferences/0/uid").to_owned());
+            simulation.log(|| format!("eviction of {}: {}", one.pod, one.message));
             match evict(simulation, (&one.pod, &one.uid, Some(&one.version)), answers.next()) {
                 Evicted::Done => *simulation.recreations.entry(owner.unwrap_or_default()).or_default() += 1,
                 Evicted::NotFound => {}
@@ -305,6 +309,7 @@ impl Operator {
             }
         }
         for one in &actions.rescue.advise {
+            simulation.log(|| format!("advice for {}: {:?}", one.pod, one.message));
             let status = if one.message.is_some() { ("False", "Stranded") } else { ("True", "Bound") };
             let condition = (CONDITION_PLACED, status.0, status.1);
             if !write_condition(simulation, (&one.pod, &one.uid, None), condition, answers.next()) {
@@ -325,7 +330,9 @@ impl Operator {
                 if placement.until > EPOCH + simulation.now {
                     return Err(format!("{name} lost its reservation before {}", placement.until - EPOCH));
                 }
-                simulation.dropped.insert(uid);
+                if simulation.dropped.insert(uid) {
+                    simulation.log(|| format!("the reservation of {name} has ended"));
+                }
             }
         }
         Ok(())

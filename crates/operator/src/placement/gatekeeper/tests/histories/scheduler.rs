@@ -27,14 +27,22 @@ pub(super) struct View<'a> {
 pub(super) const ZONE: &str = "topology.kubernetes.io/zone";
 const REQUIRED: &str = "requiredDuringSchedulingIgnoredDuringExecution";
 
+/// Returns a part of an object. `path` has the names of fields and the indices of lists.
+fn part<'a>(object: &'a Value, path: &str) -> Option<&'a Value> {
+    path.split('/').skip(1).try_fold(object, |value, key| match value {
+        Value::Array(list) => list.get(key.parse::<usize>().ok()?),
+        value => value.get(key),
+    })
+}
+
 /// Returns a list in an object. An absent list is empty.
-pub(super) fn list<'a>(object: &'a Value, pointer: &str) -> &'a [Value] {
-    object.pointer(pointer).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
+pub(super) fn list<'a>(object: &'a Value, path: &str) -> &'a [Value] {
+    part(object, path).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
 }
 
 /// Returns a text in an object. An absent text is empty.
-pub(super) fn text<'a>(object: &'a Value, pointer: &str) -> &'a str {
-    object.pointer(pointer).and_then(Value::as_str).unwrap_or_default()
+pub(super) fn text<'a>(object: &'a Value, path: &str) -> &'a str {
+    part(object, path).and_then(Value::as_str).unwrap_or_default()
 }
 
 /// Returns the node that a pod is bound to.
@@ -71,7 +79,7 @@ fn ports(pod: &Value) -> BTreeSet<u64> {
     containers.flat_map(|container| list(container, "/ports")).filter_map(|port| port["hostPort"].as_u64()).collect()
 }
 
-fn label<'a>(object: &'a Value, key: &str) -> Option<&'a str> {
+pub(super) fn label<'a>(object: &'a Value, key: &str) -> Option<&'a str> {
     object["metadata"]["labels"].get(key)?.as_str()
 }
 

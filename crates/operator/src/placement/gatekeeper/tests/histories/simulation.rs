@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::super::world::{MPS_RESOURCE, TestCluster};
 use super::pods::{BOUND_CLAIMS, Owner, Template, ZONES};
-use super::scheduler::{View, ZONE, list, node_of, text, tolerates};
+use super::scheduler::{View, ZONE, label, list, node_of, text, tolerates};
 
 /// Seconds since the Unix epoch at the beginning of each history, as in `world::at`.
 pub(super) const EPOCH: u64 = 1_000_000;
@@ -56,6 +56,8 @@ pub(super) struct Simulation {
     pub(super) api: TestCluster,
     pub(super) now: u64,
     serial: u32,
+    /// What happened, for the message of a failure.
+    pub(super) log: Vec<String>,
     controllers: Vec<Controller>,
     /// Pods as they were created, by UID.
     pub(super) originals: BTreeMap<String, Original>,
@@ -93,6 +95,7 @@ impl Simulation {
             api,
             now: 0,
             serial: 0,
+            log: Vec::new(),
             controllers: Vec::new(),
             originals: BTreeMap::new(),
             allocations: BTreeMap::new(),
@@ -110,6 +113,11 @@ impl Simulation {
             simulation.add_node(*gpus);
         }
         simulation
+    }
+
+    pub(super) fn log(&mut self, what: impl FnOnce() -> String) {
+        let what = what();
+        self.log.push(format!("{}: {what}", self.now));
     }
 
     fn next(&mut self) -> u32 {
@@ -211,6 +219,7 @@ impl Simulation {
 
     /// Removes a pod from the API server. Its containers may still run.
     fn drop_pod(&mut self, name: &str) {
+        self.log(|| format!("{name} is gone"));
         self.api.pods.remove(name);
         self.api.version += 1;
     }
@@ -301,6 +310,13 @@ impl Simulation {
         self.allocations.values().flatten().filter(|part| part.device == device).map(|part| part.units).sum()
     }
 
+    /// Returns the units that pods use whose reservation had ended before they were bound. Such a
+    /// pod has no gate any more, so the scheduler may bind it at any time.
+    pub(super) fn used_without_reservation(&self, device: &str) -> u32 {
+        let dropped = self.allocations.iter().filter(|(uid, _)| self.dropped.contains(*uid));
+        dropped.flat_map(|(_, parts)| parts).filter(|part| part.device == device).map(|part| part.units).sum()
+    }
+
     /// Returns the reservation in a pod's annotation.
     pub(super) fn placement(pod: &Value) -> Option<Placement> {
         TestCluster::placement(pod)
@@ -330,7 +346,7 @@ impl Simulation {
                 if self.free(&part.device) < taken + part.units {
                     let released = self.released_at.get(&uid).copied().unwrap_or(0);
                     let bad = self.gpus.get(&part.device).is_none_or(|gpu| gpu.last_bad.is_some_and(|at| at >= released));
-                    if !bad && !self.dropped.contains(&uid) {
+                    if !bad && !self.dropped.contains(&uid) && self.used_without_reservation(&part.device) == 0 {
                         return Err(format!("{name} needs {part:?}, and {} units are free: {:?}", self.free(&part.device), self.allocations));
                     }
                     parts.clear();
@@ -341,9 +357,11 @@ impl Simulation {
             }
             if parts.is_empty() {
                 // The pod fails, and its controller recreates it.
+                self.log(|| format!("{name} is rejected by the kubelet of {node}"));
                 self.drop_pod(&name);
                 continue;
             }
+            self.log(|| format!("{name} gets {parts:?}"));
             self.allocations.insert(uid, parts);
             self.api.change(|api| &mut api.pods, &name, |pod| pod["status"]["phase"] = json!("Running"));
         }
@@ -424,11 +442,14 @@ impl Simulation {
         let feasible = self.api.nodes.iter().filter(|(_, node)| view.refusal(pod, node).is_none());
         let feasible: Vec<String> = feasible.map(|(name, _)| name.clone()).collect();
         if feasible.is_empty() {
+            let why: Vec<_> = self.api.nodes.iter().map(|(node, object)| (node.clone(), view.refusal(pod, object))).collect();
+            self.log(|| format!("{name} is not bound: {why:?}"));
             self.set_condition(name, "PodScheduled", "False", "Unschedulable");
             return;
         }
         let node = feasible[which % feasible.len()].clone();
-        let zone = text(&self.api.nodes[&node], "/metadata/labels/topology.kubernetes.io~1zone").to_owned();
+        self.log(|| format!("{name} is bound to {node}"));
+        let zone = label(&self.api.nodes[&node], ZONE).unwrap().to_owned();
         for mount in list(&self.api.pods[name].clone(), "/spec/volumes") {
             let claim = text(mount, "/persistentVolumeClaim/claimName");
             if self.zones.remove(claim).is_some() {
