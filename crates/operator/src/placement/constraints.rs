@@ -200,10 +200,10 @@ pub(super) fn check(judge: Option<&NodeChecker<'_>>, node: &PlanNode) -> Result<
     judge.map_or(Ok(()), |judge| judge.refuse(node))
 }
 
-fn namespace(pod: &PodObject) -> &str {
+pub(super) fn namespace(pod: &PodObject) -> &str {
     pod.metadata.namespace.as_deref().unwrap_or("default")
 }
 
-fn labels(pod: &PodObject) -> &BTreeMap<String, String> {
+pub(super) fn labels(pod: &PodObject) -> &BTreeMap<String, String> {
     pod.metadata.labels.as_ref().unwrap_or(NO_LABELS)
 }

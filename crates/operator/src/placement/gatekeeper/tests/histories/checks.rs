@@ -23,7 +23,7 @@ pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(),
         }
     }
     for (device, reserved) in units {
-        let used = simulation.used(&device) - simulation.used_without_reservation(&device);
+        let used = simulation.used(&device);
         if used + reserved > 10 {
             return Err(format!("{device}: {used} units are used and {reserved} reserved"));
         }

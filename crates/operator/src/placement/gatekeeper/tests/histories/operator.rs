@@ -409,5 +409,6 @@ pub(super) fn reserved(simulation: &Simulation, pod: &Value) -> Vec<(String, u32
     }
     let Some(placement) = TestCluster::placement(pod) else { return Vec::new() };
     let nodes = placement.nodes.into_iter().filter(|(node, _)| node_of(pod).is_none_or(|bound| bound == node));
-    nodes.flat_map(|(_, parts)| parts).map(|part| (part.device, part.units)).collect()
+    let parts = nodes.flat_map(|(_, parts)| parts).filter(|part| !simulation.is_disturbed(uid, &part.device));
+    parts.map(|part| (part.device, part.units)).collect()
 }

@@ -78,6 +78,9 @@ pub(super) struct Simulation {
     pub(super) released_at: BTreeMap<String, u64>,
     /// Pods whose reservation the operator has dropped, by UID.
     pub(super) dropped: BTreeSet<String>,
+    /// Devices with units of pods without a reservation, each with the time until which the operator
+    /// may not know of them.
+    disturbed: BTreeMap<String, u64>,
     /// Number of pods that each controller has lost to evictions of the operator, by UID.
     pub(super) recreations: BTreeMap<String, usize>,
 }
@@ -107,6 +110,7 @@ impl Simulation {
             policy: true,
             released_at: BTreeMap::new(),
             dropped: BTreeSet::new(),
+            disturbed: BTreeMap::new(),
             recreations: BTreeMap::new(),
         };
         for gpus in nodes {
@@ -310,11 +314,12 @@ impl Simulation {
         self.allocations.values().flatten().filter(|part| part.device == device).map(|part| part.units).sum()
     }
 
-    /// Returns the units that pods use whose reservation had ended before they were bound. Such a
-    /// pod has no gate any more, so the scheduler may bind it at any time.
-    pub(super) fn used_without_reservation(&self, device: &str) -> u32 {
-        let dropped = self.allocations.iter().filter(|(uid, _)| self.dropped.contains(*uid));
-        dropped.flat_map(|(_, parts)| parts).filter(|part| part.device == device).map(|part| part.units).sum()
+    /// Returns whether a pod without a reservation took units of a device after another pod was
+    /// released to it. A pod whose reservation has ended has no gate, so the scheduler may bind it at
+    /// any time.
+    pub(super) fn is_disturbed(&self, uid: &str, device: &str) -> bool {
+        let released = self.released_at.get(uid).copied().unwrap_or(0);
+        self.disturbed.get(device).is_some_and(|until| *until >= released)
     }
 
     /// Returns the reservation in a pod's annotation.
@@ -346,7 +351,7 @@ impl Simulation {
                 if self.free(&part.device) < taken + part.units {
                     let released = self.released_at.get(&uid).copied().unwrap_or(0);
                     let bad = self.gpus.get(&part.device).is_none_or(|gpu| gpu.last_bad.is_some_and(|at| at >= released));
-                    if !bad && !self.dropped.contains(&uid) && self.used_without_reservation(&part.device) == 0 {
+                    if !bad && !self.dropped.contains(&uid) && !self.is_disturbed(&uid, &part.device) {
                         return Err(format!("{name} needs {part:?}, and {} units are free: {:?}", self.free(&part.device), self.allocations));
                     }
                     parts.clear();
@@ -362,6 +367,9 @@ impl Simulation {
                 continue;
             }
             self.log(|| format!("{name} gets {parts:?}"));
+            if self.dropped.contains(&uid) {
+                self.disturbed.extend(parts.iter().map(|part| (part.device.clone(), self.now + 60)));
+            }
             self.allocations.insert(uid, parts);
             self.api.change(|api| &mut api.pods, &name, |pod| pod["status"]["phase"] = json!("Running"));
         }
