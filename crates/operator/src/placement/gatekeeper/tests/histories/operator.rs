@@ -288,7 +288,11 @@ impl Operator {
                 continue;
             }
             simulation.log(|| format!("preemption of {} for {}", eviction.pod, eviction.preemptor));
+            let owner = owner(simulation, &eviction.pod);
             let result = evict(simulation, (&eviction.pod, &eviction.uid, None), answers.next());
+            if result == Evicted::Done {
+                *simulation.recreations.entry(owner).or_default() += 1;
+            }
             self.keeper.record_eviction(eviction, &result, Duration::from_secs(simulation.now));
             if !matches!(result, Evicted::Done | Evicted::NotFound) {
                 unsuccessful.push(&eviction.preemptor);
@@ -300,10 +304,10 @@ impl Operator {
     /// Evicts stranded pods, and writes the condition of those that no controller recreates.
     fn rescue(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut Answers) {
         for one in &actions.rescue.recreate {
-            let owner = simulation.api.pods.get(&one.pod).map(|pod| text(pod, "/metadata/ownerReferences/0/uid").to_owned());
+            let owner = owner(simulation, &one.pod);
             simulation.log(|| format!("eviction of {}: {}", one.pod, one.message));
             match evict(simulation, (&one.pod, &one.uid, Some(&one.version)), answers.next()) {
-                Evicted::Done => *simulation.recreations.entry(owner.unwrap_or_default()).or_default() += 1,
+                Evicted::Done => *simulation.recreations.entry(owner).or_default() += 1,
                 Evicted::NotFound => {}
                 _ => self.keeper.record_failed_eviction(&one.uid, Duration::from_secs(simulation.now)),
             }
@@ -341,6 +345,11 @@ impl Operator {
 
 /// A pod as `namespace/name`, its UID, and its version.
 type Target<'a> = (&'a str, &'a str, Option<&'a str>);
+
+/// Returns the UID of a pod's controller. Empty without a controller.
+fn owner(simulation: &Simulation, pod: &str) -> String {
+    simulation.api.pods.get(pod).map_or_else(String::new, |pod| text(pod, "/metadata/ownerReferences/0/uid").to_owned())
+}
 
 /// Returns whether the API server has this version of the pod.
 fn is_version(simulation: &Simulation, (pod, uid, version): Target<'_>) -> bool {
