@@ -162,7 +162,9 @@ impl<'a> Constraints<'a> {
         let bound = self.living.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
         let repelling = self.repelling.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
         let (all, repelling) = (bound.chain(reserved()), repelling.chain(reserved()));
-        Some(NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied()))
+        let checker = NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied());
+        // A release narrows the pod to a node.
+        Some(checker.narrowed())
     }
 
     fn namespaces(&self) -> &BTreeMap<&'a str, &'a BTreeMap<String, String>> {

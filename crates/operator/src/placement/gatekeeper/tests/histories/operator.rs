@@ -1,5 +1,5 @@
 //! The operator in the histories: a gatekeeper that reads lagging watches, and writes that may fail.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -110,6 +110,8 @@ pub(super) struct Operator {
     /// The version that each watch has reached, and the version that a new leader needs.
     stored: Versions,
     required: Versions,
+    /// Pods with a release without an answer, by UID.
+    unanswered: BTreeSet<String>,
     /// When each kind was last reported.
     reported_at: [u64; KINDS.len()],
     /// When the next reconcile is due.
@@ -131,6 +133,7 @@ impl Operator {
             budgets: Watch::default(),
             stored: Versions::default(),
             required: Versions::default(),
+            unanswered: BTreeSet::new(),
             reported_at: [0; KINDS.len()],
             due: Some(0),
             last: Actions::default(),
@@ -207,7 +210,9 @@ impl Operator {
             return Ok(());
         }
         let actions = self.keeper.reconcile(&self.cluster, &BTreeMap::new(), at(simulation.now));
-        actions.releases.iter().try_for_each(|release| self.check_release(release))?;
+        // A release without an answer is sent again as it was.
+        let new = actions.releases.iter().filter(|release| !self.unanswered.contains(&release.uid));
+        new.into_iter().try_for_each(|release| self.check_release(release))?;
         let mut complete = true;
         for release in &actions.releases {
             complete &= self.release(simulation, release, answers.next());
@@ -275,7 +280,10 @@ impl Operator {
                 self.keeper.record_refused_release(&release.pod, "the test failed", Duration::from_secs(simulation.now));
             }
             Answer::Done | Answer::Failed => self.keeper.record_failed_release(&release.pod),
-            Answer::Lost | Answer::LostRequest => self.keeper.record_unanswered_release(release),
+            Answer::Lost | Answer::LostRequest => {
+                self.unanswered.insert(release.uid.clone());
+                self.keeper.record_unanswered_release(release);
+            }
         }
         answer == Answer::Done && applied
     }

@@ -227,7 +227,7 @@ impl Rule {
 }
 
 /// Adds a requirement to a pod's only node selector term.
-fn require_node(spec: &mut Value, requirement: Value) {
+pub(super) fn require_node(spec: &mut Value, requirement: Value) {
     const REQUIRED: &str = "requiredDuringSchedulingIgnoredDuringExecution";
     let terms = &mut spec["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"];
     if terms.is_null() {
