@@ -134,7 +134,11 @@ pub(super) fn no_controller_is_evicted_repeatedly(
         let Some(original) = simulation.originals.values().find(is_own) else { continue };
         // The operator does not know where a volume can be created.
         if more > 4 && is_replaced(original.owner) && !original.has_new_volume {
-            return Err(format!("{more} pods of {controller} ({:?}) were evicted: {}", Owner::ReplicaSet, original.pod));
+            return Err(format!(
+                "{more} pods of {controller} ({:?}) were evicted: {}",
+                Owner::ReplicaSet,
+                original.pod
+            ));
         }
     }
     Ok(())

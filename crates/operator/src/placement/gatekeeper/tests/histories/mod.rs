@@ -9,7 +9,20 @@
 //! | `checks` | what must hold |
 //!
 //! Each history has random steps, and then a quiet time that is longer than each deadline of the
-//! operator. `cargo test` runs some hundred histories. `PROPTEST_CASES` sets the number.
+//! operator. `cargo test` runs [`CASES`] histories. `PROPTEST_CASES` sets another number.
+//!
+//! Documented exceptions:
+//!
+//! | exception | where |
+//! |---|---|
+//! | A released pod fails if its GPU, the agent or the partition was lost before its admission. | `Simulation::admit` |
+//! | The scheduler may bind a pod after its reservation ended. The pod then uses any units. | `Simulation::is_disturbed` |
+//! | Pods of a StatefulSet are not deleted by force. | `Simulation::delete` |
+//! | The operator does not know where a volume can be created. | `checks` |
+//! | A released pod counts only its node for `minDomains`. | `checks::narrowed` |
+//!
+//! Not simulated: other device plugins, whole GPUs and MIG, MPS hosts, preemption by the scheduler,
+//! restarts of kubelets, and pods that swap units.
 mod checks;
 mod operator;
 mod pods;
@@ -24,6 +37,8 @@ use self::pods::{App, DEDICATED, Template, template};
 use self::scheduler::list;
 use self::simulation::Simulation;
 
+/// Number of histories if `PROPTEST_CASES` is not set.
+const CASES: u32 = 128;
 /// Seconds without steps at the end of each history.
 const QUIET: u64 = 3600;
 /// Maximum number of nodes.
@@ -42,7 +57,11 @@ enum Step {
     /// Everything reacts to everything.
     Settle,
     Wait(u64),
-    Delete { pod: usize, force: bool, seconds: u64 },
+    Delete {
+        pod: usize,
+        force: bool,
+        seconds: u64,
+    },
     Finish(usize),
     Cordon(usize, bool),
     Taint(usize, usize),
@@ -57,8 +76,15 @@ enum Step {
     Agent(usize, bool),
     Policy(bool),
     /// A pod without GPUs is bound to a node.
-    Occupy { node: usize, cpu: u32, app: App },
-    Budget { app: App, allowed: u32 },
+    Occupy {
+        node: usize,
+        cpu: u32,
+        app: App,
+    },
+    Budget {
+        app: App,
+        allowed: u32,
+    },
     Restart,
     FailOver,
 }
@@ -105,7 +131,12 @@ fn step() -> impl Strategy<Value = Step> {
 /// A history: the GPUs of each node at its beginning, its steps, whether pods are reported to
 /// autoscalers, and whether all faults end before the quiet time.
 fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
-    (prop::collection::vec(1_usize..5, 3..=MAX_NODES), prop::collection::vec(step(), 1..60), any::<bool>(), any::<bool>())
+    (
+        prop::collection::vec(1_usize..5, 3..=MAX_NODES),
+        prop::collection::vec(step(), 1..60),
+        any::<bool>(),
+        any::<bool>(),
+    )
 }
 
 /// The cluster with its operator.
@@ -357,20 +388,33 @@ impl Simulation {
 
     fn set_down(&mut self, node: &str, down: bool) {
         const NOT_READY: &str = "node.kubernetes.io/not-ready";
-        if down { self.down.insert(node.to_owned()) } else { self.down.remove(node) };
-        self.api.change(|api| &mut api.nodes, node, |node| {
-            let mut taints = list(node, "/spec/taints").to_vec();
-            taints.retain(|one| one["key"] != NOT_READY);
-            if down {
-                taints.extend(["NoSchedule", "NoExecute"].map(|effect| json!({"key": NOT_READY, "effect": effect})));
-            }
-            node["spec"]["taints"] = json!(taints);
-        });
+        if down {
+            self.down.insert(node.to_owned())
+        } else {
+            self.down.remove(node)
+        };
+        self.api.change(
+            |api| &mut api.nodes,
+            node,
+            |node| {
+                let mut taints = list(node, "/spec/taints").to_vec();
+                taints.retain(|one| one["key"] != NOT_READY);
+                if down {
+                    taints
+                        .extend(["NoSchedule", "NoExecute"].map(|effect| json!({"key": NOT_READY, "effect": effect})));
+                }
+                node["spec"]["taints"] = json!(taints);
+            },
+        );
         self.set_agent(node);
     }
 
     fn set_away(&mut self, node: &str, away: bool) {
-        if away { self.away.insert(node.to_owned()) } else { self.away.remove(node) };
+        if away {
+            self.away.insert(node.to_owned())
+        } else {
+            self.away.remove(node)
+        };
         self.set_agent(node);
     }
 
@@ -404,7 +448,17 @@ fn run((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> R
     })
 }
 
+fn config() -> ProptestConfig {
+    let mut config = ProptestConfig::default();
+    if std::env::var_os("PROPTEST_CASES").is_none() {
+        config.cases = CASES;
+    }
+    config
+}
+
 proptest! {
+    #![proptest_config(config())]
+
     /// No pod that could run stays unreleased or pinned where it cannot run, and no units are
     /// reserved twice.
     #[test]

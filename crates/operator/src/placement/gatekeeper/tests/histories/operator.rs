@@ -166,7 +166,8 @@ impl Operator {
                 self.cluster.policies = self.policies.objects();
                 self.cluster.agents = self.agents.objects();
                 self.cluster.budgets = self.budgets.objects();
-                self.cluster.volume_claims = api.volume_claims.iter().map(|one| Arc::new(from_json(one.clone()))).collect();
+                self.cluster.volume_claims =
+                    api.volume_claims.iter().map(|one| Arc::new(from_json(one.clone()))).collect();
                 self.cluster.volumes = api.volumes.iter().map(|one| Arc::new(from_json(one.clone()))).collect();
                 self.cluster.namespaces = api.namespaces.iter().map(|one| Arc::new(from_json(one.clone()))).collect();
             }
@@ -277,7 +278,11 @@ impl Operator {
         match answer {
             Answer::Done if applied => self.keeper.record_release(&release.pod),
             Answer::Done if simulation.uid(&release.pod).is_some() => {
-                self.keeper.record_refused_release(&release.pod, "the test failed", Duration::from_secs(simulation.now));
+                self.keeper.record_refused_release(
+                    &release.pod,
+                    "the test failed",
+                    Duration::from_secs(simulation.now),
+                );
             }
             Answer::Done | Answer::Failed => self.keeper.record_failed_release(&release.pod),
             Answer::Lost | Answer::LostRequest => {
@@ -362,7 +367,8 @@ fn owner(simulation: &Simulation, pod: &str) -> String {
 /// Returns whether the API server has this version of the pod.
 fn is_version(simulation: &Simulation, (pod, uid, version): Target<'_>) -> bool {
     simulation.api.pods.get(pod).is_some_and(|pod| {
-        text(pod, "/metadata/uid") == uid && version.is_none_or(|version| text(pod, "/metadata/resourceVersion") == version)
+        text(pod, "/metadata/uid") == uid
+            && version.is_none_or(|version| text(pod, "/metadata/resourceVersion") == version)
     })
 }
 
@@ -391,15 +397,21 @@ fn evict(simulation: &mut Simulation, target: Target<'_>, answer: Answer) -> Evi
     // Budgets do not protect pods that do not run.
     if pod["status"]["phase"] == "Running" && pod["metadata"]["deletionTimestamp"].is_null() {
         let app = &pod["metadata"]["labels"];
-        let budgets = simulation.api.budgets.iter().filter(|(_, budget)| budget["spec"]["selector"]["matchLabels"] == *app);
-        let budgets: Vec<(String, i64)> =
-            budgets.map(|(name, budget)| (name.clone(), budget["status"]["disruptionsAllowed"].as_i64().unwrap())).collect();
+        let budgets =
+            simulation.api.budgets.iter().filter(|(_, budget)| budget["spec"]["selector"]["matchLabels"] == *app);
+        let budgets: Vec<(String, i64)> = budgets
+            .map(|(name, budget)| (name.clone(), budget["status"]["disruptionsAllowed"].as_i64().unwrap()))
+            .collect();
         match budgets.as_slice() {
             [] => {}
             [(_, 0)] => return Evicted::Protected("no disruption allowed".to_owned()),
             [(name, allowed)] => {
                 let left = allowed - 1;
-                simulation.api.change(|api| &mut api.budgets, name, |budget| budget["status"]["disruptionsAllowed"] = left.into());
+                simulation.api.change(
+                    |api| &mut api.budgets,
+                    name,
+                    |budget| budget["status"]["disruptionsAllowed"] = left.into(),
+                );
             }
             _ => return Evicted::Refused("several budgets".to_owned()),
         }

@@ -165,9 +165,13 @@ impl Template {
         });
         if let Some(controller) = controller {
             let kind = format!("{:?}", self.owner);
-            pod["metadata"]["ownerReferences"] = json!([{"apiVersion": "v1", "kind": kind, "name": controller, "uid": controller, "controller": true}]);
+            pod["metadata"]["ownerReferences"] =
+                json!([{"apiVersion": "v1", "kind": kind, "name": controller, "uid": controller, "controller": true}]);
         }
-        self.rules.iter().enumerate().for_each(|(index, rule)| rule.add_to(&mut pod["spec"], &format!("{claim}-{index}")));
+        self.rules
+            .iter()
+            .enumerate()
+            .for_each(|(index, rule)| rule.add_to(&mut pod["spec"], &format!("{claim}-{index}")));
         pod
     }
 }

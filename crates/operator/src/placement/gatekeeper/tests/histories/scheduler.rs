@@ -123,9 +123,9 @@ fn matches_affinity(pod: &Value, node: &Value) -> bool {
 
 /// Returns whether a pod tolerates a taint. All tolerations have the operator `Exists`.
 pub(super) fn tolerates(pod: &Value, key: &str, effect: &str) -> bool {
-    list(pod, "/spec/tolerations").iter().any(|one| {
-        (one["key"].is_null() || one["key"] == key) && (one["effect"].is_null() || one["effect"] == effect)
-    })
+    list(pod, "/spec/tolerations")
+        .iter()
+        .any(|one| (one["key"].is_null() || one["key"] == key) && (one["effect"].is_null() || one["effect"] == effect))
 }
 
 /// Returns the key of a taint of the node that the pod does not tolerate.
@@ -251,13 +251,11 @@ impl<'a> View<'a> {
             label(node, key).is_some_and(|here| self.domain(other, key) == Some(here))
         };
         let keys = affinity.iter().all(|term| label(node, text(term, "/topologyKey")).is_some());
-        let beside = affinity
-            .iter()
-            .all(|term| self.bound().any(|(other, on)| matches_all(other) && same(term, on)));
+        let beside = affinity.iter().all(|term| self.bound().any(|(other, on)| matches_all(other) && same(term, on)));
         let first = || matches_all(pod) && !self.bound().any(|(other, _)| matches_all(other));
-        let avoided = anti_affinity.iter().any(|term| {
-            self.bound().any(|(other, on)| selects(&term["labelSelector"], other) && same(term, on))
-        });
+        let avoided = anti_affinity
+            .iter()
+            .any(|term| self.bound().any(|(other, on)| selects(&term["labelSelector"], other) && same(term, on)));
         keys && (beside || first()) && !avoided
     }
 

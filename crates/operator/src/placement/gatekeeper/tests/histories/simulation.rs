@@ -91,7 +91,8 @@ impl Simulation {
         let mut api = TestCluster::default().policy(SHARES);
         api.namespaces = vec![json!({"metadata": {"name": "team", "labels": {}}})];
         for (zone, claim) in ZONES.iter().zip(BOUND_CLAIMS) {
-            api.volume_claims.push(json!({"metadata": {"name": claim, "namespace": "team"}, "spec": {"volumeName": claim}}));
+            api.volume_claims
+                .push(json!({"metadata": {"name": claim, "namespace": "team"}, "spec": {"volumeName": claim}}));
             api.volumes.push(volume(claim, zone));
         }
         let mut simulation = Self {
@@ -132,15 +133,20 @@ impl Simulation {
     /// Adds a node. Its zone follows from its number.
     pub(super) fn add_node(&mut self, gpus: usize) {
         let number = self.api.nodes.len() as u32;
-        let name = (0..).map(|more| format!("n{}", number + more)).find(|name| !self.api.nodes.contains_key(name)).unwrap();
+        let name =
+            (0..).map(|more| format!("n{}", number + more)).find(|name| !self.api.nodes.contains_key(name)).unwrap();
         let serial = self.next();
         self.api = std::mem::take(&mut self.api).node(&name, &vec![0; gpus]);
         let digit = usize::from(name.as_bytes()[1] - b'0');
-        self.api.change(|api| &mut api.nodes, &name, |node| {
-            node["metadata"]["uid"] = json!(format!("node-{serial}"));
-            node["metadata"]["labels"][ZONE] = json!(ZONES[digit % 3]);
-            node["metadata"]["labels"]["generation"] = json!((8 + digit % 2).to_string());
-        });
+        self.api.change(
+            |api| &mut api.nodes,
+            &name,
+            |node| {
+                node["metadata"]["uid"] = json!(format!("node-{serial}"));
+                node["metadata"]["labels"][ZONE] = json!(ZONES[digit % 3]);
+                node["metadata"]["labels"]["generation"] = json!((8 + digit % 2).to_string());
+            },
+        );
         for index in 0..gpus {
             let gpu = Gpu { node: name.clone(), healthy: true, shared: self.policy, last_bad: None };
             self.gpus.insert(format!("{name}-GPU-{index}"), gpu);
@@ -272,7 +278,8 @@ impl Simulation {
                 self.gpus.get_mut(name).unwrap().last_bad = Some(self.now);
             }
         }
-        let due: Vec<String> = self.ending.iter().filter(|(_, end)| **end <= self.now).map(|(uid, _)| uid.clone()).collect();
+        let due: Vec<String> =
+            self.ending.iter().filter(|(_, end)| **end <= self.now).map(|(uid, _)| uid.clone()).collect();
         for uid in due {
             let pod = self.api.pods.iter().find(|(_, pod)| text(pod, "/metadata/uid") == uid);
             let pod = pod.map(|(name, pod)| (name.clone(), node_of(pod).unwrap_or_default().to_owned()));
@@ -289,7 +296,9 @@ impl Simulation {
         let intolerant = |(_, pod): &(&String, &Value)| {
             let node = node_of(pod).and_then(|node| self.api.nodes.get(node));
             let taints = node.map_or(&[] as &[Value], |node| list(node, "/spec/taints"));
-            taints.iter().any(|taint| taint["effect"] == "NoExecute" && !tolerates(pod, text(taint, "/key"), "NoExecute"))
+            taints
+                .iter()
+                .any(|taint| taint["effect"] == "NoExecute" && !tolerates(pod, text(taint, "/key"), "NoExecute"))
         };
         let intolerant: Vec<String> = self.api.pods.iter().filter(intolerant).map(|(name, _)| name.clone()).collect();
         intolerant.iter().for_each(|name| self.delete(name, false, 5));
@@ -339,7 +348,10 @@ impl Simulation {
         let new = |pod: &Value| {
             let uid = text(pod, "/metadata/uid");
             let alive = pod["metadata"]["deletionTimestamp"].is_null();
-            node_of(pod) == Some(node) && alive && !self.allocations.contains_key(uid) && !pod["metadata"]["annotations"][ANNOTATION].is_null()
+            node_of(pod) == Some(node)
+                && alive
+                && !self.allocations.contains_key(uid)
+                && !pod["metadata"]["annotations"][ANNOTATION].is_null()
         };
         let new: Vec<String> = self.api.pods.iter().filter(|(_, pod)| new(pod)).map(|(name, _)| name.clone()).collect();
         for name in new {
@@ -347,12 +359,18 @@ impl Simulation {
             let reserved = Self::placement(&self.api.pods[&name]).unwrap().nodes.remove(node).unwrap_or_default();
             let mut parts: Vec<Allocation> = Vec::new();
             for part in reserved {
-                let taken: u32 = parts.iter().filter(|other| other.device == part.device).map(|other| other.units).sum();
+                let taken: u32 =
+                    parts.iter().filter(|other| other.device == part.device).map(|other| other.units).sum();
                 if self.free(&part.device) < taken + part.units {
                     let released = self.released_at.get(&uid).copied().unwrap_or(0);
-                    let bad = self.gpus.get(&part.device).is_none_or(|gpu| gpu.last_bad.is_some_and(|at| at >= released));
+                    let bad =
+                        self.gpus.get(&part.device).is_none_or(|gpu| gpu.last_bad.is_some_and(|at| at >= released));
                     if !bad && !self.dropped.contains(&uid) && !self.is_disturbed(&uid, &part.device) {
-                        return Err(format!("{name} needs {part:?}, and {} units are free: {:?}", self.free(&part.device), self.allocations));
+                        return Err(format!(
+                            "{name} needs {part:?}, and {} units are free: {:?}",
+                            self.free(&part.device),
+                            self.allocations
+                        ));
                     }
                     parts.clear();
                     break;
@@ -383,7 +401,8 @@ impl Simulation {
         }
         let wanted: BTreeSet<String> = self.reserved_devices();
         let policy = self.policy;
-        let gpus: Vec<String> = self.gpus.iter().filter(|(_, gpu)| gpu.node == name).map(|(gpu, _)| gpu.clone()).collect();
+        let gpus: Vec<String> =
+            self.gpus.iter().filter(|(_, gpu)| gpu.node == name).map(|(gpu, _)| gpu.clone()).collect();
         let mut allocatable = 0;
         let mut reports = Vec::new();
         for device in gpus {
@@ -398,12 +417,17 @@ impl Simulation {
         let away = self.away.contains(name);
         let allocatable = if away { 0 } else { allocatable }.to_string();
         if self.api.nodes[name]["status"]["allocatable"][MPS_RESOURCE] != json!(allocatable) {
-            self.api.change(|api| &mut api.nodes, name, |node| node["status"]["allocatable"][MPS_RESOURCE] = json!(allocatable));
+            self.api.change(
+                |api| &mut api.nodes,
+                name,
+                |node| node["status"]["allocatable"][MPS_RESOURCE] = json!(allocatable),
+            );
         }
         if away {
             return;
         }
-        let reports: Vec<Value> = reports.iter().map(|(device, gpu, used)| self.gpu_report(device, gpu, *used)).collect();
+        let reports: Vec<Value> =
+            reports.iter().map(|(device, gpu, used)| self.gpu_report(device, gpu, *used)).collect();
         if self.api.gpu_nodes[name]["status"]["gpus"] != json!(reports) {
             self.api.change(|api| &mut api.gpu_nodes, name, |node| node["status"]["gpus"] = json!(reports));
         }
@@ -450,7 +474,8 @@ impl Simulation {
         let feasible = self.api.nodes.iter().filter(|(_, node)| view.refusal(pod, node).is_none());
         let feasible: Vec<String> = feasible.map(|(name, _)| name.clone()).collect();
         if feasible.is_empty() {
-            let why: Vec<_> = self.api.nodes.iter().map(|(node, object)| (node.clone(), view.refusal(pod, object))).collect();
+            let why: Vec<_> =
+                self.api.nodes.iter().map(|(node, object)| (node.clone(), view.refusal(pod, object))).collect();
             self.log(|| format!("{name} is not bound: {why:?}"));
             self.set_condition(name, "PodScheduled", "False", "Unschedulable");
             return;
