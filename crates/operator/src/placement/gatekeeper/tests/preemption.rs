@@ -70,8 +70,8 @@ fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
     }
 }
 
-/// Without the victim, the preemptor's affinity would refuse the node. The victim's controller would
-/// recreate it, and it would be evicted again.
+/// Without the victim, the preemptor's affinity would refuse the node. The victim's controller
+/// would recreate it, and it would be evicted again.
 #[test]
 fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
     let mut world =

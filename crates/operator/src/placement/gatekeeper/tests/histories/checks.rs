@@ -11,8 +11,8 @@ use super::scheduler::{list, node_of, text};
 use super::simulation::{Original, Simulation};
 
 /// Seconds after its release in which a pod that no node accepts must be recreated or get a
-/// condition: its reservation ends after 300 s, and evictions of one controller are delayed by up to
-/// 600 s.
+/// condition: its reservation ends after 300 s, and evictions of one controller are delayed by up
+/// to 600 s.
 const RESCUE_DEADLINE: u64 = 1000;
 
 /// Checks that the units of no GPU are reserved twice.
@@ -103,8 +103,8 @@ fn runnable_on<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
     })
 }
 
-/// Returns the pod as a release narrows it to a node. `minDomains` of a spread constraint then refuses
-/// nodes that it would not refuse otherwise. See "Left open" in the placement chapter.
+/// Returns the pod as a release narrows it to a node. `minDomains` of a spread constraint then
+/// refuses nodes that it would not refuse otherwise. See "Left open" in the placement chapter.
 fn narrowed(pod: &Value, node: &str) -> Value {
     let mut pod = pod.clone();
     require_node(&mut pod["spec"], json!({"key": HOSTNAME, "operator": "In", "values": [node]}));

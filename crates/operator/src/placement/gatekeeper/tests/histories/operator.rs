@@ -1,4 +1,5 @@
-//! The operator in the histories: a gatekeeper that reads lagging watches, and writes that may fail.
+//! The operator in the histories: a gatekeeper that reads lagging watches, and writes that may
+//! fail.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +8,6 @@ use cleave_api::names::CONDITION_PLACED;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::super::super::Gatekeeper;
 use super::super::world::{TestCluster, at, from_json};
 use super::pods::Owner;
 use super::scheduler::{list, node_of, text};
@@ -16,6 +16,7 @@ use crate::catch_up::Versions;
 use crate::evict::Evicted;
 use crate::placement::actions::{Actions, Eviction, Release, ReleaseReason};
 use crate::placement::cluster::Cluster;
+use crate::placement::gatekeeper::Gatekeeper;
 use crate::placement::patch;
 use crate::pods::PodObject;
 
@@ -293,7 +294,8 @@ impl Operator {
         answer == Answer::Done && applied
     }
 
-    /// Evicts pods for pods of higher priority, as `run` does. Returns false if a retry is necessary.
+    /// Evicts pods for pods of higher priority, as `run` does. Returns false if a retry is
+    /// necessary.
     fn evict(&mut self, simulation: &mut Simulation, evictions: &[Eviction], answers: &mut Answers) -> bool {
         let mut unsuccessful: Vec<&str> = Vec::new();
         for eviction in evictions {

@@ -146,8 +146,8 @@ pub(super) fn template() -> impl Strategy<Value = Template> {
 }
 
 impl Template {
-    /// Returns a pod at the gate. `controller` is the UID of the pod's controller, and `claim` names
-    /// the pod's claims of volumes that do not exist yet.
+    /// Returns a pod at the gate. `controller` is the UID of the pod's controller, and `claim`
+    /// names the pod's claims of volumes that do not exist yet.
     pub(super) fn pod(&self, name: &str, uid: &str, controller: Option<&str>, claim: &str) -> Value {
         let container = |(index, shares): (usize, &u32)| {
             let cpu = if index == 0 { self.cpu } else { 0 };

@@ -78,8 +78,8 @@ pub(super) struct Simulation {
     pub(super) released_at: BTreeMap<String, u64>,
     /// Pods whose reservation the operator has dropped, by UID.
     pub(super) dropped: BTreeSet<String>,
-    /// Devices with units of pods without a reservation, each with the time until which the operator
-    /// may not know of them.
+    /// Devices with units of pods without a reservation, each with the time until which the
+    /// operator may not know of them.
     disturbed: BTreeMap<String, u64>,
     /// Number of pods that each controller has lost to evictions of the operator, by UID.
     pub(super) recreations: BTreeMap<String, usize>,
@@ -313,7 +313,8 @@ impl Simulation {
         gpu.healthy && gpu.shared && !self.down.contains(&gpu.node) && !self.away.contains(&gpu.node)
     }
 
-    /// Returns the free units of a GPU, regardless of reservations. A GPU that cannot serve has none.
+    /// Returns the free units of a GPU, regardless of reservations. A GPU that cannot serve has
+    /// none.
     pub(super) fn free(&self, device: &str) -> u32 {
         let serves = self.gpus.get(device).is_some_and(|gpu| self.can_serve(gpu));
         if serves { SHARES - self.used(device) } else { 0 }
@@ -324,8 +325,8 @@ impl Simulation {
     }
 
     /// Returns whether a pod without a reservation took units of a device after another pod was
-    /// released to it. A pod whose reservation has ended has no gate, so the scheduler may bind it at
-    /// any time.
+    /// released to it. A pod whose reservation has ended has no gate, so the scheduler may bind it
+    /// at any time.
     pub(super) fn is_disturbed(&self, uid: &str, device: &str) -> bool {
         let released = self.released_at.get(uid).copied().unwrap_or(0);
         self.disturbed.get(device).is_some_and(|until| *until >= released)
