@@ -18,13 +18,13 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::catch_up::{OfKind, StoreVersion, Versions};
+use crate::catch_up::{StoreVersion, VersionOfKind, Versions};
 use crate::metrics::{Kind, Metrics};
 use crate::pods::PodObject;
 use crate::read::{
     AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
 };
-use crate::rollout::{Revision, Watched};
+use crate::rollout::{HostStores, Revision};
 
 /// Seconds after which a watch is restarted where it ended. A watch on which nothing arrives,
 /// because its connection is lost without notice, ends 5 s later.
@@ -194,12 +194,12 @@ impl Watches<'_> {
     }
 
     /// Watches the objects that decide which MPS hosts to replace. Only the gate reads them.
-    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
+    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> HostStores {
         let labelled = config().labels(selector);
         let wake = |wakes: &Wakers| wakes.gate.notify_one();
         let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled);
         let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), config());
-        Watched {
+        HostStores {
             pods: self.store_objects("MpsHostPod", pods, (trim_metadata, |_| true), wake),
             revisions: self.store_objects("ControllerRevision", revisions, (trim_metadata, |_| true), wake),
             namespace: namespace.to_owned(),
@@ -229,7 +229,7 @@ impl Watches<'_> {
         watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
         (trim, is_relevant): WatchRules<K>,
         wake: fn(&Wakers),
-        of_kind: Option<OfKind>,
+        of_kind: Option<VersionOfKind>,
     ) -> Store<K>
     where
         K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
@@ -243,7 +243,7 @@ impl Watches<'_> {
         self.tasks.spawn(async move {
             let handled = events.for_each(|event| {
                 if let (Some(of_kind), Ok(event)) = (of_kind, &event)
-                    && let Some(version) = version.after(event)
+                    && let Some(version) = version.version_after(event)
                 {
                     versions.send_modify(|versions| *of_kind(versions) = version.max(*of_kind(versions)));
                 }
