@@ -1,6 +1,6 @@
 # Targets for contributors. CONTRIBUTING.md describes them.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz check image crds render sbom release docs msrv bench bench-placement test-karpenter
+.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz histories check image crds render sbom release docs msrv bench bench-placement test-karpenter
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -31,6 +31,9 @@ soak: ## run pod churn and component failures on two nodes: MINUTES=30 SEED=1
 
 fuzz: ## fuzz every parser of input from outside Cleave: SECONDS=60 SEED=1 TARGET=checkpoint
 	@FUZZ_SECONDS="$(SECONDS)" FUZZ_SEED="$(SEED)" e2e/test fuzz
+
+histories: ## run 10,000 random histories against a model of kube-scheduler: CASES=10000
+	@CASES="$(CASES)" e2e/test histories
 
 crds: ## write crds/ from the types
 	@e2e/test crds

@@ -163,11 +163,12 @@ impl PodClaims {
         maybe_deleted.extend(self.lingering.keys().cloned());
         maybe_deleted.retain(|name| !present.contains(name));
         for name in &maybe_deleted {
-            if ledger.claim(name).is_none() {
-                continue;
-            }
+            let Some(claim) = ledger.claim(name) else { continue };
+            // A released pod may have been bound since the watch last reported it.
+            let is_bound = matches!(claim.place, Place::Bound(_));
+            let is_reported = self.allocated.contains(name) || is_bound && !ledger.awaits_allocation(name);
             let until = *self.lingering.entry(name.clone()).or_insert(up.saturating_add(UNREPORTED_CLAIM_TIME));
-            if self.allocated.contains(name) || !ledger.awaits_allocation(name) || until <= up {
+            if is_reported || until <= up {
                 self.end_claim(Some(ledger), name);
                 self.lingering.remove(name);
             }

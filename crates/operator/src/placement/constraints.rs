@@ -163,7 +163,9 @@ impl<'a> Constraints<'a> {
         let bound = self.living.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
         let repelling = self.repelling.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
         let (all, repelling) = (bound.chain(reserved()), repelling.chain(reserved()));
-        Some(NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied()))
+        let checker = NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied());
+        // A release narrows the pod to a node.
+        Some(checker.narrowed())
     }
 
     fn namespaces(&self) -> &BTreeMap<&'a str, &'a BTreeMap<String, String>> {
@@ -201,10 +203,10 @@ pub(super) fn check_rules(checker: Option<&NodeChecker<'_>>, node: &PlanNode) ->
     checker.map_or(Ok(()), |checker| checker.refuse(node))
 }
 
-fn namespace(pod: &PodObject) -> &str {
+pub(super) fn namespace(pod: &PodObject) -> &str {
     pod.metadata.namespace.as_deref().unwrap_or("default")
 }
 
-fn labels(pod: &PodObject) -> &BTreeMap<String, String> {
+pub(super) fn labels(pod: &PodObject) -> &BTreeMap<String, String> {
     pod.metadata.labels.as_ref().unwrap_or(NO_LABELS)
 }

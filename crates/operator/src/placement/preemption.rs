@@ -1,4 +1,5 @@
 //! Selects the pods of lower priority to evict for a waiting pod.
+use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -7,12 +8,13 @@ use cleave_plan::ledger::{Holders, Ledger, Nomination, Preemption};
 
 use super::actions::{Actions, Eviction};
 use super::claims::PodClaims;
+use super::constraints;
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::nodes::Nodes;
 use super::preemptors::{Preemptors, SearchScope};
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::verdict::Verdict;
-use crate::pods::PodObject;
+use crate::pods::{PodObject, full_name};
 
 /// Maximum number of waiting pods per reconcile for which preemption is searched for the first
 /// time. Each search scans every device.
@@ -172,7 +174,7 @@ impl<'a> PreemptionSearch<'a> {
         }
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(candidate, |node| node == nomination.node);
-            let found = ledger.preempt(candidate.pending_pod(), targets, self.holders());
+            let found = ledger.preempt(candidate.pending_pod(), targets, &self.holders_for(pod));
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Preempt(found);
             }
@@ -197,7 +199,7 @@ impl<'a> PreemptionSearch<'a> {
         };
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
         let targets = search.preemption_nodes(candidate, is_searched);
-        match ledger.preempt(candidate.pending_pod(), targets, self.holders()) {
+        match ledger.preempt(candidate.pending_pod(), targets, &self.holders_for(pod)) {
             Some(found) => SearchResult::Preempt(found),
             None => {
                 self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
@@ -210,6 +212,24 @@ impl<'a> PreemptionSearch<'a> {
     fn holders(&self) -> &Holders<'a> {
         let is_ending = |pod: &str| self.claims.is_ending(pod, self.up);
         self.holders.get_or_init(|| self.nodes.holders(self.living, &self.evictability, is_ending))
+    }
+
+    /// Returns the pods that may be evicted for a pod. Excludes the pods that its required affinity
+    /// selects: without them, the pod could not run on the node.
+    fn holders_for(&self, pod: &PodObject) -> Cow<'_, Holders<'a>> {
+        let affinity = &pod.spec.rules.affinity;
+        let holders = self.holders();
+        if affinity.is_empty() {
+            return Cow::Borrowed(holders);
+        }
+        let mut others = holders.clone();
+        for other in self.living.iter().filter(|other| other.requests_gpus()) {
+            let (own, other_namespace) = (constraints::namespace(pod), constraints::namespace(other));
+            if affinity.iter().all(|term| term.may_select(own, other_namespace, constraints::labels(other))) {
+                others.pods.remove(&full_name(&other.metadata));
+            }
+        }
+        Cow::Owned(others)
     }
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`. Scans the pods once

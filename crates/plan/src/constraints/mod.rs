@@ -96,6 +96,14 @@ impl<'a> NodeChecker<'a> {
         checker
     }
 
+    /// Checks nodes as the scheduler does after the subject's node affinity was narrowed to one
+    /// node.
+    #[must_use]
+    pub fn narrowed(mut self) -> Self {
+        self.spread.narrow();
+        self
+    }
+
     /// Checks whether the pod may run on a node now. Permanent conflicts are reported first.
     ///
     /// # Errors

@@ -16,6 +16,10 @@ struct DomainCounts<'a> {
     common: Vec<(&'a String, &'a String)>,
     /// Number of selected pods by the value of the topology key.
     domains: BTreeMap<&'a str, i64>,
+    /// Number of selected pods by node.
+    nodes: BTreeMap<&'a str, i64>,
+    /// Whether the pods of a single node must not exceed the maximum skew.
+    narrowed: bool,
     /// 1 if the subject itself is selected, otherwise 0.
     own: i64,
     /// Number of selected pods in the domain with the fewest.
@@ -47,7 +51,8 @@ impl<'a> Spread<'a> {
         let count = |constraint: &'a SpreadConstraint| {
             let keys = constraint.match_label_keys.iter();
             let common = keys.filter_map(|key| subject.labels.get_key_value(key)).collect();
-            let mut count = DomainCounts { constraint, common, domains: BTreeMap::new(), own: 0, least: 0 };
+            let (domains, nodes) = (BTreeMap::new(), BTreeMap::new());
+            let mut count = DomainCounts { constraint, common, domains, nodes, narrowed: false, own: 0, least: 0 };
             count.own = i64::from(count.selects(subject.labels));
             count
         };
@@ -99,6 +104,7 @@ impl<'a> Spread<'a> {
         for count in self.counts.iter_mut().filter(|count| !count.counts_nothing() && count.selects(neighbour.labels)) {
             if let Some(value) = node.domain(count.constraint) {
                 *count.domains.entry(value).or_default() += 1;
+                *count.nodes.entry(neighbour.node).or_default() += 1;
             }
         }
     }
@@ -113,6 +119,15 @@ impl<'a> Spread<'a> {
         }
     }
 
+    /// Also refuses nodes that the scheduler refuses once the subject's node affinity allows only
+    /// that node. A constraint that honors node affinity then has one domain with the pods of that
+    /// node. If that is fewer than `minDomains`, the scheduler compares with a domain without pods.
+    pub(super) fn narrow(&mut self) {
+        for count in &mut self.counts {
+            count.narrowed = count.constraint.honors_affinity() && count.constraint.min_domains.unwrap_or(1) > 1;
+        }
+    }
+
     /// Returns the first topology key of the constraints that the node does not have.
     pub(super) fn missing_key(&self, node: &Node) -> Option<&'a str> {
         let mut keys = self.counts.iter().map(|count| count.constraint.topology_key.as_str());
@@ -123,7 +138,8 @@ impl<'a> Spread<'a> {
         let skewed = |count: &&DomainCounts<'_>| {
             let value = node.labels.get(&count.constraint.topology_key);
             let there = value.and_then(|value| count.domains.get(value.as_str())).copied().unwrap_or(0);
-            there + count.own - count.least > i64::from(count.constraint.max_skew)
+            let here = count.nodes.get(node.name.as_str()).copied().filter(|_| count.narrowed).unwrap_or(0);
+            (there - count.least).max(here) + count.own > i64::from(count.constraint.max_skew)
         };
         match self.counts.iter().find(skewed).map(|count| count.constraint) {
             Some(one) => Err(Conflict::Spread { topology_key: one.topology_key.clone(), max_skew: one.max_skew }),

@@ -2,6 +2,7 @@
 mod bad_input;
 mod constraints;
 mod growth;
+mod histories;
 mod lag;
 mod mps_hosts;
 mod other_nodes;

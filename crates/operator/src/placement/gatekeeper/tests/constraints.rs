@@ -53,6 +53,22 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
     assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 3)), [("team/plain", "reserved")]);
 }
 
+/// The scheduler counts only the domains that the pod's node affinity allows. A released pod allows
+/// one node, so it never has two domains, and the scheduler compares with a domain without pods.
+#[test]
+fn a_pod_with_min_domains_is_not_released_to_a_node_that_the_scheduler_refuses_then() {
+    for (policy, expected) in [("Honor", 2), ("Ignore", 3)] {
+        let spread = json!({"topologySpreadConstraints": [{"maxSkew": 1, "minDomains": 2, "topologyKey": HOSTNAME,
+            "whenUnsatisfiable": "DoNotSchedule", "nodeAffinityPolicy": policy, "labelSelector": {"matchLabels": {"app": "web"}}}]});
+        let mut world = TestCluster::default().node("n1", &[0]).node("n2", &[0]);
+        for at in 0..3 {
+            world = replica(world, &format!("r{at}"), spread.clone());
+        }
+        let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
+        assert_eq!((actions.releases.len(), actions.waiting.len()), (expected, 3 - expected), "{policy}");
+    }
+}
+
 #[test]
 fn replicas_are_spread_over_zones_by_their_constraint() {
     let spread = json!({"topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": ZONE, "whenUnsatisfiable": "DoNotSchedule",

@@ -71,6 +71,28 @@ fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
     }
 }
 
+/// Without the victim, the preemptor's affinity would refuse the node. The victim's controller
+/// would recreate it, and it would be evicted again.
+#[test]
+fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
+    let mut world =
+        TestCluster::default().node("n1", &[0]).pod_with("beside", 2, json!({"nodeName": "n1", "schedulingGates": []}));
+    world.change(|world| &mut world.pods, "team/beside", |pod| pod["metadata"]["labels"] = json!({"app": "web"}));
+    let mut reality = ActualAllocations::default();
+    reality.given.insert("team/beside".into(), ("n1-GPU-0".into(), 2));
+    reality.report_on(&mut world, 1);
+    let evictions = |app: &str| {
+        let term = json!({"labelSelector": {"matchLabels": {"app": app}}, "topologyKey": "kubernetes.io/hostname"});
+        let affinity = json!({"requiredDuringSchedulingIgnoredDuringExecution": [term]});
+        let spec = json!({"priority": 9, "affinity": {"podAffinity": affinity}});
+        let mut world = world.clone().pod_with("high", 9, spec);
+        world.change(|world| &mut world.pods, "team/high", |pod| pod["metadata"]["labels"] = json!({"app": "own"}));
+        reconcile(&mut Gatekeeper::default(), &world, 0).evictions.len()
+    };
+    assert_eq!(evictions("web"), 0, "without the victim, no node has a pod that the affinity selects");
+    assert_eq!(evictions("own"), 1, "the pod is the first of its group");
+}
+
 /// Returns two pods, each on its own GPU. One of the pods must be evicted for a third pod.
 fn cluster_with_two_victims_and_a_preemptor() -> (TestCluster, ActualAllocations) {
     let mut world = TestCluster::default().node("n1", &[0, 0]);

@@ -1,0 +1,145 @@
+//! What must hold during a history, and at its end.
+use std::collections::BTreeMap;
+
+use cleave_api::placement::ANNOTATION;
+use cleave_plan::affinity::HOSTNAME;
+use serde_json::{Value, json};
+
+use super::operator::{Operator, is_advised, is_replaced, reserved};
+use super::pods::{Owner, require_node};
+use super::scheduler::{list, node_of, text};
+use super::simulation::{Original, Simulation};
+
+/// Seconds after its release in which a pod that no node accepts must be recreated or get a
+/// condition: its reservation ends after 300 s, and evictions of one controller are delayed by up
+/// to 600 s.
+const RESCUE_DEADLINE: u64 = 1000;
+
+/// Checks that the units of no GPU are reserved twice.
+pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(), String> {
+    let mut units: BTreeMap<String, u32> = BTreeMap::new();
+    for pod in simulation.api.pods.values() {
+        for (device, reserved) in reserved(simulation, pod) {
+            *units.entry(device).or_default() += reserved;
+        }
+    }
+    for (device, reserved) in units {
+        let used = simulation.used(&device);
+        if used + reserved > 10 {
+            return Err(format!("{device}: {used} units are used and {reserved} reserved"));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that no pod waits although it could run, or is pinned where it cannot run.
+pub(super) fn no_pod_waits_in_vain(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
+    for (name, pod) in &simulation.api.pods {
+        let Some(original) = simulation.originals.get(text(pod, "/metadata/uid")) else { continue };
+        if node_of(pod).is_some() {
+            continue;
+        }
+        let gated = !list(pod, "/spec/schedulingGates").is_empty();
+        if gated {
+            check_gated(simulation, operator, name, original)?;
+        } else {
+            check_released(simulation, name, pod, original)?;
+        }
+    }
+    Ok(())
+}
+
+fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, original: &Original) -> Result<(), String> {
+    let Some(waiting) = operator.last.waiting.get(name) else {
+        return Err(format!("nothing states why {name} waits"));
+    };
+    // The operator does not know where a volume can be created. If it releases the pods of a
+    // controller in vain several times, it releases them later each time.
+    if original.has_new_volume && waiting.message.contains("This pod is released later") {
+        return Ok(());
+    }
+    match runnable_on(simulation, &original.pod) {
+        Some(node) => Err(format!("{name} waits, but could run on {node}: {}", waiting.message)),
+        None => Ok(()),
+    }
+}
+
+fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &Original) -> Result<(), String> {
+    let released = simulation.released_at[text(pod, "/metadata/uid")];
+    let is_reserved = !pod["metadata"]["annotations"][ANNOTATION].is_null();
+    if is_advised(pod) || released + RESCUE_DEADLINE > simulation.now {
+        return Ok(());
+    }
+    if is_reserved {
+        return Err(format!("{name} ({:?}) is released since {released}, and no node accepts it", original.owner));
+    }
+    match runnable_on(simulation, &original.pod) {
+        Some(node) => Err(format!("{name} was released as unschedulable, but could run on {node}")),
+        None => Ok(()),
+    }
+}
+
+/// Returns a node on which a pod could run now: no filter of the scheduler refuses it, and the free
+/// units that are not reserved for other pods suffice.
+fn runnable_on<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
+    let view = simulation.view();
+    let mut reserved_units: BTreeMap<String, u32> = BTreeMap::new();
+    for other in simulation.api.pods.values() {
+        for (device, units) in reserved(simulation, other) {
+            *reserved_units.entry(device).or_default() += units;
+        }
+    }
+    let wanted: Vec<u32> = list(pod, "/spec/containers")
+        .iter()
+        .map(|container| container["resources"]["limits"]["nvidia.com/gpu-mps"].as_str().unwrap().parse().unwrap())
+        .collect();
+    simulation.api.nodes.iter().find_map(|(name, node)| {
+        let gpus = simulation.gpus.iter().filter(|(_, gpu)| gpu.node == *name);
+        let free: Vec<u32> = gpus
+            .map(|(device, _)| simulation.free(device).saturating_sub(reserved_units.get(device).copied().unwrap_or(0)))
+            .collect();
+        let accepts = |pod: &Value| view.refusal(pod, node).is_none();
+        (fits(&wanted, &free) && accepts(pod) && accepts(&narrowed(pod, name))).then_some(name.as_str())
+    })
+}
+
+/// Returns the pod as a release narrows it to a node. `minDomains` of a spread constraint then
+/// refuses nodes that it would not refuse otherwise. See "Left open" in the placement chapter.
+fn narrowed(pod: &Value, node: &str) -> Value {
+    let mut pod = pod.clone();
+    require_node(&mut pod["spec"], json!({"key": HOSTNAME, "operator": "In", "values": [node]}));
+    pod
+}
+
+/// Returns whether each request fits on one GPU.
+fn fits(wanted: &[u32], free: &[u32]) -> bool {
+    let Some((first, rest)) = wanted.split_first() else { return true };
+    (0..free.len()).any(|gpu| {
+        let mut left = free.to_vec();
+        free[gpu] >= *first && {
+            left[gpu] -= first;
+            fits(rest, &left)
+        }
+    })
+}
+
+/// Checks that the pods of no controller are evicted again and again.
+pub(super) fn no_controller_is_evicted_repeatedly(
+    simulation: &Simulation,
+    before: &BTreeMap<String, usize>,
+) -> Result<(), String> {
+    for (controller, count) in &simulation.recreations {
+        let more = count - before.get(controller).copied().unwrap_or(0);
+        let is_own = |original: &&Original| text(&original.pod, "/metadata/ownerReferences/0/uid") == controller;
+        let Some(original) = simulation.originals.values().find(is_own) else { continue };
+        // The operator does not know where a volume can be created.
+        if more > 4 && is_replaced(original.owner) && !original.has_new_volume {
+            return Err(format!(
+                "{more} pods of {controller} ({:?}) were evicted: {}",
+                Owner::ReplicaSet,
+                original.pod
+            ));
+        }
+    }
+    Ok(())
+}
