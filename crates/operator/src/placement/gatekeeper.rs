@@ -7,11 +7,10 @@ use std::time::Duration;
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
 use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
-use kube::ResourceExt;
 
 use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
-use super::cluster::{Cluster, Input, Now, is_living, is_released};
+use super::cluster::{Cluster, Input, Now, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::Fragments;
 use super::growth::{Circumstances, Growth, Offers, Outlook};
@@ -26,6 +25,7 @@ use super::stranded::{self, Advice, Rescue, Stranded};
 use super::unanswered::Unanswered;
 use super::{learning, mps_hosts};
 use crate::evict::Evicted;
+use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::{self, Rollout, Step};
@@ -199,6 +199,12 @@ impl Gatekeeper {
         self.stranded.record_failed_eviction(uid, up);
     }
 
+    /// Returns the UIDs of the pods at the gate, by name.
+    pub(crate) fn gated_uids(&self) -> BTreeMap<String, String> {
+        let gated = self.tracker.unsettled().into_iter().filter(|pod| pod.waits_at_gate());
+        gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
+    }
+
     /// Returns the ledger, after the first reconcile.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
@@ -207,9 +213,36 @@ impl Gatekeeper {
     /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
     /// according to the plan for GPUs that Cleave partitions on demand.
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
+        self.reconcile_changes(cluster, PodChanges::All(cluster.pods.clone()), demand, now)
+    }
+
+    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. The pods of
+    /// `cluster` do not count.
+    pub fn reconcile_changes(
+        &mut self,
+        cluster: &Cluster,
+        changes: PodChanges,
+        demand: &BTreeMap<String, WaitingPod>,
+        now: Now,
+    ) -> Actions {
+        let mut tracker = std::mem::take(&mut self.tracker);
+        let maybe_deleted = tracker.update(changes);
+        let actions = self.decide(cluster, (&mut tracker, maybe_deleted), demand, now);
+        self.tracker = tracker;
+        actions
+    }
+
+    /// Decides with the pods in `tracker`. `maybe_deleted` contains the names of pods that may have
+    /// ended or been deleted.
+    fn decide(
+        &mut self,
+        cluster: &Cluster,
+        (tracker, maybe_deleted): (&mut PodTracker, BTreeSet<String>),
+        demand: &BTreeMap<String, WaitingPod>,
+        now: Now,
+    ) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout, &self.agent_labels);
         changed.iter().for_each(|(node, _)| self.preemptors.touch(node));
-        let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
                 for (name, facts) in changed {
@@ -223,23 +256,25 @@ impl Gatekeeper {
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
                 self.next_reservation = now.up.saturating_add(self.settle_time);
-                let mut ledger = self.claims.rebuild(nodes, &living, now);
+                let mut ledger = self.claims.rebuild(nodes, tracker, now);
                 self.chooser = Chooser::default();
                 ledger.synchronize(&mut self.chooser);
-                learning::count_running(&mut self.chooser, &living);
+                learning::count_running(&mut self.chooser, tracker);
                 ledger
             }
         };
-        let (unsettled, maybe_deleted) = self.tracker.update(&cluster.pods);
-        let waiting = self.track_pods(&mut ledger, &unsettled, maybe_deleted, now);
+        let held = tracker.unsettled();
+        let unsettled: Vec<&PodObject> = held.iter().map(AsRef::as_ref).collect();
+        let waiting = self.track_pods(&mut ledger, &unsettled, (tracker, maybe_deleted), now);
         self.claims.expire(&mut ledger, &unsettled, now);
         // This must precede any reservation. Otherwise a node that is found idle here could receive
         // a reservation in the same reconcile.
         let rollout = self.plan_rollout(cluster, &mut ledger, now.up);
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
-        let input = Input { cluster, living: &living, unsettled: &unsettled, demand, now };
-        for node in self.tracker.take_changed_nodes().into_iter().chain(self.claims.take_freed()) {
+        let changed_nodes = tracker.take_changed_nodes();
+        let input = Input { cluster, tracker, unsettled: &unsettled, demand, now };
+        for node in changed_nodes.into_iter().chain(self.claims.take_freed()) {
             self.preemptors.touch(&node);
         }
         ledger.synchronize(&mut self.chooser);
@@ -267,7 +302,7 @@ impl Gatekeeper {
         &mut self,
         ledger: &mut Ledger,
         unsettled: &[&'a PodObject],
-        maybe_deleted: BTreeSet<String>,
+        (tracker, maybe_deleted): (&mut PodTracker, BTreeSet<String>),
         now: Now,
     ) -> Vec<(String, &'a PodObject)> {
         let mut present = BTreeSet::new();
@@ -283,7 +318,7 @@ impl Gatekeeper {
             }
             if let Some(node) = pod.node() {
                 if self.claims.bind(ledger, &name, pod, node) {
-                    self.tracker.mark_settled(pod);
+                    tracker.mark_settled(&name);
                     settled.push(name.clone());
                 }
             } else if pod.waits_at_gate() {
@@ -305,7 +340,7 @@ impl Gatekeeper {
         for name in &settled {
             present.remove(name);
         }
-        self.tracker.remember_unsettled(present);
+        tracker.remember_unsettled(present);
         queue::sort(&mut waiting);
         waiting
     }
@@ -344,7 +379,8 @@ impl Gatekeeper {
 
     /// Decides how to handle released pods that are not bound.
     fn rescue(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
-        let Self { unschedulable_after, agent_labels, chooser, nodes, tracker, stranded, claims, .. } = self;
+        let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
+        let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
         let mut at_other_nodes: Vec<Candidate<'_>> = Vec::new();
@@ -357,7 +393,7 @@ impl Gatekeeper {
                 at_other_nodes.push(Candidate::at_other_nodes(pod, nodes, agent_labels));
             }
         }
-        let parts = (&*nodes, &*tracker, claims.replicas());
+        let parts = (&*nodes, tracker, claims.replicas());
         let mut search = LazyCell::new(|| PlacementSearch::new(input, parts, ledger, chooser));
         for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
@@ -421,7 +457,8 @@ impl Gatekeeper {
             return;
         }
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
-        let Self { agent_labels, chooser, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
+        let Self { agent_labels, chooser, nodes, claims, queue, rollout, stranded, .. } = self;
+        let tracker = input.tracker;
         let Self { evictions, preemptors, growth, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.skip_refused(ledger, waiting, up, actions).into_iter();
@@ -430,7 +467,7 @@ impl Gatekeeper {
         let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
         let offers = LazyCell::new(|| Offers::of(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
-        let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
+        let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let mut reserved: Vec<(String, &PodObject)> = Vec::new();
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {

@@ -19,7 +19,6 @@ use super::evictions::Evictability;
 use super::facts;
 use super::pod_tracker::PodTracker;
 use super::verdict::{Exclusion, PermanentObstacle, Verdict};
-use crate::pods::PodObject;
 use crate::read::NodeObject;
 use crate::rollout::{Mps, Rollout};
 
@@ -325,10 +324,10 @@ impl Nodes {
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
     /// node still reports their allocations. Ended and deleted pods count as terminating, so that
     /// no other pod is evicted for the same units.
-    pub(super) fn holders<'a>(&self, living: &[&'a PodObject], evictability: &Evictability<'a>) -> Holders<'a> {
+    pub(super) fn holders<'a>(&self, tracker: &'a PodTracker, evictability: &Evictability<'a>) -> Holders<'a> {
         let mut holders = BTreeMap::new();
         let mut kept = BTreeSet::new();
-        for pod in living.iter().filter(|pod| pod.requests_gpus()) {
+        for pod in tracker.living().filter(|pod| pod.requests_gpus()) {
             let Some(state) = pod.node().and_then(|node| self.0.get(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
             if state.blocked.contains(&name) {

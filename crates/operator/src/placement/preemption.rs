@@ -9,10 +9,10 @@ use super::actions::{Actions, Eviction};
 use super::claims::PodClaims;
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::nodes::Nodes;
+use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, Scope};
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::verdict::Verdict;
-use crate::pods::PodObject;
 
 /// Maximum number of waiting pods per reconcile for which preemption is searched for the first
 /// time. Each search scans every device.
@@ -21,14 +21,12 @@ const MAX_NEW_PREEMPTORS: usize = 4;
 /// Searches for pods to evict, within one reconcile.
 pub(super) struct PreemptionSearch<'a> {
     nodes: &'a Nodes,
-    living: &'a [&'a PodObject],
+    tracker: &'a PodTracker,
     evictability: Evictability<'a>,
     claims: &'a PodClaims,
     preemptors: &'a mut Preemptors,
     /// Pods with allocations. Computed only if a pod may preempt others.
     holders: OnceCell<Holders<'a>>,
-    /// The lowest priority of a bound pod that requests GPUs. `i32::MAX` without such pods.
-    lowest_bound: OnceCell<i32>,
     /// The lowest priority in `holders`. `i32::MAX` if there are none.
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
@@ -69,7 +67,7 @@ enum Outcome {
 
 impl<'a> PreemptionSearch<'a> {
     pub(super) fn new(
-        (nodes, living): (&'a Nodes, &'a [&'a PodObject]),
+        (nodes, tracker): (&'a Nodes, &'a PodTracker),
         evictability: Evictability<'a>,
         claims: &'a PodClaims,
         preemptors: &'a mut Preemptors,
@@ -79,12 +77,11 @@ impl<'a> PreemptionSearch<'a> {
         let (holders, hopeless) = (OnceCell::new(), BTreeSet::new());
         Self {
             nodes,
-            living,
+            tracker,
             evictability,
             claims,
             preemptors,
             holders,
-            lowest_bound: OnceCell::new(),
             lowest_holder: OnceCell::new(),
             turns,
             new: 0,
@@ -208,15 +205,13 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     fn holders(&self) -> &Holders<'a> {
-        self.holders.get_or_init(|| self.nodes.holders(self.living, &self.evictability))
+        self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability))
     }
 
-    /// Whether a pod with GPUs has a lower priority than this. Scans the pods once per reconcile.
+    /// Whether a pod with GPUs has a lower priority than this.
     fn may_preempt(&self, priority: i32) -> bool {
         // Pods that cannot be evicted now count too, because that may change.
-        let bound = || self.living.iter().filter(|pod| pod.node().is_some() && pod.requests_gpus());
-        let lowest = || bound().map(|pod| pod.spec.priority.unwrap_or(0)).min().unwrap_or(i32::MAX);
-        if *self.lowest_bound.get_or_init(lowest) < priority {
+        if self.tracker.lowest_priority().is_some_and(|lowest| lowest < priority) {
             return true;
         }
         // Ended pods whose node still reports their allocations have the priority 0.
